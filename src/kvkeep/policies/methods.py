@@ -272,10 +272,10 @@ def _listable(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all methods that lists name: presets, selectors, and a few combinations. A selector that is
-    none without parameters, as ``kvpress`` without a press, is not among them."""
+    """Return the names of all methods that lists name: presets, selectors without required parameters, and a few
+    combinations."""
     load_plugins()
-    unnamed = [name for name, made in SELECTORS.items() if name != "kvpress" and not required(made)]
+    unnamed = [name for name, made in SELECTORS.items() if not required(made)]
     kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
     return [*kept, *unnamed, *(name for name in PRESETS if name not in kept), *LISTED]
 

@@ -18,9 +18,6 @@ ONESHOT = "oneshot"
 FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Names that a part or a method had in stores and sessions of earlier versions."""
 
-UNLISTED = ("kvpress",)
-"""Selectors that are no method without parameters, and so in no list of methods."""
-
 METHODS = (
     "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
     "expected-attention", "kvzip", "pyramidkv", "duo-attention", "knorm", "random", "lru", "quantized", "revive",
@@ -33,6 +30,7 @@ RECALLS = ("verified", "pages", "fetch-on-miss")
 
 LAB = (
     "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "certified", "redecode",
+    "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds where it is installed."""
 
@@ -46,7 +44,7 @@ def check_names(spec: str) -> None:
         return
     first, *rest = (part.partition(":")[0] for part in spec.split("+"))
     name = FORMER.get(first, first)
-    if name not in {*METHODS, *UNLISTED, *added}:
+    if name not in {*METHODS, *added}:
         raise unknown("method", name, {*METHODS, *added}, "'kvkeep methods'")
     if rest[-1:] == [ONESHOT]:
         rest.pop()

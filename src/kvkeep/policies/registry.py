@@ -34,7 +34,6 @@ from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
-from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.nobody import Nobody
@@ -60,7 +59,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "knorm": KNorm,
     "random": Random,
     "lru": LRU,
-    "kvpress": KVPress,
 }
 
 FATES: dict[str, type[Fate]] = {
