@@ -72,7 +72,7 @@ def test_the_planner_counts_the_whole_prompt() -> None:
 def test_what_it_does_not_go_with_is_said() -> None:
     for text, words in (
         ("full+oneshot", "Nothing is evicted, so nothing has to be compressed"),
-        ("kvzip+oneshot", "It compresses what has been read already"),
+        ("kvzip+oneshot", "It reads the whole text before it compresses"),
         ("kvslimmer-published+oneshot", "at once it would be one chunk"),
         ("h2o+oneshot+verified", "Unknown fate 'oneshot'"),
         ("h2o+oneshot:3", "Unknown fate 'oneshot'"),

@@ -107,12 +107,12 @@ def test_what_fits_whole_is_kept_whole_and_what_does_not_is_recalled() -> None:
 
 
 def test_too_little_memory_names_the_least_that_would_do() -> None:
-    with pytest.raises(BudgetError, match=r"fits in 1.0 KB: the least is .* MB, for ") as raised:
+    with pytest.raises(BudgetError, match=r"fits in 1.0 KB: the least is .* KB, for ") as raised:
         plan(llama(), PLAIN, 4096, 1000)
     least = bytes_of(str(raised.value).partition("the least is ")[2].partition(",")[0])
     assert plan(llama(), PLAIN, 4096, least).rows
     with pytest.raises(BudgetError):
-        plan(llama(), PLAIN, 4096, least - 10**5)  # it is rounded up to a tenth of a megabyte
+        plan(llama(), PLAIN, 4096, least - 100)  # it is rounded up to a tenth of a kilobyte
 
 
 @pytest.mark.parametrize("spec", ["lowrank", "quantized:8", "asymkv", "kvslimmer"])
