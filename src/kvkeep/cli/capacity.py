@@ -37,27 +37,27 @@ SESSIONS = (1, 8, 64)
 def capacity(
     model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
     context: Annotated[
-        str, typer.Option("--context", "-n", help="Tokens of a session, answer included; several by commas.")
+        str, typer.Option("--context", "-n", help="Tokens of a session with its answer; several are separated by commas.")
     ] = "8192",
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-x",
-            help="Caches as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'). By commas, or repeated.",
+            help="Caches, as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'): separated by commas, or repeated.",
             show_default="one of each kind",
             autocompletion=completion.methods,
         ),
     ] = None,
-    budget: Annotated[str, typer.Option("--budget", "-b", help="Of every session, as everywhere.")] = "4096",
+    budget: Annotated[str, typer.Option("--budget", "-b", help="Of each session: entries per layer (4096), bytes (64MB), or a share (25%).")] = "4096",
     machine: Annotated[
-        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
+        str | None, typer.Option(help="A file with another machine's rates or data sheet.", show_default="this one")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for all caches (64GB).", show_default="what the weights leave of nine tenths"),
+        typer.Option(help="Bytes for all caches (64GB).", show_default="nine tenths of the device, less the weights"),
     ] = None,
-    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, by commas.")] = (
+    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, separated by commas.")] = (
         "1,10,100"
     ),
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
@@ -65,7 +65,7 @@ def capacity(
     weights: options.Weights = "auto",
     json: options.Json = False,
 ) -> None:
-    """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
+    """Predict how many sessions fit in a machine, how fast it serves them, and how long it takes to fetch one."""
     Budget.parse(budget)
     check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
@@ -120,7 +120,7 @@ def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
         found = []
     if not found or not all(0 < number < 1e12 and (not whole or number.is_integer()) for number in found):
         kind = "whole numbers" if whole else "numbers"
-        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, by commas.")
+        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, separated by commas.")
     return found
 
 
