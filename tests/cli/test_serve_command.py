@@ -11,7 +11,7 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep.cli.serve import alone
+from kvkeep.cli.serve import single_process
 from kvkeep.cli.serve.defaults import fitting, planned
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
@@ -71,8 +71,8 @@ def test_it_listens_before_anything_is_measured(
         raise AssertionError("the machine was measured")
 
     monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
-    monkeypatch.setattr(alone, "_server", lambda *given, **options: Server())
-    monkeypatch.setattr(alone, "_drain", lambda *given: None)
+    monkeypatch.setattr(single_process, "_server", lambda *given, **options: Server())
+    monkeypatch.setattr(single_process, "_drain", lambda *given: None)
     common = ("serve", "--model", str(model_folder), "--port", "0", "--sessions", str(tmp_path))
     code, _, err = run(*common)
     assert code == 0 and len(listening) == 1, err

@@ -21,7 +21,7 @@ import pytest
 from answering import small
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
-from kvkeep.cli.serve.listening import Listening, https
+from kvkeep.cli.serve.address import Address, https
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine.answer import Piece, TokenLogprob
 from kvkeep.errors import UsageError
@@ -265,7 +265,7 @@ def test_heads_slashes_and_wrong_methods() -> None:
     wrong = reply("/v1/chat/completions", method="HEAD", headers=bearer())
     assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "POST", b"")
     hosts = ("0.0.0.0", "::", "::1", "chat")
-    assert [Listening(one, 0).near for one in hosts] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
+    assert [Address(one, 0).near for one in hosts] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
 
 
 def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(

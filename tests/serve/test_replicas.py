@@ -21,8 +21,8 @@ from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
-from kvkeep.cli.serve import replicated
-from kvkeep.cli.serve.listening import Listening
+from kvkeep.cli.serve.address import Address
+from kvkeep.cli.serve.ray_serve import serve_replicas
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
@@ -301,8 +301,8 @@ def test_proxies_that_a_cluster_has_are_told_as_they_are(
     service: Any = SimpleNamespace(memory=10**6, model="tiny", cache={"method": "full"})
 
     def said(**given: Any) -> str:
-        asked = Listening(**{"host": "127.0.0.1", "port": 8000, **given})
-        replicated.answer(service, Scale.parse("2", 1, 8), "auto", asked, 0.0, [])
+        asked = Address(**{"host": "127.0.0.1", "port": 8000, **given})
+        serve_replicas(service, Scale.parse("2", 1, 8), "auto", asked, 0.0, [])
         return capsys.readouterr().err
 
     tls = {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}

@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import AUTO, asked
-from kvkeep.cli.checked import check_cache, check_model
+from kvkeep.cli.cache_options import AUTO, requested_cache
 from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, printable, reading
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_cache, check_model
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.native.library import library
 from kvkeep.units import size
@@ -83,11 +83,14 @@ def demo(
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    with starting():
+    with startup():
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
 
-        wanted = {FULL: asked(FULL, None), EXACT: asked(EXACT, budget, checkpoint=checkpoint, where=where)}
+        wanted = {
+            FULL: requested_cache(FULL, None),
+            EXACT: requested_cache(EXACT, budget, checkpoint=checkpoint, where=where),
+        }
         loaded = load(model, progress=note)
     text, count = shortened(loaded.tokenizer, text, LONGEST)
     if count > LONGEST:
@@ -95,7 +98,7 @@ def demo(
     ids = encode(loaded.tokenizer, ask(text, question))
 
     def cache_of(method: str) -> Any:
-        own = wanted.get(method) or asked(method, budget)
+        own = wanted.get(method) or requested_cache(method, budget)
         return own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
 
     with cache_of(FULL) as cache:  # for the method that does without an end, too

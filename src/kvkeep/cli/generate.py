@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import asked
-from kvkeep.cli.checked import check_cache, check_model
+from kvkeep.cli.cache_options import requested_cache
 from kvkeep.cli.output import interruptible, note, print_json, reading, write, write_answer
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_cache, check_model
 from kvkeep.errors import Interrupted
 from kvkeep.units import size
 
@@ -47,11 +47,11 @@ def generate(
     check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     check_model(model, weights, device)
     messages = question(read_text(file) if file else None, prompt)
-    with starting():
+    with startup():
         from kvkeep.decode.generate import generate as run
         from kvkeep.models.loading import load
 
-        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+        wanted = requested_cache(method, budget, exact=exact, memory=memory, **limits, **store)
         loaded = load(model, weights=weights, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)

@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.checked import check_model
 from kvkeep.cli.output import note, out, print_json
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_model
 from kvkeep.units import size
 
 
@@ -22,7 +22,7 @@ def models(
     """List the embedded models, and whether they are on this machine."""
     if fetch is not None:
         check_model(fetch)
-    with starting():
+    with startup():
         from kvkeep.models.loading import available, load
 
         if fetch is not None:

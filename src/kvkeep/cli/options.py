@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import completion
+from kvkeep.errors import UsageError
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
@@ -90,3 +91,21 @@ Sessions = Annotated[
     typer.Option(metavar="FOLDER", help="A folder of sessions by name; by default $KVKEEP_DATA/sessions."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+
+
+def split_list(texts: list[str], option: str) -> list[str]:
+    """Return what is listed in ``texts``, in order; "none" is an empty list. Raises UsageError for nothing.
+
+    Commas separate, except that ``key=value`` after a comma is one more parameter of the method before it:
+    ``h2o:recent=0.5,halflife=64,window`` is two methods.
+    """
+    found: list[str] = []
+    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
+        named, equals, _ = part.partition("=")
+        if found and equals and not set(named) & set(":+"):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise UsageError(f"{option} lists nothing; name something, separated by commas.")
+    return [] if found == ["none"] else found

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from kvkeep.budget import bytes_of
 from kvkeep.cli import options
-from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import err, note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_cache, check_model
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 from kvkeep.units import size
@@ -65,11 +65,11 @@ def plan(
     check_cache(budget=budget)
     check_model(model, weights, None if machine is not None else device, config=True)
     amount = None if memory is None else bytes_of(memory)
-    with starting():
+    with startup():
         from kvkeep.plan.planner import plan as run
 
         place = _device(device)
-        shape, rates = predicted(model, machine, weights, place)
+        shape, rates = shape_and_rates(model, machine, weights, place)
     if check:
         _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
         return

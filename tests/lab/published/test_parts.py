@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.checked import check_names
+from kvkeep.cli.validation import check_names
 from kvkeep.errors import UsageError
 from kvkeep.plugins import PARTS
 from kvkeep.policies.methods import resolve

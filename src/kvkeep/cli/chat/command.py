@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import Asked, asked
-from kvkeep.cli.checked import check_cache, check_model
+from kvkeep.cli.cache_options import RequestedCache, requested_cache
 from kvkeep.cli.output import note, print_json
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_cache, check_model
 from kvkeep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def chat(
     check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     check_model(model, weights, device)
     check_text(system or "", "the system prompt")
-    with starting():
+    with startup():
         from kvkeep.cli.chat import loop
         from kvkeep.cli.chat.endings import Endings
         from kvkeep.cli.chat.keeper import Keeper, rescued
@@ -81,10 +81,10 @@ def chat(
         from kvkeep.models.loading import load
         from kvkeep.models.quiet import without_warnings
 
-        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+        wanted = requested_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     screen = _screen(json, plain, history)
     with Endings() as endings, Keeper(session, sessions) as keeper:
-        with endings.waiting(), starting():
+        with endings.waiting(), startup():
             loaded = load(model, weights=weights, device=device, progress=note)
         kept = keeper.session
         if kept is not None and kept.turns:
@@ -126,7 +126,7 @@ def _screen(json: bool, plain: bool, history: bool) -> Screen:
     return Screen(lines(), quiet=json, plain=plain)
 
 
-def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:
+def _check_same(session: str, wanted: RequestedCache, talk: Conversation, system: str | None) -> None:
     """Raise UsageError where options ask for another cache or system prompt than those of the session."""
     own = replace(talk.cache.request, context=None)
     held = next((message["content"] for message in talk.messages if message["role"] == "system"), None)

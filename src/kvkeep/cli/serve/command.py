@@ -10,9 +10,9 @@ import typer
 from kvkeep.budget import bytes_of
 from kvkeep.cli import completion
 from kvkeep.cli import options as o
-from kvkeep.cli.checked import check_cache, check_model
-from kvkeep.cli.serve.listening import Listening, https
-from kvkeep.cli.starting import starting
+from kvkeep.cli.serve.address import Address, https
+from kvkeep.cli.startup import startup
+from kvkeep.cli.validation import check_cache, check_model
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 
@@ -114,15 +114,16 @@ def serve(
     for package in ("uvicorn", "fastapi", "prometheus_client"):
         optional(package, "serve")
     _check_cluster(ray, port, grace)
-    with starting():
-        from kvkeep.cli.serve import alone, replicated
+    with startup():
+        from kvkeep.cli.serve.ray_serve import serve_replicas
+        from kvkeep.cli.serve.single_process import serve_here
         from kvkeep.decode.session_store import sessions_folder
         from kvkeep.serve.replicas import Scale
         from kvkeep.serve.service import Service
 
     _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
     grace = GRACE_S if grace is None else grace
-    listening = Listening(host, port, https(certificate, private_key))
+    listening = Address(host, port, https(certificate, private_key))
     given, access = _access(keys, listening.own, ray)
     folder = sessions_folder(sessions)
     options: dict[str, Any] = {
@@ -136,10 +137,10 @@ def serve(
         service.store(shared=replicas is not None).check_folder()
     kept = f"sessions: {folder}" + _limits(quota, age)
     if replicas is None:
-        alone.answer(service, listening, conversations, grace, [kept, access], measure=measure)
+        serve_here(service, listening, conversations, grace, [kept, access], measure=measure)
         return
     own = cores or (1 if ray is not None else max(1, (os.cpu_count() or 1) // Scale.parse(replicas, 1, 1).most))
-    replicated.answer(service, Scale.parse(replicas, own, conversations), ray, listening, grace, [kept, access])
+    serve_replicas(service, Scale.parse(replicas, own, conversations), ray, listening, grace, [kept, access])
 
 
 def _access(keys: str | None, own: bool, ray: str | None) -> tuple[list[str], str]:

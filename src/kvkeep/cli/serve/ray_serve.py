@@ -7,16 +7,16 @@ import threading
 from collections.abc import Sequence
 
 from kvkeep.cli.output import note
-from kvkeep.cli.serve.alone import ENDED
+from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.defaults import settled_beforehand
-from kvkeep.cli.serve.listening import Listening
+from kvkeep.cli.serve.single_process import ENDED
 from kvkeep.serve import replicas
 from kvkeep.serve.replicas import Scale
 from kvkeep.serve.service import Service
 
 
-def answer(
-    service: Service, scale: Scale, address: str | None, listening: Listening, grace: float, said: Sequence[str]
+def serve_replicas(
+    service: Service, scale: Scale, address: str | None, listening: Address, grace: float, said: Sequence[str]
 ) -> None:
     """Have Ray Serve run replicas: until SIGTERM or Ctrl-C, after which answers have ``grace`` seconds, in a cluster
     that ends with them, else, in the one at ``address``, for good. said: lines about sessions and keys."""
@@ -31,7 +31,7 @@ def answer(
         if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *given: ended.set())
-        there = Listening(*replicas.deploy(service, scale, listening.host, port, listening.tls))
+        there = Address(*replicas.deploy(service, scale, listening.host, port, listening.tls))
         kinds = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
         size = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
         note(f"{there.url(there.port)}/v1  model '{service.model}', {size}")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.checked import AUTO, check_cache
 from kvkeep.cli.output import note
+from kvkeep.cli.validation import AUTO, check_cache
 
 if TYPE_CHECKING:
     from kvkeep.policies.request import Request
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedCache:
     """The options of a cache. request: None is transformers' own cache; auto: the planner chooses the request, within
     ``memory`` bytes."""
 
@@ -49,7 +49,7 @@ class Asked:
         return Request.parse(choice.method, choice.budget, checkpoint=choice.checkpoint, where=choice.where)
 
 
-def asked(
+def requested_cache(
     method: str | None,
     budget: str | None,
     *,
@@ -58,7 +58,7 @@ def asked(
     exact: bool = False,
     memory: str | None = None,
     **options: Any,
-) -> Asked:
+) -> RequestedCache:
     """Return the parsed options.
 
     Args:
@@ -72,10 +72,10 @@ def asked(
     limits = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
     method, budget = check_cache(method, budget, exact=exact, memory=memory, **limits, **options)
     if budget == AUTO:
-        return Asked(None, True, memory)
+        return RequestedCache(None, True, memory)
     from kvkeep.stock import requested
 
-    return Asked(requested(method, budget, recall="verified" if exact else None, **options))
+    return RequestedCache(requested(method, budget, recall="verified" if exact else None, **options))
 
 
 def _positions(model: Any) -> int | None:

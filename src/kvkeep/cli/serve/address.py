@@ -12,7 +12,7 @@ from kvkeep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Listening:
+class Address:
     """host: an address or a name. port: 0 for one that is free. tls: what uvicorn is told for HTTPS; nothing for
     HTTP."""
 

@@ -1,7 +1,7 @@
 """Options that are looked at before torch is imported and anything is loaded: a mistake is told within a second.
 
 What only a method's parts know (their parameters, which options they take) is looked at by
-:func:`kvkeep.cli.asked.asked`, before the model is loaded.
+:func:`kvkeep.cli.cache_options.asked`, before the model is loaded.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 
 from kvkeep.cli.output import note
+from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.defaults import fitting, settled
-from kvkeep.cli.serve.listening import Listening
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import load
 from kvkeep.serve.engine import Engine
@@ -25,9 +25,9 @@ from kvkeep.serve.service import Service
 ENDED = "stopped; all turns are saved"
 
 
-def answer(
+def serve_here(
     service: Service,
-    listening: Listening,
+    listening: Address,
     conversations: int,
     grace: float,
     said: Sequence[str],
@@ -38,7 +38,7 @@ def answer(
     memory where no cache is named. said: the lines about sessions and keys. measure: measure this machine when there is
     nothing to do. Raises KvkeepError when the engine fails."""
     kept, access = said
-    with starting():
+    with startup():
         loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = settled(service, loaded, conversations)
     with listening.socket() as own:
