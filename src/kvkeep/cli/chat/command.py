@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AtEnd(StrEnum):
-    """What to do when the model's context is full; all but the first are ``kvkeep.cli.chat.window.ENDS``."""
+    """What to do when the model's context is full; all but the first are ``kvkeep.cli.chat.context_limit.CONTINUATIONS``."""
 
     ask = "ask"
     drop = "drop"
@@ -74,8 +74,8 @@ def chat(
     check_text(system or "", "the system prompt")
     with startup():
         from kvkeep.cli.chat import loop
-        from kvkeep.cli.chat.endings import Endings
-        from kvkeep.cli.chat.keeper import Keeper, rescued
+        from kvkeep.cli.chat.saving import Saver, last_hangup
+        from kvkeep.cli.chat.signals import EndSignals
         from kvkeep.cli.chat.state import Chat
         from kvkeep.decode.chat import Conversation
         from kvkeep.models.loading import load
@@ -83,10 +83,10 @@ def chat(
 
         wanted = requested_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     screen = _screen(json, plain, history)
-    with Endings() as endings, Keeper(session, sessions) as keeper:
-        with endings.waiting(), startup():
+    with EndSignals() as signals, Saver(session, sessions) as saver:
+        with signals.exit_at_once(), startup():
             loaded = load(model, weights=weights, device=device, progress=note)
-        kept = keeper.session
+        kept = saver.session
         if kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             given = method or budget or exact or system
@@ -99,31 +99,31 @@ def chat(
         if kept is not None:
             talk.check_savable()
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
-        if screen.typed:
+        if screen.interactive:
             note("Ask something; /help lists the commands, Ctrl-D leaves.")
-            if kept is None and (lost := rescued()):
+            if kept is None and (lost := last_hangup()):
                 note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' goes on with it.")
-        chat = Chat(talk, screen, keeper, endings, max_tokens, temperature, seed, at_end.value)
+        chat = Chat(talk, screen, saver, signals, max_tokens, temperature, seed, at_end.value)
         with without_warnings():
             loop.run(chat)
         if json:
             print_json({"turns": chat.turns})
-        endings.leave()
-        if keeper.unsaved is not None:
-            raise keeper.unsaved
-        if chat.failed and not screen.typed:
+        signals.exit_if_received()
+        if saver.unsaved is not None:
+            raise saver.unsaved
+        if chat.failed and not screen.interactive:
             raise typer.Exit(1)
 
 
 def _screen(json: bool, plain: bool, history: bool) -> Screen:
     """Return the screen: a terminal that is typed on, or lines of standard input."""
     from kvkeep.cli.chat.commands import completions
-    from kvkeep.cli.chat.questions import is_typed, lines, typed
+    from kvkeep.cli.chat.input import is_interactive, lines, typed
     from kvkeep.cli.chat.screen import Screen
 
-    if is_typed():
-        return Screen(typed(completions, history), typed=True, quiet=json, plain=plain)
-    return Screen(lines(), quiet=json, plain=plain)
+    if is_interactive():
+        return Screen(typed(completions, history), interactive=True, silent=json, plain=plain)
+    return Screen(lines(), silent=json, plain=plain)
 
 
 def _check_same(session: str, wanted: RequestedCache, talk: Conversation, system: str | None) -> None:
