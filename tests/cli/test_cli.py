@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from families import tiny
 
-from kvkeep.cli.cache_options import requested_cache
+from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.models.folders import cache_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -125,7 +125,7 @@ def test_a_share_is_of_the_models_positions_at_most() -> None:
     model = tiny("llama", positions=128)
     cases = ("kv-direct", "50%", 10, 32), ("kv-direct", "50%", 10**15, 64), ("streaming-llm", "20%", 200, 50)
     for method, share, answer, entries in cases:
-        assert requested_cache(method, share).cache(model, 54 + answer, answer).entries == entries
+        assert CacheOptions(method, share).parse().build(model, 54 + answer, answer).entries == entries
 
 
 def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:

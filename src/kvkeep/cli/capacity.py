@@ -14,7 +14,6 @@ from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.cli.planning import shape_and_rates
 from kvkeep.cli.startup import startup
-from kvkeep.cli.validation import check_model
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -59,7 +58,7 @@ def capacity(
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
     Budget.parse(budget)
-    check_model(model, weights, config=True)
+    options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
     with startup():

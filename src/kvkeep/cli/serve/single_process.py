@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import uvicorn
 
 from kvkeep.cli.output import note
 from kvkeep.cli.serve.address import Address
-from kvkeep.cli.serve.defaults import fitting, settled
+from kvkeep.cli.serve.defaults import describe_default, with_defaults
 from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import load
@@ -22,91 +22,90 @@ from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
 
-ENDED = "stopped; all turns are saved"
+STOPPED = "stopped; all turns are saved"
 
 
 def serve_here(
-    service: Service,
-    listening: Address,
-    conversations: int,
-    grace: float,
-    said: Sequence[str],
-    *,
-    measure: bool,
+    service: Service, address: Address, conversations: int, grace: float, saved: str, access: str, *, measure: bool
 ) -> None:
-    """Answer until SIGTERM or Ctrl-C, after which answers have ``grace`` seconds. conversations: as many share the
-    memory where no cache is named. said: the lines about sessions and keys. measure: measure this machine when there is
-    nothing to do. Raises KvkeepError when the engine fails."""
-    kept, access = said
+    """Serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
+
+    Args:
+        conversations: share the memory if the service names no cache.
+        saved, access: lines to print about sessions and keys.
+        measure: measure this machine when the server is idle.
+
+    Raises:
+        KvkeepError: the engine failed.
+    """
     with startup():
         loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
-    service = settled(service, loaded, conversations)
-    with listening.socket() as own:
-        url = listening.url(own.getsockname()[1])
+    service = with_defaults(service, loaded, conversations)
+    with address.socket() as listener:
+        url = address.url(listener.getsockname()[1])
         engine = service.engine(loaded, shared=False)
-        server = _server(service.application(engine, loaded), timeout_graceful_shutdown=int(grace) + 1, **listening.tls)
-        _many_files()
-        fit = fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
+        app = service.application(engine, loaded)
+        server = _Server(uvicorn_config(app, timeout_graceful_shutdown=int(grace) + 1, **address.tls))
+        _raise_file_limit()
+        default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
         engine.start()
         size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
-        note(f"{url}/v1  model '{loaded.name}', {size}; a page at {url}/")
-        if listening.everywhere:
-            note("from elsewhere: this machine's name or address instead")
-        note(fit)
+        note(f"{url}/v1  model '{loaded.name}', {size}; chat page: {url}/")
+        if address.is_any:
+            note("from another machine, use this machine's name or address instead")
+        note(default)
         refusal = engine.sessions.files.refusal
-        note(kept if refusal is None else f"sessions end with the server. {refusal}")
+        note(saved if refusal is None else f"sessions are not saved: {refusal}")
         note(access)
         if service.logs:
             log_requests()
-        _drain(server, engine, grace)
+        _stop_on_signals(server, engine, grace)
         measuring = Measuring(engine, note)
         if measure:
             measuring.start()
-        server.run(sockets=[own])
+        server.run(sockets=[listener])
         measuring.stop()
     if engine.fault is not None:
-        raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
+        raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
     engine.stop(0.0)
-    note(ENDED if refusal is None else "stopped")
+    note(STOPPED if refusal is None else "stopped")
 
 
-def _many_files() -> None:
-    """Let as many files be open as the system allows: one for each session in memory and each connection."""
+class _Server(uvicorn.Server):
+    """A server that leaves signals to :func:`_stop_on_signals`: answers end before connections do."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers."""
+        yield
+
+
+def _raise_file_limit() -> None:
+    """Allow the maximum number of open files: sessions in memory and connections need one each."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
-def _server(app: Any, **given: Any) -> uvicorn.Server:
-    """Return a server that leaves signals to us: answers end before connections do."""
+def _stop_on_signals(server: uvicorn.Server, engine: Engine, grace: float) -> None:
+    """On SIGTERM and Ctrl-C refuse new requests, let answers finish within ``grace`` seconds, and stop the server; stop
+    it also when the engine ends."""
 
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Server(uvicorn_config(app, **given))
-
-
-def _drain(server: Any, engine: Engine, grace: float) -> None:
-    """On SIGTERM and Ctrl-C take no more, let answers end within ``grace`` seconds, and leave; leave also when the
-    engine ends by itself."""
-
-    def watch() -> None:
+    def stop_server() -> None:
         engine.join()
         server.should_exit = True
 
-    def stop() -> None:
+    def stop_engine() -> None:
         note(f"stopping: running answers have {grace:g} s to finish")
         engine.stop(grace)
 
-    def drain(*given: Any) -> None:
-        threading.Thread(target=stop, daemon=True).start()
+    def handle(*_: Any) -> None:
+        threading.Thread(target=stop_engine, daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, drain)
-    threading.Thread(target=watch, daemon=True).start()
+        signal.signal(number, handle)
+    threading.Thread(target=stop_server, daemon=True).start()
