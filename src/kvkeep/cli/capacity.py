@@ -10,11 +10,10 @@ from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import completion, options
-from kvkeep.cli.checked import check_model
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -59,14 +58,14 @@ def capacity(
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
     Budget.parse(budget)
-    check_model(model, weights, config=True)
+    options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
-    with starting():
+    with startup():
         from kvkeep.plan import capacity as planned
 
-        names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
-        shape, rates = predicted(model, machine, weights)
+        names = list(planned.METHODS) if method is None else split_list(method, "--method") or ["none"]
+        shape, rates = shape_and_rates(model, machine, weights)
     room = rates.room(shape.weight_bytes) if given_bytes is None else given_bytes
     found = [
         one

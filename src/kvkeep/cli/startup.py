@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def startup() -> Iterator[None]:
     """Import transformers as far as it is used; the block imports the rest and loads.
 
     Until its end nothing is collected: what is imported stays, and going through a million objects again and again
