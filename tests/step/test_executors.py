@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.plan import Destination, LayerStep, Segment, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
-PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova")
+PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova", "h2o+quantize:8")
 """Cases whose single tokens are told before the pass."""
 WRITTEN = ("keys", "values", "slots", "scores", "extra", "newest")
 
@@ -63,13 +63,20 @@ class Copies:
         whole = torch.empty(0, dtype=part.dtype)
         return whole.set_(self.storages[place].untyped_storage(), part.storage_offset(), part.shape, part.stride())  # type: ignore[call-overload]
 
+    def coded(self, part: Any) -> Any:
+        """The same of codes, which are dataclasses of tensors."""
+        if isinstance(part, Tensor):
+            return self.of(part)
+        parts = {field.name: getattr(part, field.name) for field in fields(part)}
+        return replace(part, **{name: self.of(one) for name, one in parts.items() if isinstance(one, Tensor)})
+
     def destination(self, one: Destination | None) -> Destination | None:
         return None if one is None else replace(one, **{name: self.of(getattr(one, name)) for name in WRITTEN})
 
     def step(self, one: LayerStep) -> LayerStep:
         append = self.destination(one.append)
         assert append is not None
-        spans = [Span(self.of(span.keys), self.of(span.values), span.start, span.stop) for span in one.attend]
+        spans = [Span(self.coded(span.keys), self.coded(span.values), span.start, span.stop) for span in one.attend]
         own = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
         return replace(one, append=append, evict=self.destination(one.evict), attend=spans, compiled=None, **own)
 
@@ -82,6 +89,11 @@ def assert_same_writes(one: LayerStep, other: LayerStep) -> None:
             assert (mine is None) == (yours is None)
             if mine is not None:
                 assert torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)), name
+
+
+def dense(values: Any) -> Tensor:
+    """Values as numbers, coded or not."""
+    return values if isinstance(values, Tensor) else values.dense(torch.bfloat16)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
@@ -145,7 +157,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             assert_same_writes(one, other)
             if one.received is not None and other.received is not None:
                 torch.testing.assert_close(one.received, other.received, atol=2e-2, rtol=2e-2)
-        assert_near(found, wanted, [span.segment().value for one in steps for span in one.attend])
+        assert_near(found, wanted, [dense(span.segment().value) for one in steps for span in one.attend])
         return found
 
     def attended(self: WatchedRun) -> tuple[Tensor, Tensor]:

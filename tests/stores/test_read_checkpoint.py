@@ -58,7 +58,7 @@ def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
     step("llama", cache, ids[:, 20:40])
     assert cache.exactness == "lossy"
     layer = bounded(cache)[1]  # the first one's residuals follow from the ids, which are all there
-    assert layer.resident.held()[:, :4].all() and layer.reader.first == 20
+    assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
     def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
@@ -82,7 +82,7 @@ def test_entries_leave_and_come_back_by_hand() -> None:
     cache = KeepCache(tiny("llama"), "snapkv+checkpoint:kv", BUDGET)
     step("llama", cache, ids[:, :40])
     cache.evict(BUDGET)
-    assert not any(layer.resident.held().any() for layer in bounded(cache))
+    assert not any(layer.resident.resident_slots().any() for layer in bounded(cache))
     assert cache.recall(range(8)) == 8 * 2 * 4
     assert_near(step("llama", cache, ids[:, 40:]), expected("llama", ids)[:, -1:])
 

@@ -45,10 +45,11 @@ class EvictedStore(Part):
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else ()
 
-    def commit(self) -> None:
-        """Note that a step of :meth:`plan` that evicts has run."""
+    def commit(self, slot: int | None) -> None:
+        """Note that a step of :meth:`plan` that evicts has run. slot: of the evicted entry, in all lanes; None: those
+        that the step wrote beside it."""
 
-    def spans(self, query: Tensor) -> Sequence[Span] | None:
+    def spans(self) -> Sequence[Span] | None:
         """Return what :meth:`pieces` would yield where it lies, codes in groups first, each of which every later query
         sees all of; the same objects as long as they are the same tensors. None where it cannot be read so."""
         return None if self.keeps else ()

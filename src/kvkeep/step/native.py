@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.native.library import (
-    PIECE_BYTES,
     KvAttention,
     KvInsert,
     KvPiece,
@@ -23,12 +22,11 @@ from kvkeep.native.library import (
     address_of,
     address_table,
     copy_piece,
-    copy_pieces,
     kernels,
     library,
     piece_table,
 )
-from kvkeep.step.plan import Destination, LayerStep, Segment, Span
+from kvkeep.step.plan import Destination, LayerStep, Segment, Span, Stretch
 
 BLOCK = 512
 """Entries of a block, as native/attention.h has it."""
@@ -45,8 +43,7 @@ def runs(query: Tensor, keys: Any, values: Any) -> bool:
     """Return whether the library attends with these: bfloat16 on the CPU, heads of even width, and a library there."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return False
-    kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
-    return kind(keys, values) and takes(query.shape[-1], values.shape[-1]) and library() is not None
+    return reads(keys, values)
 
 
 def inserts(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
@@ -62,9 +59,10 @@ def inserts(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def reads(keys: Tensor, values: Tensor) -> bool:
-    """Return whether the library attends to entries in such tensors."""
-    return _plain(keys, values) and takes(keys.shape[-1], values.shape[-1]) and library() is not None
+def reads(keys: Any, values: Any) -> bool:
+    """Return whether the library attends to entries in such tensors or codes."""
+    kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
+    return kind(keys, values) and takes(keys.shape[-1], values.shape[-1]) and library() is not None
 
 
 def takes(key_dim: int, value_dim: int) -> bool:
@@ -246,37 +244,6 @@ class _Compiled:
         insert.left_extra, insert.left_newest = address(evict.extra), address(evict.newest)
 
 
-class Settled:
-    """Attention of a single query over spans that are settled, in as few calls as there are: made once for a layer, and
-    then changed where its spans were."""
-
-    def __init__(self) -> None:
-        self._attention, self._table = KvAttention(queries=1, past=-1), SpanTable()
-
-    def attend(
-        self, query: Tensor, spans: Sequence[Span], scaling: float, reduce: str, first: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return attention, (lanes, heads, 1, value_dim), and with ``reduce`` what the entries of ``spans[first:]``
-        received, (lanes, n) float32. query: (lanes, heads, 1, dim)."""
-        query, attention = query.contiguous(), self._attention
-        lanes, groups, _, dim = query.shape
-        value_dim = spans[-1].values.shape[-1]
-        attention.query, attention.lanes, attention.groups, attention.dim = query.data_ptr(), lanes, groups, dim
-        attention.value_dim, attention.scaling = value_dim, scaling
-        self._table.show(attention, spans)
-        output, lse = query.new_empty(lanes, groups, 1, value_dim), torch.empty(lanes, groups, 1)
-        kernels().kvkeep_attend(address_of(attention), output.data_ptr(), False, lse.data_ptr(), None, False)
-        if not reduce:
-            return output, None
-        if first:  # those alone whose attention is wanted
-            attention.pieces += first * PIECE_BYTES
-            attention.count -= first
-            attention.entries = sum(span.entries for span in spans[first:])
-        received = torch.empty(lanes, attention.entries)
-        kernels().kvkeep_received(address_of(attention), lse.data_ptr(), 1, reduce == "max", received.data_ptr())
-        return output, received
-
-
 class SpanTable:
     """Spans as the library reads them, changed where they were."""
 
@@ -301,20 +268,11 @@ class SpanTable:
 # -- entries as the library reads them ---------------------------------------------------------------------
 
 
-class Pieces:
-    """Entries where they lie, as the library reads them. rows: its table of them. entries: how many there are."""
-
-    def __init__(self, key: Any, value: Any) -> None:
-        self._tensors: list[Tensor] = []  # what the table points to
-        if getattr(key, "layout", "") == "spans":
-            self.rows = piece_table(len(key.spans))
-            for number, span in enumerate(key.spans):
-                copy_piece(self.rows, number, _piece_of(span))
-        else:
-            self.rows = piece_table(1)
-            self._tensors = _describe(self.rows[0], key, value)
-        self.value_dim: int = value.shape[-1]
-        self.entries = sum(row.count for row in self.rows)
+def spans_of(key: Any, value: Any) -> Sequence[Span]:
+    """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`Stretch`."""
+    if isinstance(key, Tensor):
+        return [Span(key, value, 0, key.shape[1])]
+    return key.spans if isinstance(key, Stretch) else [Span(key, value, 0, key.shape[2])]
 
 
 def _piece_of(span: Span) -> KvPiece:
@@ -406,8 +364,8 @@ def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
 
 
 class Call:
-    """The arguments of one attention: ``pieces`` in the order of the text, as keys and values or as the library reads
-    them; fewer lanes are read in turns. Codes in groups of 32 entries come before all others.
+    """The arguments of one attention: ``spans`` in the order of the text; fewer lanes are read in turns. Codes in
+    groups of 32 entries come before all others.
 
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
     entries that each lane sees, (lanes,) ints. shift: what is added to the number of an entry for its place in blocks,
@@ -418,7 +376,7 @@ class Call:
     def __init__(
         self,
         query: Tensor,
-        pieces: Sequence[Pieces | tuple[Any, Any]],
+        spans: Sequence[Span],
         scaling: float,
         past: int | None = None,
         first: Tensor | None = None,
@@ -428,16 +386,16 @@ class Call:
     ) -> None:
         lanes, groups, queries, dim = query.shape
         self.query = query.contiguous()
-        self._parts = [piece if isinstance(piece, Pieces) else Pieces(*piece) for piece in pieces]
-        self.value_dim = self._parts[0].value_dim
+        self.value_dim: int = spans[0].values.shape[-1]
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        self._rows = rows = piece_table(sum(len(table.rows) for table in self._parts))
-        copy_pieces(rows, [table.rows for table in self._parts])
-        self.entries = sum(table.entries for table in self._parts)
+        self._spans, self._table = spans, piece_table(len(spans))  # the library reads both
+        for number, span in enumerate(spans):
+            copy_piece(self._table, number, _piece_of(span))
+        self.entries = sum(span.entries for span in spans)
         self.struct = KvAttention(
             self.query.data_ptr(),
-            address_of(rows),
+            address_of(self._table),
             *map(address, self.bounds),
             address(self.mask),
             lanes,
@@ -445,7 +403,7 @@ class Call:
             queries,
             dim,
             self.value_dim,
-            len(rows),
+            len(spans),
             self.entries,
             -1 if past is None else past,
             0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
@@ -500,35 +458,32 @@ class Run:
     def __init__(self, query: Tensor, scaling: float, origin: Tensor | None = None) -> None:
         self.query, self.scaling = query, scaling
         self._origin = origin
-        self._pieces: list[Pieces | tuple[Any, Any]] = []
+        self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
-        self._newest: tuple[Tensor, Tensor] | None = None  # entries of which query i sees the first i + 1
-        self._grouped = 0  # pieces that are codes in groups
+        self._newest: Span | None = None  # entries of which query i sees the first i + 1
+        self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # the entries before those at hand
         self._skipped: Tensor | None = None  # of those at hand, what each lane attended already
 
     def __bool__(self) -> bool:
-        return bool(self._pieces) or self._newest is not None or self._state is not None
+        return bool(self._spans) or self._newest is not None or self._state is not None
 
     def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
         """Add entries (lanes, n, dim) with a mask (lanes or 1, queries or 1, n) bool, or None. causal: as of a
         Segment; they come after all others. formed: they are not kept anywhere else."""
+        spans = spans_of(key, value)
         if causal:
-            self._newest = key, value
+            (self._newest,) = spans
             return
-        if not isinstance(key, Tensor):
-            grouped = key.layout == "grouped"
-            at = self._grouped if grouped else len(self._pieces)
-            self._pieces.insert(at, Pieces(key, value))
-            self._masks.insert(at, (key.shape[2], mask))
-            self._grouped += grouped
-            if key.layout != "spans":
-                self._origin = None
-            return
-        self._pieces.append((key, value))
-        self._masks.append((key.shape[1], mask))
-        if formed:
+        layout, counts = _layout(key), [span.entries for span in spans]
+        at = self._grouped if layout == "grouped" else len(self._spans)
+        self._spans[at:at] = spans
+        self._masks[at:at] = zip(counts, [None] * len(counts) if mask is None else mask.split(counts, -1), strict=True)
+        self._grouped += layout == "grouped"
+        if layout not in ("", "spans"):
+            self._origin = None
+        elif formed:
             self._attend_blocks()
 
     def output(self) -> tuple[Tensor, Tensor]:
@@ -550,25 +505,24 @@ class Run:
         return self._call(True).received(lse, last, greatest)
 
     def _call(self, last: bool, stop: Tensor | None = None) -> Call:
-        entries, pieces = sum(count for count, _ in self._masks), self._pieces
-        newest = 0
+        entries, spans, newest = sum(count for count, _ in self._masks), self._spans, 0
         if last and self._newest is not None:
-            newest, pieces = self._newest[0].shape[1], [*pieces, self._newest]
-        if not pieces:  # whole blocks, attended already
-            pieces = [self._nothing()]
+            newest, spans = self._newest.entries, [*spans, self._newest]
+        if not spans:  # whole blocks, attended already
+            spans = [self._nothing()]
         mask = self._mask(entries, newest)
         past = entries if newest and mask is None else None
         shift = None
         if self._start or self._origin is not None:
             shift = self._start - (self._origin if self._origin is not None else torch.zeros(1, dtype=torch.int64))
             shift = shift.expand(len(self.query))
-        return Call(self.query, pieces, self.scaling, past, self._skipped, stop, shift, mask)
+        return Call(self.query, spans, self.scaling, past, self._skipped, stop, shift, mask)
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
+    def _nothing(self) -> Span:
         assert self._state is not None
         lanes, *_, dim = self.query.shape
         value_dim = len(self._state) // self.query.shape[:3].numel() - 2
-        return self.query.new_empty(lanes, 0, dim), self.query.new_empty(lanes, 0, value_dim)
+        return Span(self.query.new_empty(lanes, 0, dim), self.query.new_empty(lanes, 0, value_dim), 0, 0)
 
     def _mask(self, entries: int, newest: int) -> Tensor | None:
         if all(mask is None for _, mask in self._masks):
@@ -605,14 +559,13 @@ class Run:
         self._skipped = (stop - low).expand(len(self.query)) if len(stop) > 1 else None
 
     def _keep(self, low: int) -> None:
-        """Copy what lies behind the first ``low`` entries, of pieces as of masks."""
-        pieces, masks = self._pieces, self._masks
-        self._pieces, self._masks = [], []
-        for pair, (count, mask) in zip(pieces, masks, strict=True):
-            assert not isinstance(pair, Pieces)  # nothing is formed behind codes
+        """Copy what lies behind the first ``low`` entries, of spans as of masks."""
+        spans, masks = self._spans, self._masks
+        self._spans, self._masks = [], []
+        for span, (count, mask) in zip(spans, masks, strict=True):
             if (cut := min(low, count)) < count:
-                keys, values = (part[:, cut:].clone() for part in pair)
-                self._pieces.append((keys, values))
+                keys, values = (part[:, span.start + cut : span.stop].clone() for part in (span.keys, span.values))
+                self._spans.append(Span(keys, values, 0, count - cut))
                 self._masks.append((count - cut, None if mask is None else mask[..., cut:]))
             low -= cut
 
@@ -670,7 +623,7 @@ def attend_all(
     batch, heads, queries, dim = query.shape
     kv_heads, entries = key.shape[1:3]
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
-    lanes = (key.flatten(0, 1), value.flatten(0, 1))
+    lanes = spans_of(key.flatten(0, 1), value.flatten(0, 1))
     if mask is not None:
         mask = mask.expand(-1, -1, queries, -1)[:, 0]
         mask = mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, 0)
@@ -680,6 +633,6 @@ def attend_all(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(grouped, [lanes], scaling, past, seen, None, shift, mask).attend()
+    done = Call(grouped, lanes, scaling, past, seen, None, shift, mask).attend()
     assert done is not None
     return done[0].view(batch, heads, queries, -1)

@@ -76,6 +76,8 @@ class Span:
 
     def segment(self) -> Segment:
         """Return it as a segment."""
+        if not isinstance(self.keys, Tensor):
+            return Segment(self.keys, self.values)
         rows = slice(self.start, self.stop)
         return Segment(self.keys[:, None, rows], self.values[:, None, rows])
 

@@ -78,14 +78,14 @@ class Backed(Reader):
         picked = self.checkpoint.pick(self.index, lane, slots[there])
         if len(lane) == slots.numel():
             return picked[0].view(*slots.shape, -1), picked[1].view(*slots.shape, -1)
-        whole = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in picked)
-        for rows, part in zip(whole, picked, strict=True):
+        filled = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in picked)
+        for rows, part in zip(filled, picked, strict=True):
             rows[there] = part
-        return whole[0], whole[1]
+        return filled[0], filled[1]
 
     def away(self, layer: Layer) -> Tensor:
         """Return which slots can come back: here, not resident, not padding; (lanes, slots) bool."""
-        flags = ~layer.resident.held()
+        flags = ~layer.resident.resident_slots()
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             flags &= visible[:, 0, 0, : layer.length]
         flags[:, : self.first] = False
@@ -114,8 +114,8 @@ def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> N
     wide = step.wide(layer.length)
     if step.brings_entries:
         store.begin(resident)
-    held = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
-    resident.observe(step, lse, held, layer.pending, layer.length)
+    resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
+    resident.observe(step, lse, resident_segments, layer.pending, layer.length)
     if store.listens:
         pieces = store.pieces(step.query, resident, layer.length)
         observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])

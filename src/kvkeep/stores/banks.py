@@ -128,7 +128,7 @@ class Bank:
         )
         return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
-    def room(self, scored: bool) -> Evicted:
+    def empty_entries(self, scored: bool) -> Evicted:
         """Return room for what leaves one column of each lane."""
         keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
         slots, scores, extra, newest = (
@@ -152,16 +152,16 @@ class Bank:
         if self.sinks is not None:
             fits("sinks", self.sinks, (lanes, sinks or 0, extent.key_dim), self.keys.dtype)
         within("used columns", self.used, 0, self.columns + 1)
-        held = self.slots >= 0
-        twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~held).sum(1).sub(1).clamp(min=0).sum()
-        vacant = int((~held[:, : self.used]).sum(1).max()) if self.used and lanes else 0
-        if twice or bool(held[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
+        occupied = self.slots >= 0
+        twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~occupied).sum(1).sub(1).clamp(min=0).sum()
+        vacant = int((~occupied[:, : self.used]).sum(1).max()) if self.used and lanes else 0
+        if twice or bool(occupied[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
             raise Misfit("'slots' are twice the same, or where none are used")
 
     def recount(self) -> None:
         """Find out anew how many columns are in use, and how many of them are empty."""
-        held = self.slots >= 0
-        filled = held.any(0).nonzero()
+        occupied = self.slots >= 0
+        filled = occupied.any(0).nonzero()
         self.used = int(filled.max()) + 1 if filled.numel() else 0
         self.count_vacant()
 
@@ -214,9 +214,9 @@ class Banks:
         ):
             return
         lanes, old, self.banks = self.lanes, self.banks, []
-        for (budget, columns), own in sorted(groups.items()):
-            fresh = self._bank(sorted(own), lanes, budget, columns, (old[0].keys, old[0].values))
-            _move(homes, sorted(own), fresh)
+        for (budget, columns), members in sorted(groups.items()):
+            fresh = self._bank(sorted(members), lanes, budget, columns, (old[0].keys, old[0].values))
+            _move(homes, sorted(members), fresh)
             self.banks.append(fresh)
         with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):
             old.clear()
@@ -227,16 +227,18 @@ class Banks:
         self.heads = lanes // self.ledger.batch
         budgets = self.budgets * (lanes // len(self.budgets))
         for budget in sorted(set(budgets)):
-            own = [lane for lane in range(lanes) if budgets[lane] == budget]
-            self.banks.append(self._bank(own, lanes, budget, 0, (keys, values)))
+            members = [lane for lane in range(lanes) if budgets[lane] == budget]
+            self.banks.append(self._bank(members, lanes, budget, 0, (keys, values)))
 
-    def _bank(self, own: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
+    def _bank(self, members: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
         device = like[0].device
         # Zeros, because an empty column is multiplied with a weight of zero.
         rows = columns + self.tail if columns else 0
-        keys, values = (self.home.allocate((len(own), rows, part.shape[-1]), part.dtype).zero_() for part in like)
-        slots = torch.full((len(own), columns), -1, dtype=torch.int32, device=device)
-        return Bank(None if len(own) == lanes else torch.tensor(own, device=device), budget, keys, values, slots)
+        keys, values = (self.home.allocate((len(members), rows, part.shape[-1]), part.dtype).zero_() for part in like)
+        slots = torch.full((len(members), columns), -1, dtype=torch.int32, device=device)
+        return Bank(
+            None if len(members) == lanes else torch.tensor(members, device=device), budget, keys, values, slots
+        )
 
     def _homes(self) -> dict[int, tuple[Bank, int]]:
         """Return for every lane its bank and its place there."""
@@ -253,26 +255,26 @@ class Banks:
             return there[0][1] if there else None
         shape = self.lanes, max(left.slots.shape[1] for _, left in there)
         like = there[0][1][:-1]
-        whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
-        whole[2] = there[0][1].slots.new_full(shape, -1)
+        joined = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
+        joined[2] = there[0][1].slots.new_full(shape, -1)
         for bank, left in there:
-            for kept, part in zip(whole, left[:-1], strict=True):
+            for kept, part in zip(joined, left[:-1], strict=True):
                 if kept is not None and part is not None:
                     kept[bank.lanes, : part.shape[1]] = part
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
-        gathered = Evicted(*whole)  # type: ignore[arg-type]
+        gathered = Evicted(*joined)  # type: ignore[arg-type]
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
-    def held(self, length: int, alone: bool = False) -> Tensor:
+    def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
         device = self.banks[0].slots.device if self.banks else None
         flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
         for bank in self.banks:
             index = bank.slots.long()
-            if alone and bank.extra is not None:
+            if unmerged and bank.extra is not None:
                 index = index.masked_fill(bank.extra > 0, -1)
-            own = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=device)
-            own.scatter_(1, torch.where(index < 0, length, index), True)
-            flags[bank.index] = own
+            of_bank = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=device)
+            of_bank.scatter_(1, torch.where(index < 0, length, index), True)
+            flags[bank.index] = of_bank
         return flags[:, :length]
 
     def truncate(self, length: int) -> None:
@@ -296,11 +298,11 @@ class Banks:
             self.budgets = tuple(self.budgets[lane] for lane in chosen)
         old, self.banks = self.banks, []
         for bank in old:
-            own = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
-            if not own:
+            members = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
+            if not members:
                 continue
-            fresh = self._bank(own, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
-            _move({new: homes[chosen[new]] for new in own}, own, fresh)
+            fresh = self._bank(members, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
+            _move({new: homes[chosen[new]] for new in members}, members, fresh)
             self.banks.append(fresh)
 
     @property
@@ -346,10 +348,10 @@ class Banks:
             raise Misfit("resident entries are not of all KV heads")
 
 
-def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:
-    """Copy lanes ``own`` from where they were into ``fresh``."""
+def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -> None:
+    """Copy lanes ``members`` from where they were into ``fresh``."""
     sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
-    for number, lane in enumerate(own):
+    for number, lane in enumerate(members):
         bank, place = homes[lane]
         _, places, numbers = sources.setdefault(id(bank), (bank, [], []))
         places.append(place)
@@ -362,10 +364,12 @@ def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> No
             if rows is None:
                 continue
             if getattr(fresh, name) is None:
-                setattr(fresh, name, rows.new_zeros(len(own), fresh.columns))
+                setattr(fresh, name, rows.new_zeros(len(members), fresh.columns))
             getattr(fresh, name)[numbers, :used] = rows[places, :used]
         if bank.sinks is not None:
-            fresh.sinks = bank.sinks.new_zeros(len(own), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
+            fresh.sinks = (
+                bank.sinks.new_zeros(len(members), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
+            )
             fresh.sinks[numbers] = bank.sinks[places]
         fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)
 

@@ -62,8 +62,8 @@ class Bounds:
         """Return (lanes, heads, queries, pages) float32: no key of the page gives a higher score (not scaled) to
         ``query`` (lanes, heads, queries, dim)."""
         low, high = (part.float().transpose(1, 2) for part in (self.low, self.high))
-        asked = query.flatten(1, 2).float()
-        bound = torch.baddbmm(asked.clamp(min=0) @ high, asked.clamp(max=0), low)
+        rows = query.flatten(1, 2).float()
+        bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
 
     def truncate(self, length: int) -> None:

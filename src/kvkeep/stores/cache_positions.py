@@ -41,10 +41,10 @@ class CachePositions:
         count = ordinals.shape[1]
         if length + count - self.base > self.limit:
             self.base = length - self.entries
-        held = self._next.to(ordinals.device)
-        self._next = torch.maximum(held, ordinals[:, -1] + 1 - self.entries)
+        current = self._next.to(ordinals.device)
+        self._next = torch.maximum(current, ordinals[:, -1] + 1 - self.entries)
         # A single token makes room before it is attended, a chunk afterwards.
-        self.gap = self._next if count == 1 else held
+        self.gap = self._next if count == 1 else current
         if not self._moved and length + (count == 1) > self.entries:
             self._moved = bool((self.gap > 0).any())  # slots may be padding
         self._before = self._turned.to(ordinals.device)
@@ -59,11 +59,11 @@ class CachePositions:
             self._placed.add(layer.index)
             for bank in layer.resident.banks:
                 self._keep(layer, bank)
-        if (behind := self.base - self._bases.get(layer.index, 0)) > 0:
+        if (lag := self.base - self._bases.get(layer.index, 0)) > 0:
             self._bases[layer.index] = self.base
             for bank in layer.resident.banks:
                 rest = bank.keys[:, None, self.sinks : bank.used]
-                by = torch.full(rest.shape[1:3], -behind, device=rest.device)
+                by = torch.full(rest.shape[1:3], -lag, device=rest.device)
                 rest.copy_(self.adapter.turn(layer.index, rest, self.adapter.angles(layer.index, rest, by)))
         if not self._moved:
             return

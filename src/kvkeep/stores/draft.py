@@ -53,8 +53,8 @@ class DraftAndVerify(Backed):
         """Whether the resident entries can be chosen anew from all: the selector goes by attention alone, what left is
         nowhere but in the backing, and that can be read without computing."""
         store, selector = layer.evicted, layer.resident.selector
-        alone = not (store.keeps or store.makes_room)
-        return alone and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
+        only_backed = not (store.keeps or store.makes_room)
+        return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -114,10 +114,10 @@ class DraftAndVerify(Backed):
         layer.resident.arrive(keys, values)
         if voters is not None:
             key, value = voters.step.expanded(keys[:, None], values[:, None])
-            asked = replace(voters.step, query=voters.step.query[:, :, :count])
+            verified = replace(voters.step, query=voters.step.query[:, :, :count])
             output, lse = voters.output[:, :, :count], voters.lse[:, :, :count]
-            self._voters = replace(voters, step=asked, output=output, lse=lse)
-            step = replace(asked, key=key, value=value, brings_entries=True, last=True)
+            self._voters = replace(voters, step=verified, output=output, lse=lse)
+            step = replace(verified, key=key, value=value, brings_entries=True, last=True)
             if agreed or not self.chooses(layer):
                 attended_exactly(layer, step, output, lse)
         layer.finish()

@@ -27,16 +27,20 @@ LOWEST, _STEP = -3e38, 1e33
 
 @dataclass(frozen=True)
 class Arriving:
-    """New entries of one bank: keys, values (lanes, n, dim), and what returns their slots, (lanes, n) int32, -1 for
-    padding, the first of which is ``first``. whole: none is padding. scores: (lanes, n), None where nothing scored them
-    yet."""
+    """New entries of one bank."""
 
     keys: Tensor
+    """(lanes, n, dim)"""
     values: Tensor
+    """(lanes, n, dim)"""
     numbers: Callable[[], Tensor]
+    """Returns their slots, (lanes, n) int32, -1 for padding."""
     first: int
-    whole: bool
+    """The slot of the first of them, padding included."""
+    unpadded: bool
+    """None is padding."""
     scores: Tensor | None
+    """(lanes, n) float32; None where nothing scored them yet."""
 
     @functools.cached_property
     def slots(self) -> Tensor:
@@ -127,7 +131,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     step = bank.step(new.first)
     step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
     step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
-    left = bank.room(ranking.scored)._replace(holes=holes) if wanted else None
+    left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
     if left is not None:
         step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
     keys, values = new.keys[:, 0], new.values[:, 0]
@@ -153,7 +157,9 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     leaving = by_slot.gather(1, order).sort(1).values
     refused = leaving >= columns
     gone = leaving
-    if new.whole and not bank.vacant and bank.used < columns:  # of the empty, all of them; they are nothing to gather
+    if (
+        new.unpadded and not bank.vacant and bank.used < columns
+    ):  # of the empty, all of them; they are nothing to gather
         gone = leaving[(leaving < bank.used) | refused].view(lanes, -1)
     left = _leaving(bank, new, gone, entries.scores if ranking.scored else None) if wanted else None
     stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=device).scatter_(1, leaving, False)
@@ -175,11 +181,11 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> Evicted:
     """Return the entries at ``leaving`` (lanes, n) of what is held and what is new, one after the other."""
     refused = leaving >= bank.columns
-    held, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
+    old, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
 
     def picked(one: Tensor, other: Tensor | None) -> Tensor:
         shape = (1,) * (one.ndim - 2)
-        kept = one.gather(1, held.view(*held.shape, *shape).expand(-1, -1, *one.shape[2:]))
+        kept = one.gather(1, old.view(*old.shape, *shape).expand(-1, -1, *one.shape[2:]))
         if other is None:  # of new entries: nothing was merged into them
             return kept.masked_fill(refused, 0)
         coming = other.gather(1, fresh.view(*fresh.shape, *shape).expand(-1, -1, *other.shape[2:]))
@@ -192,5 +198,5 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) 
         None if scores is None else scores.gather(1, leaving),
         None if bank.extra is None else picked(bank.extra, None),
         None if bank.newest is None else picked(bank.newest, None),
-        not new.whole or bank.vacant > 0,
+        not new.unpadded or bank.vacant > 0,
     )

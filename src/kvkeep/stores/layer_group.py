@@ -73,7 +73,7 @@ class LayerGroup:
         if completed and received is not None and self.scores is not None:
             used = self.banks[0].used
             entries = self._candidates(used, self.residents[0].length)
-            self.scores[:, :used] = self.selector.observe(entries, received, 1)
+            self.scores[:, :used] = self.selector.observe(entries, received[:, -used:], 1)
 
     def _candidates(self, used: int, length: int) -> Candidates:
         one = self.residents[0]

@@ -96,10 +96,10 @@ class MergeNeighbours(MergesNeighbours):
         counts = torch.cat([bank.counts(), (new.slots >= 0).float()], 1)
         both = torch.cat([bank.keys[:, :used], new.keys], 1), torch.cat([bank.values[:, :used], new.values], 1)
         entries = Entries(*both, slots, counts, attention, known)
-        if not new.whole or bank.vacant:
+        if not new.unpadded or bank.vacant:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
-        held = (entries.slots >= 0).sum(1, keepdim=True)
-        excess = torch.where(held > bank.columns, (held - bank.columns).clamp(min=self.slack), 0)
+        occupied = (entries.slots >= 0).sum(1, keepdim=True)
+        excess = torch.where(occupied > bank.columns, (occupied - bank.columns).clamp(min=self.slack), 0)
         if bool(excess.any()):
             entries.clues = self.clues(bank, entries, end)
         with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
@@ -137,13 +137,13 @@ class MergeNeighbours(MergesNeighbours):
     def _write(self, bank: Bank, entries: Entries, merged: Tensor, end: int) -> None:
         """Put entries into a bank, its last column used in every lane; what was observed is forgotten, in time, where
         there was merging."""
-        held = (entries.slots >= 0).sum(1)
-        most, least = int(held.max()), int(held.min())
-        assert most <= bank.columns
-        stop, span = entries.slots.shape[1], slice(0, most)
-        last = slice(stop - most, stop)
+        occupied = (entries.slots >= 0).sum(1)
+        longest, shortest = int(occupied.max()), int(occupied.min())
+        assert longest <= bank.columns
+        stop, span = entries.slots.shape[1], slice(0, longest)
+        last = slice(stop - longest, stop)
         bank.keys[:, span], bank.values[:, span] = entries.keys[:, last], entries.values[:, last]
-        bank.slots[:, most:] = -1
+        bank.slots[:, longest:] = -1
         bank.slots[:, span] = entries.slots[:, last]
         if bank.extra is None:
             bank.extra = torch.zeros(bank.slots.shape, device=bank.slots.device)
@@ -153,7 +153,7 @@ class MergeNeighbours(MergesNeighbours):
         scores = entries.attention * queries * self.readers
         bank.scores = torch.zeros(bank.slots.shape, device=bank.slots.device)
         bank.scores[:, span] = scores[:, last]
-        bank.used, bank.vacant = most, most - least
+        bank.used, bank.vacant = longest, longest - shortest
         if self.due is None:
             self.due = torch.zeros_like(self.since)
         self.due[bank.index] = torch.where(merged, end, bank.of(self.due)).int()

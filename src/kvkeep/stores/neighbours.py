@@ -98,19 +98,19 @@ class MergesNeighbours(EvictedStore):
             self.lost = spans if self.lost is None else torch.cat([self.lost, spans], 1)
 
     def select(self, lanes: Tensor) -> None:
-        for name, rows in self._held().items():
+        for name, rows in self._by_lane().items():
             setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
 
-    def _held(self) -> dict[str, Tensor]:
+    def _by_lane(self) -> dict[str, Tensor]:
         """Return what there is by lane."""
         return {name: rows for name in self.by_lane if (rows := getattr(self, name)) is not None}
 
     @property
     def bookkeeping_bytes(self) -> int:
-        return nbytes(self.tally, *self._held().values())
+        return nbytes(self.tally, *self._by_lane().values())
 
     def state(self) -> dict[str, Tensor]:
-        return self._held() | {"tally": self.tally, "length": torch.tensor([self.length])}
+        return self._by_lane() | {"tally": self.tally, "length": torch.tensor([self.length])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         for name in self.by_lane:

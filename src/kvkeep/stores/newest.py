@@ -54,17 +54,19 @@ class Newest(Resident):
         if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
             step = LayerStep(Destination(keys, values))
             self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
-        step, (before, behind) = self._next
+        step, (before, after) = self._next
         evicts = self.length - self.evicted == capacity
         step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring the row of the oldest
         evicted = self.store.plan(step, evicts)
         if evicted is None:
             return None
+        if step.evict is not None:
+            step.evict.slots = None  # which is known
         first = self.evicted + evicts
         before.start = first % capacity
         before.stop = min(before.start + self.length + 1 - first, capacity)
-        behind.stop = self.length + 1 - first - before.entries
-        step.attend = [*evicted, before, behind] if behind.stop else [*evicted, before]
+        after.stop = self.length + 1 - first - before.entries
+        step.attend = [*evicted, before, after] if after.stop else [*evicted, before]
         return step
 
     def commit(self) -> None:
@@ -72,7 +74,7 @@ class Newest(Resident):
         self._keys.advance()
         self._values.advance()
         if self.evicted > evicted:
-            self.store.commit()
+            self.store.commit(evicted)
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
@@ -95,7 +97,7 @@ class Newest(Resident):
         # From here on the store has them, whatever becomes of the rest of this step.
         self._keys.first = self._values.first = first + keys.shape[1]
 
-    def held(self, alone: bool = False) -> Tensor:
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
         return (torch.arange(self.length) >= self.evicted)[None]
 
     def truncate(self, length: int) -> None:
@@ -125,9 +127,9 @@ class Newest(Resident):
                 rows.append(state[name])
 
     def check(self, extent: Extent) -> None:
-        held = self._keys.length - self._keys.first
-        within("resident entries", held, 0, min(extent.slots, self._keys.capacity) + 1)
-        if held and extent.entries(self._keys.data, self._values.data) < held:
+        count = self._keys.length - self._keys.first
+        within("resident entries", count, 0, min(extent.slots, self._keys.capacity) + 1)
+        if count and extent.entries(self._keys.data, self._values.data) < count:
             raise Misfit("resident entries are missing")
         if self.store.taken not in (None, self.evicted):
             raise Misfit("entries are missing or there twice")

@@ -210,23 +210,23 @@ class Paged(Resident):
             return
         rows, device = len(self.table.rows), self._pools[0].device
         for slot, count, where in self.table.spans(self.page, device):
-            held = min(count, self.length - slot)
-            if held <= 0:
+            filled = min(count, self.length - slot)
+            if filled <= 0:
                 return
             if isinstance(where, int):
-                keys, values = (pool[:, None, where : where + held] for pool in self._pools)
+                keys, values = (pool[:, None, where : where + filled] for pool in self._pools)
                 yield Piece(keys, values, first=slot, shared=rows > 1)
                 continue
-            index = where[:, :held].flatten()
+            index = where[:, :filled].flatten()
             # A head of all rows, then the next: as they are gathered.
             lanes = torch.arange(rows * self.heads, device=device).view(rows, self.heads).T.flatten()
             keys, values = (
-                pool.index_select(1, index).unflatten(1, (rows, held)).flatten(0, 1)[:, None] for pool in self._pools
+                pool.index_select(1, index).unflatten(1, (rows, filled)).flatten(0, 1)[:, None] for pool in self._pools
             )
             with self.meter.holding(keys, values):
                 yield Piece(keys, values, first=slot, lanes=lanes, formed=True)
 
-    def held(self, alone: bool = False) -> Tensor:
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
         return torch.ones(len(self.table.rows) * self.heads, self.length, dtype=torch.bool)
 
     def truncate(self, length: int) -> None:

@@ -62,8 +62,8 @@ class Entries:
     clues: Tensor | None = None
 
     def at(self, index: Tensor) -> Entries:
-        held = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return Entries(**{name: _gathered(part, index) for name, part in held if part is not None})
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return Entries(**{name: _gathered(part, index) for name, part in parts if part is not None})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> Entries:
         """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
@@ -164,5 +164,5 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 def _written(rows: Tensor, index: Tensor, new: Tensor, real: Tensor) -> Tensor:
     """Return ``rows`` with ``new`` at ``index`` where ``real``."""
     wide = index if rows.ndim == 2 else index[..., None].expand_as(new)
-    own = real if rows.ndim == 2 else real[..., None]
-    return rows.scatter(1, wide, torch.where(own, new, rows.gather(1, wide)))
+    mask = real if rows.ndim == 2 else real[..., None]
+    return rows.scatter(1, wide, torch.where(mask, new, rows.gather(1, wide)))

@@ -18,9 +18,6 @@ from kvkeep.stores.layer import Layer
 class ReadEvicted(Reader):
     """Attends over what comes back, what is resident and what is new."""
 
-    def __init__(self) -> None:
-        self._settled = native.Settled()
-
     def attend(self, layer: Layer, step: Step) -> Tensor:
         """Attend, and let the selector and the store learn what each entry received."""
         store, resident = layer.evicted, layer.resident
@@ -46,42 +43,47 @@ class ReadEvicted(Reader):
         store, resident = layer.evicted, layer.resident
         if step.mask is not None or step.latent or layer.ledger.visible is not None:
             return None
-        own, evicted = resident.spans(), store.spans(step.query)
-        if not own or evicted is None:
+        resident_spans, evicted = resident.spans(), store.spans()
+        if not resident_spans or evicted is None:
             return None
-        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *own)):
+        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *resident_spans)):
             return None
-        reduce = resident.selector.reduce if resident.observes or store.listens else ""
-        first = 0 if store.listens else len(evicted)
-        output, received = self._settled.attend(step.query, [*evicted, *own], step.scaling, reduce, first)
-        if received is not None:
-            *others, weights = received.split([span.entries for span in (*evicted, *own)][first:], 1)
+        spans = [*evicted, *resident_spans]
+        done = native.Call(step.query, spans, step.scaling).attend()
+        assert done is not None
+        if resident.observes or store.listens:
+            scored = spans if store.listens else resident_spans
+            received = native.Call(step.query, scored, step.scaling).received(
+                done[1], greatest=resident.selector.reduce == "max"
+            )
+            *others, weights = received.split([span.entries for span in scored], 1)
             if resident.observes:
                 resident.learn(weights)
             if store.listens:
                 store.observe(others, 1, resident)
-        return output
+        return done[0]
 
     def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
-        held = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
+        resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
         if store.listens:
             evicted = list(evicted)  # its pieces are held until it has learnt what they received
         complete = store.listens or store.merges or not store.keeps
-        if settled and step.queries == 1 and complete and resident.weighs_at_once(held):
-            found = attend_scored(step.query, [*evicted, *held], step.scaling, resident.selector.reduce)
+        one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
+        if settled and step.queries == 1 and complete and one_bank and resident.observes:
+            found = attend_scored(step.query, [*evicted, *resident_segments], step.scaling, resident.selector.reduce)
             output, (*others, weights) = found
             resident.learn(weights)
             if store.listens:
                 store.observe(others, 1, resident)
             return output
         new = () if settled else (step.arriving(),)
-        output, lse = attend(step.query, chain(evicted, held, new), step.scaling, origin=layer.origin)
-        resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
+        output, lse = attend(step.query, chain(evicted, resident_segments, new), step.scaling, origin=layer.origin)
+        resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
         if store.listens:
             observe_evicted(layer, step, lse, evicted)
         return output

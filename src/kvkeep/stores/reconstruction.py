@@ -57,5 +57,5 @@ class Reconstruction(Rehearsal):
             low, high = max(piece.first, start), min(piece.first + piece.keys.shape[2], stop)
             if low < high:
                 weights = received(step.query, segment, lse, step.scaling, None, "max")
-                own = self.scores[:, low:high]
-                torch.maximum(own, weights[:, low - piece.first : high - piece.first], out=own)
+                scores = self.scores[:, low:high]
+                torch.maximum(scores, weights[:, low - piece.first : high - piece.first], out=scores)

@@ -43,9 +43,9 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     Gradients flow where they are enabled."""
     stream, layers = cache.stream, cache.stream.bounded
     stream.roll_back()
-    length, windows = cache.ledger.length, noted([cache.layers[own.index] for own in cache.geometry.sliding_layers])
+    length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
     before = {name: getattr(stream, name) for name in _SET}
-    own = [layer.reader for layer in layers]
+    readers_before = [layer.reader for layer in layers]
     stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
     for layer, reader in zip(layers, readers, strict=True):
         layer.reader = reader
@@ -62,7 +62,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     finally:
         stream.open = False
         forget()
-        for layer, reader in zip(layers, own, strict=True):
+        for layer, reader in zip(layers, readers_before, strict=True):
             layer.reader = reader
         for name, value in before.items():
             setattr(stream, name, value)

@@ -32,8 +32,8 @@ def _choose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Note in ``bank`` which slots are resident from now on; return lane, column and slot of those that return."""
     lanes, columns, device = len(slots), bank.columns, slots.device
-    held = bank.slots >= 0
-    where = torch.where(held, bank.slots, resident.length).long()  # empty columns: one place behind
+    occupied = bank.slots >= 0
+    where = torch.where(occupied, bank.slots, resident.length).long()  # empty columns: one place behind
     scores = torch.zeros(lanes, resident.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
     entries = resident.ranking.candidates(bank, slots, scores, resident.length, queries)
     scores = resident.selector.observe(entries, weights, queries)

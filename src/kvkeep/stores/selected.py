@@ -85,14 +85,11 @@ class Selected(WorkingSet):
         """Whether the selector or the store asks for attention, and there is something to choose from."""
         return self.window != 0 and any(bank.budget for bank in self.banks)
 
-    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        return self.window != 0 and len(self.banks) == len(held) == 1
-
     def learn(self, weights: Tensor) -> None:
         self._learn(self.banks.banks[0], weights, 1)
 
     def observe(
-        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+        self, step: Step, lse: Tensor, segments: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
     ) -> None:
         # Layers that share entries observe one after the other.
         if not self.observes:
@@ -100,25 +97,25 @@ class Selected(WorkingSet):
         arriving = None if new is None else self._arriving(*new, first)
         window = self.window
         queries = step.queries if window is None else min(window, step.queries)
-        segments, lse, own = iter(held), self.unpadded(lse), None if new is None else step.arriving()
+        remaining, lse, incoming = iter(segments), self.unpadded(lse), None if new is None else step.arriving()
         asking = None if arriving is None else self._asking(step, arriving)
         reduce = self.selector.reduce
         for number, bank in enumerate(self.banks):
             parts = []
             if bank.used:
-                parts.append(received(step.query, next(segments), lse, step.scaling, window, reduce))
-            if own is None or arriving is None:
+                parts.append(received(step.query, next(remaining), lse, step.scaling, window, reduce))
+            if incoming is None or arriving is None:
                 if parts:
                     self._learn(bank, parts[0], queries)
                 continue
-            mask = own.mask if own.mask is None or own.mask.shape[0] == 1 else bank.of(own.mask)
-            part = Segment(bank.of(own.key), own.value, mask, own.causal, bank.lanes)
+            mask = incoming.mask if incoming.mask is None or incoming.mask.shape[0] == 1 else bank.of(incoming.mask)
+            part = Segment(bank.of(incoming.key), incoming.value, mask, incoming.causal, bank.lanes)
             parts.append(received(step.query, part, lse, step.scaling, window, reduce))
             fresh = self._of(bank, number, arriving)
             entries = self.ranking.joined(bank, fresh, bank.used, self.ranking.arrived(bank, fresh))
             if asking is not None:
-                asked = Asking(bank.of(asking.queries), bank.of(asking.slots), asking.scaling)
-                entries = replace(entries, asking=asked)
+                queries_of_bank = Asking(bank.of(asking.queries), bank.of(asking.slots), asking.scaling)
+                entries = replace(entries, asking=queries_of_bank)
             scores = self.selector.observe(entries, torch.cat(parts, 1), queries)
             bank.score(scores[:, : bank.used].clone())  # no view: the new ones' would be kept with it
             self._scores[number] = scores[:, bank.used :]
@@ -128,8 +125,8 @@ class Selected(WorkingSet):
         if self.adapter is None:
             return None
         slots = new.slots[:, new.count - step.queries :]
-        behind = torch.arange(step.queries, 0, -1, device=slots.device)  # how far the next position is ahead of each
-        turned = self.adapter.ahead(self.ranking.layer, step.query, behind, self.selector.ahead)
+        distance = torch.arange(step.queries, 0, -1, device=slots.device)  # how far the next position is ahead of each
+        turned = self.adapter.ahead(self.ranking.layer, step.query, distance, self.selector.ahead)
         return Asking(turned, slots, step.scaling)
 
     def _learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
@@ -170,7 +167,7 @@ class Selected(WorkingSet):
     def commit(self) -> None:
         bank = self.banks.banks[0]
         if bank.used == bank.columns:
-            self.store.commit()
+            self.store.commit(None)
         bank.used = min(bank.columns, bank.used + 1)
         self.length += 1
 
@@ -194,7 +191,7 @@ class Selected(WorkingSet):
 
     def _of(self, bank: Bank, number: int, new: Arriving) -> Arriving:
         keys, values = bank.of(new.keys), bank.of(new.values)
-        return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.whole, self._scores.get(number))
+        return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.unpadded, self._scores.get(number))
 
     def score_arriving(self, scores: Tensor) -> None:
         """Give entries in hand the scores that they come with, (lanes, n) float32."""
@@ -216,8 +213,8 @@ class Selected(WorkingSet):
         if not bank.columns:  # a budget of nothing, or a row of padding so far
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
-            return Evicted(new.keys, new.values, new.slots, scores, holes=not new.whole) if wanted else None
-        if new.whole and bank.used + new.count <= bank.columns:
+            return Evicted(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
+        if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
         if store.makes_room:
@@ -225,7 +222,7 @@ class Selected(WorkingSet):
             return None
         if store.merges:
             bank.counted()
-        if new.whole and new.count == 1:
+        if new.unpadded and new.count == 1:
             return replace_lowest(bank, new, self.ranking, store.keeps)
         return compete(bank, new, self.ranking, store.keeps)
 
@@ -253,27 +250,27 @@ class Selected(WorkingSet):
     def lowest(self, count: int) -> Tensor:
         ranks = torch.full((self.banks.lanes, count), float("inf"), device=self.banks.banks[0].slots.device)
         for bank in self.banks:
-            own = self.ranking.with_holes(bank, self.length)
-            own = own.topk(min(count, bank.columns), dim=1, largest=False).values
-            ranks[bank.index, : own.shape[1]] = own
+            of_bank = self.ranking.with_holes(bank, self.length)
+            of_bank = of_bank.topk(min(count, bank.columns), dim=1, largest=False).values
+            ranks[bank.index, : of_bank.shape[1]] = of_bank
         return ranks
 
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         left = []
         for bank in self.banks:
-            own = bank.of(slots)[:, : bank.columns]
-            columns = self.ranking.order(bank, self.length)[:, : own.shape[1]]
+            chosen = bank.of(slots)[:, : bank.columns]
+            columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
             if self.store.keeps:
                 gone = bank.at(columns, self.ranking.scored)
-                left.append(gone._replace(slots=gone.slots.masked_fill(own < 0, -1)))
-            lane, number = (own >= 0).nonzero(as_tuple=True)
+                left.append(gone._replace(slots=gone.slots.masked_fill(chosen < 0, -1)))
+            lane, number = (chosen >= 0).nonzero(as_tuple=True)
             column = columns[lane, number]
             own_keys, own_values = bank.of(keys), bank.of(values)
             bank.keys[lane, column], bank.values[lane, column] = own_keys[lane, number], own_values[lane, number]
-            bank.slots[lane, column] = own[lane, number].int()
+            bank.slots[lane, column] = chosen[lane, number].int()
             arrived = None if scores is None else bank.of(scores)
             if arrived is None and self.selector.scores_arrivals:
-                entries = self.ranking.candidates(bank, own, None, self.length, own.shape[1])
+                entries = self.ranking.candidates(bank, chosen, None, self.length, chosen.shape[1])
                 arrived = self.selector.arrive(entries, own_keys)
             if bank.scores is not None:
                 bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
@@ -316,8 +313,8 @@ class Selected(WorkingSet):
             limits[bank.index] = min(limit, bank.columns // 2)
         return limits
 
-    def held(self, alone: bool = False) -> Tensor:
-        return self.banks.held(self.length, alone)
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
+        return self.banks.resident_slots(self.length, unmerged)
 
     # -- the cache contract -------------------------------------------------------------------------
 

@@ -45,11 +45,11 @@ class Choice(Protocol):
         """Return which pages each lane recalls, (lanes, pages) bool, or None for none. ``excess``: (lanes, heads,
         queries, pages), the logarithm of the most that a page can add to what is attended already, whose sum is 1."""
 
-    def fetch(self, most: Tensor, tokens: Tensor | int, room: Callable[[int], Tensor], away: Tensor) -> Tensor:
+    def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none; only where it :attr:`fetches`.
 
-        most: (lanes, pages), the logarithm of the most that any query gave to any entry of a page. tokens: so far,
-        (lanes, 1). room: of a limit, returns how many entries each lane can take in, (lanes, 1). away: (lanes, slots
+        bounds: (lanes, pages), the logarithm of the most that any query gave to any entry of a page. tokens: so far,
+        (lanes, 1). halves: of a limit, returns how many entries each lane can take in, (lanes, 1). away: (lanes, slots
         of whole pages) bool, which slots can come back."""
 
 
@@ -102,12 +102,12 @@ class Selective(Backed):
         if settled:
             layer.settle()
         resident, store = layer.resident, layer.evicted
-        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
-        near = held if settled else [*held, step.arriving()]
+        resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        near = resident_segments if settled else [*resident_segments, step.arriving()]
         if few:
             output, lse, recalled = self._chosen_pages(layer, near, step)
         else:
-            recalled = ~resident.held()
+            recalled = ~resident.resident_slots()
             recalled[:, : self.first] = False
             past = self.segments(layer, step, recalled, wide)
             output, lse = attend(step.query, chain(near, past), step.scaling)
@@ -120,7 +120,7 @@ class Selective(Backed):
             evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
             if evicted:
                 output, lse = attend(step.query, evicted, step.scaling, (output, lse))
-        resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
+        resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
         if store.listens:
             observe_evicted(layer, step, lse, evicted)
         if step.last:
@@ -137,15 +137,15 @@ class Selective(Backed):
         if away is None:
             return output, lse, None
         counts = away.unflatten(1, (-1, PAGE)).sum(2)
-        most = self.bounds.upper(step.query).mul_(step.scaling)
-        most += counts.log()[:, None, None]
-        taken, wanted = self.choice.choose(most - self._counted(layer, lse)[..., None]), None
+        bounds = self.bounds.upper(step.query).mul_(step.scaling)
+        bounds += counts.log()[:, None, None]
+        taken, wanted = self.choice.choose(bounds - self._counted(layer, lse)[..., None]), None
         if taken is not None:
             wanted = (away & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
             if wanted.any():
                 output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
-            most.masked_fill_(taken[:, None, None], float("-inf"))
-        left = (most - self._counted(layer, lse)[..., None]).logsumexp(-1)
+            bounds.masked_fill_(taken[:, None, None], float("-inf"))
+        left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
         if step.brings_entries:
             self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(away)
@@ -158,10 +158,12 @@ class Selective(Backed):
         away = self._away_by_page(layer)
         if away is None:
             return
-        most = self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
+        bounds = (
+            self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
+        )
         first = layer.ledger.first_by(layer.heads)
         tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
-        self.bring(layer, self.choice.fetch(most, tokens, layer.resident.halves, away))
+        self.bring(layer, self.choice.fetch(bounds, tokens, layer.resident.halves, away))
 
     def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
@@ -205,8 +207,8 @@ class Selective(Backed):
         self.bounds.select(lanes)
 
     def state(self) -> dict[str, Tensor]:
-        told = [self.last, self.worst, self._recalled, self._away, self._steps]
-        return self.bounds.state() | {"certificate": torch.tensor(told, dtype=torch.float64)}
+        numbers = [self.last, self.worst, self._recalled, self._away, self._steps]
+        return self.bounds.state() | {"certificate": torch.tensor(numbers, dtype=torch.float64)}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         self.bounds.restore(state, length)

@@ -87,29 +87,29 @@ class CountSketch:
         if self.counts is not None:
             self.counts.view(-1).index_add_(0, index, factor.flatten().float())
         if self.total is not None:
-            own = vectors if there is None else vectors * there[..., None]
-            self.total.add_(summed(own.float(), 1), alpha=times)
+            present = vectors if there is None else vectors * there[..., None]
+            self.total.add_(summed(present.float(), 1), alpha=times)
 
     def query(self, at: Tensor) -> Tensor:
         """Return the medians, (lanes, n, dim)."""
         return self.estimates(at, "median").dense(self.cells.dtype)
 
     def estimates(
-        self, at: Tensor, by: str, held: Tensor | None = None, shrink: bool = False, meter: Meter | None = None
+        self, at: Tensor, by: str, count: Tensor | None = None, shrink: bool = False, meter: Meter | None = None
     ) -> Estimates:
-        """Return what vectors are estimated to be: ``by`` "median" or "mean" of their slots. ``held``: how many are in
+        """Return what vectors are estimated to be: ``by`` "median" or "mean" of their slots. ``count``: how many are in
         the sketch, (lanes,), for centred estimates; ``shrink``: and shrunk ones."""
         cells, mean = self.cells, None
         if self.averaged:
             assert self.counts is not None
             cells = (cells / self.counts.clamp(min=1)).to(cells.dtype)
-        if held is not None:
+        if count is not None:
             assert self.counts is not None and self.total is not None
-            mean = self.total / held.clamp(min=1)[:, None, None]
+            mean = self.total / count.clamp(min=1)[:, None, None]
             deviation = cells - self.counts * mean
             if shrink:
                 spread = MEDIAN[self.rows] if by == "median" else 1 / self.rows
-                deviation /= 1 + spread / self.slots * held[:, None, None]
+                deviation /= 1 + spread / self.slots * count[:, None, None]
             cells = deviation.to(cells.dtype)
         cells = torch.cat([cells, -cells if self.signed else cells], 1)  # by places: signs are looked up, too
         return Estimates(cells, at, mean, by, meter or Meter())
@@ -170,8 +170,8 @@ class Estimates:
         if self.by == "mean":
             gathered = weights.new_zeros(lanes * self.cells.shape[1], rows)
             given = weights.transpose(1, 2).reshape(-1, rows) / len(self.at)
-            for own in self._index(self.at).long():  # with int32 index_add_ is eight times as slow on a CPU
-                gathered.index_add_(0, own.flatten(), given)
+            for row in self._index(self.at).long():  # with int32 index_add_ is eight times as slow on a CPU
+                gathered.index_add_(0, row.flatten(), given)
             mixed = gathered.view(lanes, -1, rows).transpose(1, 2) @ self.cells.float()
         else:
             mixed = weights.new_zeros(lanes, rows, self.cells.shape[2])

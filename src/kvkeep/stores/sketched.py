@@ -66,7 +66,7 @@ class Sketched(EvictedStore):
         self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys, of values
         self.inside: Tensor | None = None  # (lanes, slots and one more for none) bool
         self.scores: Tensor | None = None  # (lanes, slots and one more for none) float32, where it listens
-        self._asked: list[Tensor] = []  # slots of the pieces that were last yielded
+        self._yielded: list[Tensor] = []  # slots of the pieces that were last yielded
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         if self.sketches is None:
@@ -88,7 +88,7 @@ class Sketched(EvictedStore):
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield estimates of all entries in the sketches, unwritten."""
-        self._asked = []
+        self._yielded = []
         if self.inside is None:
             return
         slots = compact(self.inside[:, :-1])
@@ -99,16 +99,16 @@ class Sketched(EvictedStore):
             for start in range(0, slots.shape[1], size):
                 stop = start + size
                 if self.listens:
-                    self._asked.append(slots[:, start:stop])
+                    self._yielded.append(slots[:, start:stop])
                 yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], holes=holes)
 
     def _estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
         """Return what the entries at ``slots`` (lanes, n) are estimated to be."""
         assert self.sketches is not None and self.inside is not None
         at = self.hashed.at(slots, self.size)
-        held = None if self.estimate == "plain" else self.inside.sum(1)
+        count = None if self.estimate == "plain" else self.inside.sum(1)
         shrink = self.estimate == "shrunk"
-        keys, values = (sketch.estimates(at, self.by, held, shrink, self.meter) for sketch in self.sketches)
+        keys, values = (sketch.estimates(at, self.by, count, shrink, self.meter) for sketch in self.sketches)
         return keys, values
 
     def _delete(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,9 @@ class Sketched(EvictedStore):
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.scores is None:
             return
-        slots, self._asked = torch.cat(self._asked, 1), []
-        own = resident.observed(slots, _got(self.scores, slots), torch.cat([*weights], 1), queries)
-        self.scores = _put(self.scores, slots, own)
+        slots, self._yielded = torch.cat(self._yielded, 1), []
+        observed = resident.observed(slots, _got(self.scores, slots), torch.cat([*weights], 1), queries)
+        self.scores = _put(self.scores, slots, observed)
 
     def swap(self, resident: WorkingSet, length: int) -> None:
         if self.inside is None or self.scores is None:
@@ -158,8 +158,8 @@ class Sketched(EvictedStore):
     def states(self, lanes: int, length: int) -> Tensor:
         codes = super().states(lanes, length)
         if self.inside is not None:
-            own = self.inside[:, :-1][:, :length].cpu()
-            codes[:, : own.shape[1]].masked_fill_(own, EntryState.SKETCHED)
+            inside = self.inside[:, :-1][:, :length].cpu()
+            codes[:, : inside.shape[1]].masked_fill_(inside, EntryState.SKETCHED)
         return codes
 
     def truncate(self, length: int, resident: WorkingSet) -> None:

@@ -128,23 +128,23 @@ class Tier:
     ) -> tuple[Tensor, Tensor, Entries]:
         """Keep the ``count`` most attended groups of those held, whose slots and scores (lanes, groups, GROUP) are
         given, and those ``coming``. Return the slots and scores of what is held now, and what falls."""
-        held = self.groups
-        if not held and not count:
+        groups = self.groups
+        if not groups and not count:
             return slots, scores, coming
-        own = self.encode(coming.keys, coming.values, channels)
-        parts = [torch.cat(pair, 1) for pair in zip(self.parts, own, strict=True)] if held else own
+        encoded = self.encode(coming.keys, coming.values, channels)
+        parts = [torch.cat(pair, 1) for pair in zip(self.parts, encoded, strict=True)] if groups else encoded
         slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
         if slots.shape[1] <= count:
-            whole = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
-            self.parts = parts if held else [part.clone(memory_format=whole) for part in parts]
+            layout = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
+            self.parts = parts if groups else [part.clone(memory_format=layout) for part in parts]
             return slots, scores, Entries(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
             if coming.groups:  # what passes by falls from what it was
-                new = (falling - held).clamp(min=0)
-                passes = (falling >= held)[..., None, None]
+                new = (falling - groups).clamp(min=0)
+                passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)
                 values = torch.where(passes, picked([coming.values], new)[0], values)
             left = Entries(keys, values, *picked([slots, scores], falling))
@@ -171,7 +171,7 @@ class Tier:
 
 
 class Tiers(EvictedStore):
-    """One layer's tiers, and the entries that wait to be a group. ``room``: bytes of a lane for groups; ``width``:
+    """One layer's tiers, and the entries that wait to be a group. ``limit``: bytes of a lane for groups; ``width``:
     bytes of a number of the model's; ``without``: one of :data:`PARTS`, or none. It listens: scores of what left go on,
     so that a group ranks by the attention it gets; without attention a score is a slot, and the newest rank highest.
 
@@ -181,10 +181,10 @@ class Tiers(EvictedStore):
 
     listens = True
 
-    def __init__(self, room: int, key_dim: int, value_dim: int, width: int, meter: Meter, without: str = "") -> None:
+    def __init__(self, limit: int, key_dim: int, value_dim: int, width: int, meter: Meter, without: str = "") -> None:
         self.meter, self.without = meter, without
         self.prices = prices(key_dim, value_dim, width)
-        self.room = room - channel_bytes(value_dim)
+        self.limit = limit - channel_bytes(value_dim)
         self.tiers = [Tier(bits) for bits in tiers(width)]
         self.waiting = Waiting(width, without != "waiting")
         self.slots: Tensor | None = None
@@ -215,11 +215,11 @@ class Tiers(EvictedStore):
             if count >= 2 * GROUP:  # those attended alike fall alike
                 order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
                 fresh = picked(fresh, order)
-            whole = count // GROUP * GROUP
+            grouped = count // GROUP * GROUP
             with self.meter.holding(*fresh[:2]):
-                self._fall(Entries(*(part[:, :whole].unflatten(1, (-1, GROUP)) for part in fresh)))
+                self._fall(Entries(*(part[:, :grouped].unflatten(1, (-1, GROUP)) for part in fresh)))
                 self._begin(fresh)
-            fresh, start, count = [part[:, whole:] for part in fresh], 0, count - whole
+            fresh, start, count = [part[:, grouped:] for part in fresh], 0, count - grouped
         self.waiting.add(*fresh[:2])
         self.slots[:, -GROUP:][:, start:count], self.scores[:, -GROUP:][:, start:count] = fresh[2:]
 
@@ -234,17 +234,17 @@ class Tiers(EvictedStore):
             self.channels = Channels.of(coming)
             if self.without == "channels":
                 self.channels = Channels(self.channels.mean.zero_(), self.channels.deviation.fill_(1.0))
-        counts = tier_counts(self.room, self.prices, self.groups + coming.groups)
-        room = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
+        counts = tier_counts(self.limit, self.prices, self.groups + coming.groups)
+        spare = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
         every: list[tuple[Tensor, Tensor]] = []
         for tier, count in zip(self.tiers, counts, strict=True):
             stop = start + tier.groups * GROUP
             slots, scores = (part[:, start:stop].unflatten(1, (-1, GROUP)) for part in (self.slots, self.scores))
-            start, room = stop, room + count
-            if coming.groups or tier.groups > room:
-                slots, scores, coming = tier.settle(slots, scores, coming, room, self.channels, self.meter)
+            start, spare = stop, spare + count
+            if coming.groups or tier.groups > spare:
+                slots, scores, coming = tier.settle(slots, scores, coming, spare, self.channels, self.meter)
             every.append((slots.flatten(1), scores.flatten(1)))
-            room -= tier.groups
+            spare -= tier.groups
         empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
         for tier, holes in zip(self.tiers, empty, strict=True):
             tier.holes = holes
@@ -283,7 +283,7 @@ class Tiers(EvictedStore):
             yield Piece(keys, values, slots, holes=tier.holes)
             self.meter.hold(-size)
 
-    def spans(self, query: Tensor) -> Sequence[Span] | None:
+    def spans(self) -> Sequence[Span] | None:
         if self.gaps or any(tier.holes for tier in self.tiers):
             return None
         if not self.waiting.parts:
@@ -347,10 +347,10 @@ class Tiers(EvictedStore):
 
     def select(self, lanes: Tensor) -> None:
         tensors = self._tensors().items()
-        self._put({name: [one.index_select(0, lanes.to(one.device)) for one in own] for name, own in tensors})
+        self._put({name: [one.index_select(0, lanes.to(one.device)) for one in parts] for name, parts in tensors})
 
     def state(self) -> dict[str, Tensor]:
-        saved = {f"{name}.{number}": one for name, own in self._tensors().items() for number, one in enumerate(own)}
+        saved = {f"{name}.{number}": one for name, parts in self._tensors().items() for number, one in enumerate(parts)}
         return saved | {"counts": torch.tensor([self.waiting.count, *(tier.holes for tier in self.tiers)])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -398,15 +398,15 @@ class Tiers(EvictedStore):
 # -- how much there is room for ---------------------------------------------------------------------------
 
 
-def tier_counts(room: int, prices: Sequence[int], groups: int) -> list[int]:
-    """Return how many of so many groups of a lane are in each tier: the deepest that ``room`` bytes allow, at
+def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
+    """Return how many of so many groups of a lane are in each tier: the deepest that ``limit`` bytes allow, at
     ``prices`` bytes a group."""
 
     ends_above = ABOVE[-len(prices) :]
 
     def reach(depth: float) -> list[int]:
         ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ends_above]
-        return [own - above for own, above in zip(ends, [0, *ends], strict=False)]
+        return [end - above for end, above in zip(ends, [0, *ends], strict=False)]
 
     def size(depth: float) -> int:
         return sum(count * price for count, price in zip(reach(depth), prices, strict=True))
@@ -414,37 +414,37 @@ def tier_counts(room: int, prices: Sequence[int], groups: int) -> list[int]:
     low, high = 0.0, 1.0 + ABOVE[0]
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if size(middle) <= room else (low, middle)
-    return reach(low if size(high) > room else high)
+        low, high = (middle, high) if size(middle) <= limit else (low, middle)
+    return reach(low if size(high) > limit else high)
 
 
-def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> Held:
-    """Return the bytes of one layer's tiers, with ``room`` bytes a lane, once so many entries of a lane ``left`` by and
+def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> Held:
+    """Return the bytes of one layer's tiers, of ``limit`` bytes a lane, once so many entries of a lane ``left`` by and
     by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
     if not sum(left):
         return Held()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
-    held, waiting, most = [0] * len(costs), 0, 0
+    groups_held, waiting, peak = [0] * len(costs), 0, 0
     for count in left:
         coming, waiting = divmod(waiting + count, GROUP)
         if not coming:
             continue
         spare = 0
-        for number, wanted in enumerate(tier_counts(room - channels, costs, sum(held) + coming)):
+        for number, wanted in enumerate(tier_counts(limit - channels, costs, sum(groups_held) + coming)):
             spare += wanted
-            kept = min(held[number] + coming, spare)
-            coming += held[number] - kept
-            held[number], spare = kept, spare - kept
-        most = max(most, sum(count * cost for count, cost in zip(held, costs, strict=True)))
-    groups, numbers = sum(held), layer.key_dim + layer.value_dim
-    coded = sum(count * cost for count, cost in zip(held, costs, strict=True))
+            kept = min(groups_held[number] + coming, spare)
+            coming += groups_held[number] - kept
+            groups_held[number], spare = kept, spare - kept
+        peak = max(peak, sum(count * cost for count, cost in zip(groups_held, costs, strict=True)))
+    groups, numbers = sum(groups_held), layer.key_dim + layer.value_dim
+    coded = sum(count * cost for count, cost in zip(groups_held, costs, strict=True))
     size = coded + numbers * waiting_bytes(width, without != "waiting")
     return Held(
         compressed=layer.kv_heads * (size + (channels if groups else 0)),
         bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
         workspace=layer.kv_heads * (size + 2 * (max(left) + GROUP) * numbers * width + 4 * numbers * GROUP * groups),
         entries=GROUP * groups + waiting,
-        shrunk=layer.kv_heads * (most - coded),
+        shrunk=layer.kv_heads * (peak - coded),
     )
 
 

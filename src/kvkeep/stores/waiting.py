@@ -94,8 +94,8 @@ class Waiting:
         stop = self.count + parts[0].shape[1]
         for numbers, part in zip(parts, self.read(), strict=True):
             if self.coded:
-                most = torch.iinfo(self.codes).max
-                numbers = ((numbers - part.offset.float()) / part.scale).round_().clamp_(-most, most)
+                largest = torch.iinfo(self.codes).max
+                numbers = ((numbers - part.offset.float()) / part.scale).round_().clamp_(-largest, largest)
             part.codes[:, self.count : stop] = numbers
         self.count = stop
 

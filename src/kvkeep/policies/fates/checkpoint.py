@@ -70,7 +70,7 @@ class InOrder(EvictedStore):
         stop = self.taken + evicts
         return self.checkpoint.spans(self.layer, stop) if stop else ()
 
-    def commit(self) -> None:
+    def commit(self, slot: int | None) -> None:
         self.checkpoint.commit(self.layer)
         self.taken += 1
 

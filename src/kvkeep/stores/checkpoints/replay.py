@@ -80,11 +80,11 @@ class _Scratch:
         if low < first:
             past = (part.view(low, first).flatten(0, 1)[:, None] for part in (self.keys, self.values))
             segments.append(Segment(*step.expanded(*past), self._mask(first, queries, low, first)))
-        own = step.arriving()
+        new = step.arriving()
         if (seen := self._mask(first, queries, first, stop)) is not None:
             rows = torch.arange(queries, device=query.device)
-            own = Segment(own.key, own.value, seen & (rows <= rows[:, None]))
-        segments.append(own)
+            new = Segment(new.key, new.value, seen & (rows <= rows[:, None]))
+        segments.append(new)
         origin = torch.tensor([-low]) if low else None
         if self.visible is not None:
             origin = self.visible.int().argmax(1).repeat_interleave(self.heads) - low
