@@ -171,7 +171,7 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
         assert (codes == EntryState.RESIDENT).all()
         return
     here, held = codes == EntryState.RESIDENT, layer.resident.resident_slots()
-    alone = layer.resident.held(alone=True).expand(codes.flatten(0, 1).shape).view_as(codes)
+    alone = layer.resident.resident_slots(unmerged=True).expand(codes.flatten(0, 1).shape).view_as(codes)
     assert (alone <= here).all() and ((here <= alone).all() or case.waits)
     assert ((codes == case.becomes) & real).any()
     others = [EntryState.CHECKPOINTED] if case.backed else [EntryState.DROPPED] if case.loses else []

@@ -17,7 +17,7 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.hooks import ForwardHooks, Session
+from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.process import resident_now
@@ -29,7 +29,7 @@ from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.selective import Certificate
-from kvkeep.stream import Stream
+from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
 
 
@@ -102,8 +102,8 @@ class KeepCache(Cache):
         super().__init__(layers=made.layers)
         self.holdings = [holding_of(layer) for layer in made.layers]
         limit = made.entries if self.reading else None
-        self.stream = Stream(request.method, self.geometry, made, limit)
-        self.hooks = ForwardHooks([Session(self.stream)], self.geometry)
+        self.stream = CacheStream(request.method, self.geometry, made, limit)
+        self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
     # -- a text that is read once more --------------------------------------------------------------
 

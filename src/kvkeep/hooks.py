@@ -23,16 +23,16 @@ from kvkeep.models.forward import current_probe
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep
-from kvkeep.stream import Stream
+from kvkeep.stream import CacheStream
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Session:
+class SessionPass:
     """A cache in a forward pass."""
 
-    stream: Stream
+    stream: CacheStream
     """How it takes part."""
     cache: Any = None
     """The cache itself, where it is one of several."""
@@ -62,19 +62,19 @@ class ForwardHooks:
     pass have run in one call.
     """
 
-    def __init__(self, sessions: Sequence[Session], geometry: ModelGeometry, packed: bool = False) -> None:
+    def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and places in the row
         self._run: list[int] = []  # the layers of these that have run
-        self._residuals: list[Session] = []
+        self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
 
     @property
-    def single(self) -> Stream | None:
+    def single(self) -> CacheStream | None:
         """The cache that reads this input; None where the sessions of a row do."""
         return None if self.packed else self.sessions[0].stream
 
@@ -110,12 +110,12 @@ class ForwardHooks:
         self._plan([one for one in self.sessions if one.span.stop - one.span.start == 1])
         return torch.cat(found, 1)
 
-    def _begin(self, session: Session, ids: Tensor, positions: Tensor) -> Tensor | None:
+    def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
         session.stream.cut = session.cut
         session.stream.admit(ids.shape[1])
         return session.stream.begin_forward(ids, None, positions, None)
 
-    def _plan(self, sessions: Sequence[Session]) -> None:
+    def _plan(self, sessions: Sequence[SessionPass]) -> None:
         """Plan what ``sessions`` do, which have a single token each."""
         for session in sessions:
             if session.error is None:
@@ -201,7 +201,7 @@ class ForwardHooks:
     def _attend_one(
         self,
         module: nn.Module,
-        session: Session,
+        session: SessionPass,
         layer: LayerGeometry,
         scaling: float,
         query: Tensor,
@@ -248,7 +248,7 @@ class ForwardHooks:
                     session.stream.cut = False
         self._close()
 
-    def _end(self, session: Session, run: list[int], completed: bool) -> None:
+    def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
         session.stream.commit(run, completed)
         session.stream.end_forward(completed)
         if self.packed and completed and session.stream.due:
@@ -265,7 +265,7 @@ class ForwardHooks:
         if self._open:
             self.end_forward(completed=False)
 
-    def _attempt(self, session: Session, act: Callable[..., T], *given: Any) -> T | None:
+    def _attempt(self, session: SessionPass, act: Callable[..., T], *given: Any) -> T | None:
         """Do something for a session. In a row of several, what fails is noted, and None is returned."""
         if not self.packed:
             return act(*given)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.stores.reconstruction import Reconstruction
+from kvkeep.stores.reconstruction import ReconstructionReader
 from kvkeep.stores.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
 
@@ -62,7 +62,7 @@ def _received(cache: Any) -> list[Tensor]:
     length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
     ids, positions = (part.long() for part in ledger.span(0, length))
     visible = ledger.visible
-    readers = [Reconstruction(layer, pieces.sinks) for layer in cache.stream.bounded]
+    readers = [ReconstructionReader(layer, pieces.sinks) for layer in cache.stream.bounded]
     with rehearsing(cache, readers) as forget:
         for start, stop in _spans(cache, pieces.piece, words):
             for reader in readers:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -31,7 +31,7 @@ REREAD_POSITIONS = 64
 """Positions at least for a piece of a text that is read once more, and for what introduces it."""
 
 
-class Stream:
+class CacheStream:
     """The forward passes of one cache, made as ``made``. limit: the entries beyond which the text is read once more,
     None where it is not."""
 
@@ -264,7 +264,7 @@ class Stream:
                 f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} "
                 "of them new, and a mask covers the former or the latter."
             )
-        step = Step.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
+        step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))
 
     _attend_without_gradients = lasting(_attend_past)

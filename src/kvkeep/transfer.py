@@ -142,8 +142,8 @@ def _sharing_blocks(cache: Any) -> Any:
 
 
 def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
-    """Let the empty ledger ``twin`` have what ``source`` knows of ``length`` slots of ``rows`` rows, as far as it records
-    that."""
+    """Let the empty ledger ``twin`` have what ``source`` knows of ``length`` slots of ``rows`` rows, as far as it
+    records that."""
     ids, positions = (
         rows.view(0, length).clone() if source.records else None for rows in (source.ids, source.positions)
     )

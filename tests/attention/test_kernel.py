@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.step.native import BLOCK, Call, Run, attend_all, joins, spans_of
+from kvkeep.step.native import BLOCK, Call, CollectedAttention, attend_all, joins, spans_of
 from kvkeep.stores.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -169,7 +169,7 @@ def test_whole_blocks_that_were_formed_are_all_there_is() -> None:
     """Nothing is left then for the last call, which returns what there is."""
     torch.manual_seed(0)
     query, held = torch.randn(3, 2, 1, 64).bfloat16(), entries(3, 2 * BLOCK, 64, 24)
-    run = Run(query, 0.2)
+    run = CollectedAttention(query, 0.2)
     for low in (0, BLOCK):
         run.add(held[0][:, low : low + BLOCK], held[1][:, low : low + BLOCK], None, False, True)
     assert run

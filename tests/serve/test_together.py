@@ -19,7 +19,7 @@ from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
 from kvkeep.step import native
-from kvkeep.stream import Stream
+from kvkeep.stream import CacheStream
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [
@@ -41,7 +41,7 @@ def loaded(family: str, folder: Path, bits: bool = True) -> Any:
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
     """One session, layer by layer, nothing of which is planned."""
-    with patch.object(Stream, "plan", lambda self: {}):
+    with patch.object(CacheStream, "plan", lambda self: {}):
         return in_one_call(model, cache, ids)
 
 

@@ -105,7 +105,7 @@ def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
 # -- the library, watched --------------------------------------------------------------------------------
 
 
-class WatchedRun(native.Run):
+class WatchedRun(native.CollectedAttention):
     """Attention over segments, repeated by plain operations."""
 
     def __init__(self, *given: Any) -> None:
@@ -166,7 +166,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     monkeypatch.setattr(native, "insert", inserted)
     monkeypatch.setattr(native, "run", ran)
-    monkeypatch.setattr(native, "Run", WatchedRun)
+    monkeypatch.setattr(native, "CollectedAttention", WatchedRun)
     monkeypatch.setattr(WatchedRun, "output", attended)
     monkeypatch.setattr(ForwardHooks, "every_layer", lambda self: [])  # all layers in one call are not watched
     yield counts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
 from kvkeep.step import native
@@ -49,7 +49,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     for count in counts:
         slots = torch.arange(total, total + count, dtype=torch.int32).expand(lanes, -1)
         rows = slots[..., None].float()
-        groups.take(Evicted(rows, -rows, slots), NOBODY)
+        groups.take(EvictedEntries(rows, -rows, slots), NOBODY)
         total += count
     written = total // GROUP
     first = 0 if room is None else max(0, written - room) * GROUP
@@ -82,7 +82,7 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
     keys, values = (torch.randn(lanes, count * GROUP, 6, generator=generator) for _ in range(2))
     slots = torch.arange(count * GROUP, dtype=torch.int32).expand(lanes, -1)
     store = Groups(None, Promising(4, Meter()))
-    store.take(Evicted(keys, values, slots), NOBODY)
+    store.take(EvictedEntries(keys, values, slots), NOBODY)
     query = torch.randn(lanes, 2, 3, 6, generator=generator)
     (piece,) = store.pieces(query, NOBODY, count * GROUP)
     for lane in range(lanes):

@@ -10,7 +10,7 @@ from families import tiny
 from helpers import assert_near, bounded, expected, padded, prompt, read, step
 
 from kvkeep import KeepCache
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState
 
 BUDGET = 16
@@ -61,7 +61,7 @@ def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
     assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
-    def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
+    def segment(piece: Any, asked: AttentionInputs, wide: Any, keep: Any = None) -> Any:
         count = piece.keys.shape[2]
         slots = torch.arange(piece.first, piece.first + count)[None] if piece.slots is None else piece.slots
         there = slots[:1] >= 0 if keep is None else keep[:1].gather(1, slots[:1].clamp(min=0).long())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache, UsageError
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.selective import FEW, Selective
 
@@ -46,7 +46,7 @@ def watched() -> Iterator[list[Call]]:
     calls: list[Call] = []
     choose = Selective._chosen_pages
 
-    def chosen(self: Selective, layer: Layer, near: Any, asked: Step) -> Any:
+    def chosen(self: Selective, layer: Layer, near: Any, asked: AttentionInputs) -> Any:
         before, self.last = self.last, 0.0
         output, lse, wanted = choose(self, layer, near, asked)
         bound, self.last = self.last, max(before, self.last)
@@ -285,7 +285,7 @@ def test_a_long_step_attends_what_is_resident_though_the_backing_has_lost_it() -
     assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
-    def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
+    def segment(piece: Any, asked: AttentionInputs, wide: Any, keep: Any = None) -> Any:
         count = piece.keys.shape[2]
         slots = torch.arange(piece.first, piece.first + count)[None] if piece.slots is None else piece.slots
         there = slots[:1] >= 0 if keep is None else keep[:1].gather(1, slots[:1].clamp(min=0).long())

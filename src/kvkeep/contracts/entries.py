@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     formed: bool = False
 
 
-class Evicted(NamedTuple):
+class EvictedEntries(NamedTuple):
     """Entries that leave: keys, values (lanes, n, dim), slots (lanes, n), -1 for none.
 
     scores: (lanes, n) float32 where the store asks for them. extra: (lanes, n) float32, for how many tokens besides its

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -96,7 +96,7 @@ class Fate(ABC):
         """Return what it does around the passes of one cache, None for nothing."""
         return None
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes that the store of a layer will hold, within a budget of ``entries``, once so many entries
         of every lane ``left`` by and by. The rule it allocates by."""
-        return Held()
+        return PredictedBytes()

@@ -54,7 +54,7 @@ class Candidates:
     """The queries of a step whose entries are new, for selectors that look ahead."""
 
 
-class Pieces(NamedTuple):
+class ReconstructionPieces(NamedTuple):
     """How a text is read once more: ``piece`` tokens at a time, whose attention is compared among these and the first
     ``sinks`` entries."""
 
@@ -117,7 +117,7 @@ class Selector(ABC):
         return 0
 
     @property
-    def reconstruction(self) -> Pieces | None:
+    def reconstruction(self) -> ReconstructionPieces | None:
         """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
         entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
         return None

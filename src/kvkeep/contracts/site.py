@@ -39,7 +39,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Held:
+class PredictedBytes:
     """Bytes that a part of one layer will hold, for all its KV heads of one row; ``workspace``: for a moment;
     ``shrunk``: by how much less it is than it was before. entries: of one KV head that attention can still read
     there."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.step.plan import LayerStep, Span
@@ -36,7 +36,7 @@ class EvictedStore(Part):
         """Bytes allocated for entries."""
         return 0
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
@@ -72,7 +72,7 @@ class EvictedStore(Part):
     def begin(self, resident: WorkingSet) -> None:
         """Prepare for a step that attends before its entries are settled."""
 
-    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
         """Learn a step's ``output`` (lanes, heads, queries, value_dim); entries attended first are not settled yet."""
 
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:

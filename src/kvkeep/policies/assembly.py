@@ -26,8 +26,8 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.step.native import takes
 from kvkeep.stores.cache_positions import CachePositions
-from kvkeep.stores.checkpoints.entries import Entries
-from kvkeep.stores.checkpoints.residuals import Residuals
+from kvkeep.stores.checkpoints.entries import EntryCheckpoint
+from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
@@ -232,11 +232,11 @@ class _Builder:
         adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":
-            return Entries(home, self.device, full, spec, self.meter, self.request.page)
+            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")
-        return Residuals(
+        return ResidualCheckpoint(
             adapter,
             self.ledger,
             home,

@@ -26,7 +26,7 @@ from kvkeep.native.library import (
     library,
     piece_table,
 )
-from kvkeep.step.plan import Destination, LayerStep, Segment, Span, Stretch
+from kvkeep.step.plan import Destination, JoinedSpans, LayerStep, Segment, Span
 
 BLOCK = 512
 """Entries of a block, as native/attention.h has it."""
@@ -269,10 +269,10 @@ class SpanTable:
 
 
 def spans_of(key: Any, value: Any) -> Sequence[Span]:
-    """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`Stretch`."""
+    """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`JoinedSpans`."""
     if isinstance(key, Tensor):
         return [Span(key, value, 0, key.shape[1])]
-    return key.spans if isinstance(key, Stretch) else [Span(key, value, 0, key.shape[2])]
+    return key.spans if isinstance(key, JoinedSpans) else [Span(key, value, 0, key.shape[2])]
 
 
 def _piece_of(span: Span) -> KvPiece:
@@ -447,7 +447,7 @@ class Call:
         return out
 
 
-class Run:
+class CollectedAttention:
     """Attention over entries that come in pieces, in the order of the text, in as few calls as memory allows.
 
     What is there anyhow is collected for one call. What was formed for the moment is attended at once, in whole blocks;
@@ -585,7 +585,10 @@ def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
 def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
     :func:`kvkeep.attention.attend_scored`; only where every segment :func:`joins`."""
-    run, order = Run(query, scaling), sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)])
+    run, order = (
+        CollectedAttention(query, scaling),
+        sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)]),
+    )
     for at in order:
         run.add(*in_order(segments[at]), False, False)
     output, weights = run.scored(reduce == "max")
@@ -598,7 +601,7 @@ def received(
 ) -> Tensor:
     """Return the attention that each entry of a segment received, as :func:`kvkeep.attention.received`; only where it
     :func:`joins`."""
-    run = Run(query, scaling)
+    run = CollectedAttention(query, scaling)
     run.add(*in_order(segment), segment.causal, False)
     weights = run.received(lse, last, reduce == "max")
     return weights if segment.lanes is None else weights[segment.lanes]

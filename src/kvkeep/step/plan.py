@@ -18,7 +18,7 @@ from torch import Tensor
 class Coded(Protocol):
     """Coded keys or values with products of their own. layout: what the native
     library reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py:
-    codes of entries), "sketched" (stores/sketch.py: places in cells) or "spans" (:class:`Stretch`); empty: it does
+    codes of entries), "sketched" (stores/sketch.py: places in cells) or "spans" (:class:`JoinedSpans`); empty: it does
     not."""
 
     layout: ClassVar[str]
@@ -82,7 +82,7 @@ class Span:
         return Segment(self.keys[:, None, rows], self.values[:, None, rows])
 
 
-class Stretch:
+class JoinedSpans:
     """Spans as the keys of one segment, however many; :attr:`values` are its values."""
 
     layout: ClassVar[str] = "spans"
@@ -91,9 +91,9 @@ class Stretch:
         self.spans, self._name = spans, name
 
     @property
-    def values(self) -> Stretch:
+    def values(self) -> JoinedSpans:
         """Their values."""
-        return Stretch(self.spans, "values")
+        return JoinedSpans(self.spans, "values")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

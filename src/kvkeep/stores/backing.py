@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.site import Site
@@ -54,14 +54,14 @@ class Backed(Reader):
             raise Misfit("entries are missing in the checkpoint")
 
     def segments(
-        self, layer: Layer, step: Step, keep: Tensor | None = None, wide: Tensor | None = None
+        self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
     ) -> Iterator[Segment]:
         """Yield all entries, a piece at a time; ``keep``: (lanes, slots) bool, those that are wanted."""
         if layer.length:
             for piece in self.checkpoint.pieces(self.index, layer.length, lazy=keep is None):
                 yield layer.segment(piece, step, wide, keep)
 
-    def everything(self, layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
+    def everything(self, layer: Layer, step: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return attention over all entries, those in hand included, and its log-sum-exp."""
 
         def segments() -> Iterator[Segment]:
@@ -108,7 +108,7 @@ class Backed(Reader):
         return int(wanted.sum())
 
 
-def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
+def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
     """Let the selector and the store learn what a step over everything gave what is resident, evicted and new."""
     resident, store = layer.resident, layer.evicted
     wide = step.wide(layer.length)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
@@ -118,7 +118,7 @@ class Bank:
         there = (self.slots[:, : self.used] >= 0).float()
         return there if self.extra is None else there * (1 + self.extra[:, : self.used])
 
-    def at(self, columns: Tensor, scored: bool) -> Evicted:
+    def at(self, columns: Tensor, scored: bool) -> EvictedEntries:
         """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
         index = columns[..., None]
         keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
@@ -126,9 +126,9 @@ class Bank:
             None if one is None else one.gather(1, columns)
             for one in (self.scored() if scored else None, self.extra, self.newest)
         )
-        return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
+        return EvictedEntries(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
-    def empty_entries(self, scored: bool) -> Evicted:
+    def empty_entries(self, scored: bool) -> EvictedEntries:
         """Return room for what leaves one column of each lane."""
         keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
         slots, scores, extra, newest = (
@@ -136,7 +136,7 @@ class Bank:
             for one in (self.slots, self.scored() if scored else None, self.extra, self.newest)
         )
         assert slots is not None
-        return Evicted(keys, values, slots, scores, extra, newest)
+        return EvictedEntries(keys, values, slots, scores, extra, newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
@@ -248,7 +248,7 @@ class Banks:
             for number, lane in enumerate(range(self.lanes) if bank.lanes is None else bank.lanes.tolist())
         }
 
-    def gathered(self, parts: Sequence[Evicted | None]) -> Evicted | None:
+    def gathered(self, parts: Sequence[EvictedEntries | None]) -> EvictedEntries | None:
         """Return what left each bank (None: nothing) as one, of all lanes; lanes that gave less have empty places."""
         there = [(bank, left) for bank, left in zip(self.banks, parts, strict=True) if left is not None]
         if not there or there[0][0].lanes is None:
@@ -262,7 +262,7 @@ class Banks:
                 if kept is not None and part is not None:
                     kept[bank.lanes, : part.shape[1]] = part
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
-        gathered = Evicted(*joined)  # type: ignore[arg-type]
+        gathered = EvictedEntries(*joined)  # type: ignore[arg-type]
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
     def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:

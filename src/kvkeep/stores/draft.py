@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import attend, received
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.draft_tail import DraftTail
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.reselection import reselect
-from kvkeep.stores.round import Phase, Round
+from kvkeep.stores.round import Round, RoundPhase
 
 VOTERS = 32
 """Queries at most that are remembered to choose the resident entries anew."""
@@ -34,7 +34,7 @@ VOTERS = 32
 class _Voters:
     """The last queries of an exact step, what attention gave them, and the slot of the first."""
 
-    step: Step
+    step: AttentionInputs
     output: Tensor  # (lanes, heads, queries, value_dim)
     lse: Tensor  # (lanes, heads, queries)
     first: int
@@ -62,12 +62,12 @@ class DraftAndVerify(Backed):
         if not self.round.open:
             layer.resident.arrive(keys, values)
 
-    def attend(self, layer: Layer, step: Step) -> Tensor:
-        if self.round.phase is Phase.DRAFT:
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        if self.round.phase is RoundPhase.DRAFT:
             return self._draft(layer, step)
         output, lse = self.everything(layer, step)
         self._remember(layer, step, output, lse)
-        if self.round.phase is Phase.VERIFY:
+        if self.round.phase is RoundPhase.VERIFY:
             if step.last:
                 self._stash(layer)
             return output
@@ -76,7 +76,7 @@ class DraftAndVerify(Backed):
             layer.finish()
         return output
 
-    def _draft(self, layer: Layer, step: Step) -> Tensor:
+    def _draft(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend one query a row over what is resident, what the store keeps, and the tail."""
         self._stash(layer)
         segments = [layer.segment(piece, step, None) for piece in DraftTail(layer.resident.banks).pieces(self.waiting)]
@@ -92,9 +92,9 @@ class DraftAndVerify(Backed):
         DraftTail(layer.resident.banks).write(keys, values, self.waiting)
         self.waiting += keys.shape[1]
 
-    def _remember(self, layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
+    def _remember(self, layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
         last = step.queries
-        if self.round.phase is Phase.EXACT:
+        if self.round.phase is RoundPhase.EXACT:
             if not self.chooses(layer):
                 return
             last = min(last, VOTERS, layer.resident.selector.observation_window or VOTERS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step import native
@@ -120,7 +120,7 @@ def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
         bank.scored()[:, span] = 0.0 if scores is None else scores
 
 
-def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:
+def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
     """Write a single new entry over the lowest-ranked one: the step of every decoded token. Return that one if it is
     ``wanted``."""
     rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
@@ -140,7 +140,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     return left
 
 
-def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:
+def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
     """Rank what is held and what is new together; as many leave as came. Return them if they are ``wanted``."""
     lanes, count, columns, device = new.keys.shape[0], new.count, bank.columns, new.keys.device
     scores = ranking.arrived(bank, new)
@@ -178,7 +178,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     return left
 
 
-def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> Evicted:
+def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
     """Return the entries at ``leaving`` (lanes, n) of what is held and what is new, one after the other."""
     refused = leaving >= bank.columns
     old, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
@@ -191,7 +191,7 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) 
         coming = other.gather(1, fresh.view(*fresh.shape, *shape).expand(-1, -1, *other.shape[2:]))
         return torch.where(refused.view(*refused.shape, *shape), coming, kept)
 
-    return Evicted(
+    return EvictedEntries(
         picked(bank.keys, new.keys),
         picked(bank.values, new.values),
         picked(bank.slots, new.slots),

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import Held
+from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
@@ -67,7 +67,7 @@ class Groups(EvictedStore):
     def kept(self) -> int:
         return self.written if self.capacity is None else min(self.written, self.capacity)
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         rows = left[:3]
         if not self.waiting:
             self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
@@ -232,16 +232,16 @@ def allocated(written: int, capacity: int | None) -> int:
 
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
-) -> Held:
+) -> PredictedBytes:
     """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and
     by; ``number``: bytes of an entry of a lane that attention writes out for a moment."""
     count, heads = sum(left), layer.kv_heads
     if not count:
-        return Held()
+        return PredictedBytes()
     groups = allocated(count // GROUP, capacity)
     groups_held = count // GROUP if capacity is None else min(count // GROUP, capacity)
     waiting = GROUP * layer.entry_elements * geometry.dtype_bytes
-    return Held(
+    return PredictedBytes(
         compressed=heads * groups * size + waiting,
         bookkeeping=4 * heads * GROUP * (groups + 1),
         workspace=heads * GROUP * groups_held * number,

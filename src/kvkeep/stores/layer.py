@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
@@ -67,7 +67,7 @@ class Layer(CacheLayerMixin):
         self.pending = lasts(keys).flatten(0, 1), lasts(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
 
-    def attend(self, step: Step) -> Tensor:
+    def attend(self, step: AttentionInputs) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
@@ -100,7 +100,7 @@ class Layer(CacheLayerMixin):
         if self.evicted.listens:
             self.evicted.swap(self.resident, self.length)
 
-    def attends_settled(self, step: Step) -> bool:
+    def attends_settled(self, step: AttentionInputs) -> bool:
         """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
         others; and later readers find them there."""
         return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
@@ -123,7 +123,7 @@ class Layer(CacheLayerMixin):
 
     # -- what attention sees --------------------------------------------------------------------------
 
-    def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
+    def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
         """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over
         all slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, which slots of the piece are wanted."""
         keys, values = step.expanded(piece.keys, piece.values)

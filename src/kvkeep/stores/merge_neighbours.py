@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit, fits
@@ -22,7 +22,7 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.neighbours import MergesNeighbours
-from kvkeep.stores.pairs import Entries, PairMerging, cheapest, merge
+from kvkeep.stores.pairs import OrderedEntries, PairMerging, cheapest, merge
 
 
 class MergeNeighbours(MergesNeighbours):
@@ -53,7 +53,7 @@ class MergeNeighbours(MergesNeighbours):
         if self.outputs is not None:
             self.outputs *= kept
 
-    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
         """Add up the outputs."""
         self.group, self.heads = step.query.shape[1], step.heads
         by_head = output.float()
@@ -95,7 +95,7 @@ class MergeNeighbours(MergesNeighbours):
         attention, known = self._attention(slots, scores, bank.of(self.since), end)
         counts = torch.cat([bank.counts(), (new.slots >= 0).float()], 1)
         both = torch.cat([bank.keys[:, :used], new.keys], 1), torch.cat([bank.values[:, :used], new.values], 1)
-        entries = Entries(*both, slots, counts, attention, known)
+        entries = OrderedEntries(*both, slots, counts, attention, known)
         if not new.unpadded or bank.vacant:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
         occupied = (entries.slots >= 0).sum(1, keepdim=True)
@@ -108,7 +108,7 @@ class MergeNeighbours(MergesNeighbours):
             self.moved[bank.index] += cut.int()
             self._write(bank, merged, excess > 0, end)
 
-    def _merged(self, bank: Bank, entries: Entries, excess: Tensor, end: int) -> Entries:
+    def _merged(self, bank: Bank, entries: OrderedEntries, excess: Tensor, end: int) -> OrderedEntries:
         """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
         first = self.ledger.first_by(self.heads)
         start = 0 if first is None else bank.of(first)
@@ -129,12 +129,12 @@ class MergeNeighbours(MergesNeighbours):
         queries = (end - torch.maximum(bank.of(self.since), torch.as_tensor(start))).clamp(min=1)
         return (bank.of(self.outputs) / (queries * self.group * self.readers))[:, None]
 
-    def clues(self, bank: Bank, entries: Entries, end: int) -> Tensor | None:
+    def clues(self, bank: Bank, entries: OrderedEntries, end: int) -> Tensor | None:
         """Return what a method has to know of each entry beside its attention before some are merged, (lanes, entries,
         any), as of the slots before ``end``; None for nothing."""
         return None
 
-    def _write(self, bank: Bank, entries: Entries, merged: Tensor, end: int) -> None:
+    def _write(self, bank: Bank, entries: OrderedEntries, merged: Tensor, end: int) -> None:
         """Put entries into a bank, its last column used in every lane; what was observed is forgotten, in time, where
         there was merging."""
         occupied = (entries.slots >= 0).sum(1)

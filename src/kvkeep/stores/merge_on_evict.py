@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Evicted
+from kvkeep.contracts.entries import EntryState, EvictedEntries
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
@@ -23,14 +23,14 @@ class MergeOnEvict(EvictedStore):
     def __init__(self, site: Site) -> None:
         self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         with self.meter.merging():
             for bank in resident.banks:
                 if bank.columns:  # none: a row of padding so far
-                    self.merge(bank, Evicted(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
+                    self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
 
     @abstractmethod
-    def merge(self, bank: Bank, left: Evicted) -> None:
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
         """Put what ``left`` into the entries of a bank, and keep ``bank.extra`` and ``bank.newest`` up to date: the
         latter is the last slot whose value an entry has in it."""
 
@@ -38,13 +38,13 @@ class MergeOnEvict(EvictedStore):
         return merged_states(self.ledger, lanes, length)
 
 
-def counts_of(left: Evicted) -> Tensor:
+def counts_of(left: EvictedEntries) -> Tensor:
     """Return for how many tokens each entry stands, (lanes, n) float32, 0 for none."""
     extra = 0 if left.extra is None else left.extra
     return (1.0 + extra) * (left.slots >= 0)
 
 
-def newest_of(left: Evicted) -> Tensor:
+def newest_of(left: EvictedEntries) -> Tensor:
     """Return the last slot that each entry stands for, (lanes, n)."""
     return left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
@@ -76,7 +76,7 @@ class Newest(Resident):
         if self.evicted > evicted:
             self.store.commit(evicted)
 
-    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
         overwritten."""
         self._next = None  # which would keep rings that are outgrown
@@ -93,7 +93,7 @@ class Newest(Resident):
 
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
-        self.store.take(Evicted(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
+        self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
         # From here on the store has them, whatever becomes of the rest of this step.
         self._keys.first = self._values.first = first + keys.shape[1]
 

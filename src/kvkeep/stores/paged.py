@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit
@@ -197,7 +197,7 @@ class Paged(Resident):
                 fresh = slice(target * BLOCK_SIZE, (target + 1) * BLOCK_SIZE)
                 pool[:, fresh] = pool[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
 
-    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         stop = first + keys.shape[1]
         places = self.table.places(first, stop, keys.device).flatten()
         for pool, rows in zip(self._pools, (keys, values), strict=True):

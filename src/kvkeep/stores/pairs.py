@@ -46,7 +46,7 @@ class PairMerging(ABC):
 
 
 @dataclass
-class Entries:
+class OrderedEntries:
     """What a pass works on: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
 
     counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
@@ -61,11 +61,11 @@ class Entries:
     known: Tensor
     clues: Tensor | None = None
 
-    def at(self, index: Tensor) -> Entries:
+    def at(self, index: Tensor) -> OrderedEntries:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return Entries(**{name: _gathered(part, index) for name, part in parts if part is not None})
+        return OrderedEntries(**{name: _gathered(part, index) for name, part in parts if part is not None})
 
-    def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> Entries:
+    def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> OrderedEntries:
         """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
         return replace(self, **{name: _written(getattr(self, name), at, new, real) for name, new in merged.items()})
 
@@ -73,11 +73,11 @@ class Entries:
 class Merged(NamedTuple):
     """Entries after a pass, and of how many pairs they come: (2,), all, and those whose share had to be clamped."""
 
-    entries: Entries
+    entries: OrderedEntries
     tally: Tensor
 
 
-def cheapest(entries: Entries, start: Tensor | int, wanted: Tensor) -> Tensor:
+def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Tensor:
     """Return which pairs of entries to merge, (lanes, n) bool, ``wanted`` (lanes, 1) at most: those with the least
     attention, of entries that queries have seen, at slots from ``start`` on."""
     may = entries.known & (entries.slots >= start)
@@ -107,7 +107,7 @@ def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
 
 
 def merge(
-    entries: Entries,
+    entries: OrderedEntries,
     chosen: Tensor,
     how: PairMerging,
     turned: Callable[[Tensor, Tensor], Tensor],

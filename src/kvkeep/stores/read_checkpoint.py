@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.layer import Layer
 
@@ -21,7 +21,7 @@ class ReadCheckpoint(Backed):
     """Attends to the checkpoint and to what is new; what is resident beside entries that were evicted only learns what
     attention it received."""
 
-    def attend(self, layer: Layer, step: Step) -> Tensor:
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if layer.attends_settled(step):
             layer.settle()
         output, lse = self.everything(layer, step)
@@ -31,7 +31,7 @@ class ReadCheckpoint(Backed):
         return output
 
     def segments(
-        self, layer: Layer, step: Step, keep: Tensor | None = None, wide: Tensor | None = None
+        self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
     ) -> Iterator[Segment]:
         """Yield all entries: as they are resident while none was evicted, else from the checkpoint. One of limited
         capacity has lost its oldest: of those, the resident ones."""

@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.recall import Reader
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
@@ -18,7 +18,7 @@ from kvkeep.stores.layer import Layer
 class ReadEvicted(Reader):
     """Attends over what comes back, what is resident and what is new."""
 
-    def attend(self, layer: Layer, step: Step) -> Tensor:
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend, and let the selector and the store learn what each entry received."""
         store, resident = layer.evicted, layer.resident
         settled = layer.attends_settled(step)
@@ -37,7 +37,7 @@ class ReadEvicted(Reader):
         step: LayerStep | None = layer.resident.plan()
         return step
 
-    def _attended_where_it_lies(self, layer: Layer, step: Step) -> Tensor | None:
+    def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:
         """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
         some of it is masked or formed, or the library does not read it."""
         store, resident = layer.evicted, layer.resident
@@ -63,7 +63,7 @@ class ReadEvicted(Reader):
                 store.observe(others, 1, resident)
         return done[0]
 
-    def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
+    def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
@@ -89,7 +89,7 @@ class ReadEvicted(Reader):
         return output
 
 
-def observe_evicted(layer: Layer, step: Step, lse: Tensor, evicted: Iterable[Segment]) -> None:
+def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
     """Let a store that listens learn what its pieces received of a step, by the log-sum-exp of everything."""
     resident = layer.resident
     window, lse = resident.selector.observation_window or None, resident.unpadded(lse)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.rehearsal import Rehearsal
 
 
-class Reconstruction(Rehearsal):
+class ReconstructionReader(Rehearsal):
     """Attends to all that a layer has read, exactly, and to what is new, which nobody keeps.
 
     scores: (lanes, slots) float32, the most that each entry received. piece: slots that are repeated now. sinks: first
@@ -32,20 +32,20 @@ class Reconstruction(Rehearsal):
         self.sinks, self.piece = sinks, (0, layer.length)
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
 
-    def attended(self, layer: Layer, step: Step) -> Tensor:
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         past = (segment for _, segment in self._past(layer, step))
         output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
         self._score(layer, step, lse)
         return output
 
-    def _past(self, layer: Layer, step: Step, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
+    def _past(self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
         """Yield all that was read, or what of it ``keep`` says, (1, slots) bool."""
         wide = step.wide(layer.length)
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         for piece in chain(evicted, layer.resident.pieces()):
             yield piece, layer.segment(piece, step, wide, keep)
 
-    def _score(self, layer: Layer, step: Step, lse: Tensor) -> None:
+    def _score(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
         (start, stop), keep = self.piece, None
         if start or stop < layer.length:
             keep = torch.zeros(1, layer.length, dtype=torch.bool, device=layer.device)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.windows import noted
@@ -22,14 +22,14 @@ class Rehearsal(Reader):
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         """Nothing is kept, so nothing needs room."""
 
-    def attend(self, layer: Layer, step: Step) -> Tensor:
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         output = self.attended(layer, step)
         if step.last:
             self.waiting, layer.pending = step.new, None
         return output
 
     @abstractmethod
-    def attended(self, layer: Layer, step: Step) -> Tensor:
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
 
     def truncate(self, layer: Layer, length: int) -> None:

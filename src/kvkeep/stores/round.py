@@ -10,10 +10,10 @@ from typing import Any
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.windows import Window, noted
+from kvkeep.stores.windows import WindowState, noted
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     """What a forward pass is for."""
 
     EXACT = "exact"  # over everything; what it reads stays
@@ -43,23 +43,23 @@ class Round:
 
     def __init__(self, tail: int, ledger: Ledger, checkpoint: Checkpoint) -> None:
         self.tail, self.ledger, self.checkpoint = tail, ledger, checkpoint
-        self.phase = Phase.EXACT
+        self.phase = RoundPhase.EXACT
         self.layers: list[Any] = []
         self.windows: list[Any] = []
         self.statistics: RoundStatistics | None = None
         self._begun = 0  # slots before the round in progress
         self.uneven = False
         self._agreed = False  # whether drafts were right since the resident entries were last chosen
-        self._before: list[Window] = []
+        self._before: list[WindowState] = []
 
     @property
     def drafting(self) -> bool:
         """Whether what is read now is taken back, so that neither checkpoints nor windows keep it."""
-        return self.phase is Phase.DRAFT
+        return self.phase is RoundPhase.DRAFT
 
     @property
     def open(self) -> bool:
-        return self.phase is not Phase.EXACT
+        return self.phase is not RoundPhase.EXACT
 
     def before_forward(self) -> None:
         """Prepare for a forward pass. Raises UsageError where a further text would not line up with the rows."""
@@ -83,19 +83,19 @@ class Round:
         :meth:`verify`."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
-        self.phase = Phase.DRAFT
+        self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
         """Take the drafts back; the next forward pass reads the tokens to be verified, all at once and exactly."""
         self.retract()
-        self.phase = Phase.VERIFY
+        self.phase = RoundPhase.VERIFY
         for window in self._before:
             window.layer.record_past = True
 
     def commit(self, counts: Sequence[int], agreed: bool) -> None:
         """Keep the first ``counts`` tokens of each row that were verified, and forget the others; where rows keep
         different numbers, the slots between are padding from now on. ``agreed``: no draft was wrong."""
-        self.phase, self._agreed = Phase.EXACT, self._agreed and agreed
+        self.phase, self._agreed = RoundPhase.EXACT, self._agreed and agreed
         count = max(counts)
         self.uneven = self.uneven or min(counts) < count
         surplus = self.ledger.length - self._begun - count
@@ -111,7 +111,7 @@ class Round:
 
     def retract(self) -> None:
         """Forget everything since :meth:`draft`, and end the round."""
-        self.phase = Phase.EXACT
+        self.phase = RoundPhase.EXACT
         for window in self._before:
             window.restore()
         for layer in self.layers:

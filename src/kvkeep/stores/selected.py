@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, received
-from kvkeep.attention.step import Step
-from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
 from kvkeep.contracts.site import Site
@@ -89,7 +89,12 @@ class Selected(WorkingSet):
         self._learn(self.banks.banks[0], weights, 1)
 
     def observe(
-        self, step: Step, lse: Tensor, segments: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+        self,
+        step: AttentionInputs,
+        lse: Tensor,
+        segments: Sequence[Segment],
+        new: tuple[Tensor, Tensor] | None,
+        first: int,
     ) -> None:
         # Layers that share entries observe one after the other.
         if not self.observes:
@@ -120,7 +125,7 @@ class Selected(WorkingSet):
             bank.score(scores[:, : bank.used].clone())  # no view: the new ones' would be kept with it
             self._scores[number] = scores[:, bank.used :]
 
-    def _asking(self, step: Step, new: Arriving) -> Asking | None:
+    def _asking(self, step: AttentionInputs, new: Arriving) -> Asking | None:
         """Return the queries of a step with ``new`` entries, as the selector looks ahead; None where it does not."""
         if self.adapter is None:
             return None
@@ -197,7 +202,7 @@ class Selected(WorkingSet):
         """Give entries in hand the scores that they come with, (lanes, n) float32."""
         self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
 
-    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         new, left = self._arriving(keys, values, first), []
         for number, bank in enumerate(self.banks):
             left.append(self._admit(bank, self._of(bank, number, new)))
@@ -207,13 +212,13 @@ class Selected(WorkingSet):
         self.store.settled(observed, self)
         return self.banks.gathered(left)
 
-    def _admit(self, bank: Bank, new: Arriving) -> Evicted | None:
+    def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
         """Keep the new entries of one bank; return what left."""
         store = self.store
         if not bank.columns:  # a budget of nothing, or a row of padding so far
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
-            return Evicted(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
+            return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None

@@ -2,7 +2,7 @@
 
 Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
 (:mod:`kvkeep.stores.bounds`) the most that any of its entries can score. So before anything is recalled it is known how
-much of the attention a page can have at most; a :class:`Choice` says which pages are worth it, by lane, and what is
+much of the attention a page can have at most; a :class:`PageChoice` says which pages are worth it, by lane, and what is
 left out is bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.backing import Backed, attended_exactly
@@ -36,7 +36,7 @@ FEW = 8
 """Queries at most for which pages are chosen; a longer step recalls everything."""
 
 
-class Choice(Protocol):
+class PageChoice(Protocol):
     """Which pages are recalled. fetches: after a step, entries come back to be resident."""
 
     fetches: ClassVar[bool]
@@ -71,7 +71,7 @@ class Selective(Backed):
     hand, and where attention is latent (bounds of what is cached say nothing about scores then), it recalls
     everything."""
 
-    def __init__(self, site: Site, choice: Choice) -> None:
+    def __init__(self, site: Site, choice: PageChoice) -> None:
         super().__init__(site)
         self.choice, self.bounds = choice, Bounds()
         self.meter = site.meter
@@ -86,7 +86,7 @@ class Selective(Backed):
 
     # -- a forward pass -----------------------------------------------------------------------------
 
-    def attend(self, layer: Layer, step: Step) -> Tensor:
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if step.brings_entries:
             self.last = 0.0
         wide = step.wide(layer.length)
@@ -129,7 +129,9 @@ class Selective(Backed):
                 self._fetch(layer, step, lse)
         return output
 
-    def _chosen_pages(self, layer: Layer, near: list[Segment], step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _chosen_pages(
+        self, layer: Layer, near: list[Segment], step: AttentionInputs
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend over ``near`` and what is recalled; note the bound on the rest. Return output, log-sum-exp, and what
         was recalled, (lanes, slots) bool, None for nothing."""
         output, lse = attend(step.query, near, step.scaling)
@@ -153,7 +155,7 @@ class Selective(Backed):
             self._steps += 1
         return output, lse, wanted
 
-    def _fetch(self, layer: Layer, step: Step, lse: Tensor) -> None:
+    def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
         """Bring back what a step may have missed, for the next one."""
         away = self._away_by_page(layer)
         if away is None:
@@ -178,7 +180,7 @@ class Selective(Backed):
             return None
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
-    def _recall(self, layer: Layer, step: Step, wanted: Tensor) -> Iterator[Segment]:
+    def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
         """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read
         as it lies and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:

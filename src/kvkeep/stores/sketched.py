@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, alike, fits
@@ -68,7 +68,7 @@ class Sketched(EvictedStore):
         self.scores: Tensor | None = None  # (lanes, slots and one more for none) float32, where it listens
         self._yielded: list[Tensor] = []  # slots of the pieces that were last yielded
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         if self.sketches is None:
             self.sketches = self._new(left.keys, left.values)
         at, there = self.hashed.at(left.slots, self.size), left.slots >= 0

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import Held
+from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
@@ -54,7 +54,7 @@ PARTS = ("attention", "channels", "waiting")
 """What can be left out, to see what it is good for."""
 
 
-class Entries(NamedTuple):
+class EntryGroups(NamedTuple):
     """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
     GROUP), slots -1 for none."""
 
@@ -69,7 +69,7 @@ class Entries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CodedValues(Codes):
+class NormalisedValues(Codes):
     """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
     deviation (lanes, 1, dim) of the channels."""
 
@@ -101,7 +101,7 @@ class Channels(NamedTuple):
     deviation: Tensor
 
     @classmethod
-    def of(cls, entries: Entries) -> Channels:
+    def of(cls, entries: EntryGroups) -> Channels:
         """Return those of some entries, empty places left out."""
         there = (entries.slots.flatten(1) >= 0)[..., None]
         number = there.sum(1, keepdim=True).clamp(min=1)
@@ -124,8 +124,8 @@ class Tier:
         return self.parts[0].shape[1] if self.parts else 0
 
     def settle(
-        self, slots: Tensor, scores: Tensor, coming: Entries, count: int, channels: Channels, meter: Meter
-    ) -> tuple[Tensor, Tensor, Entries]:
+        self, slots: Tensor, scores: Tensor, coming: EntryGroups, count: int, channels: Channels, meter: Meter
+    ) -> tuple[Tensor, Tensor, EntryGroups]:
         """Keep the ``count`` most attended groups of those held, whose slots and scores (lanes, groups, GROUP) are
         given, and those ``coming``. Return the slots and scores of what is held now, and what falls."""
         groups = self.groups
@@ -137,7 +137,7 @@ class Tier:
         if slots.shape[1] <= count:
             layout = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
             self.parts = parts if groups else [part.clone(memory_format=layout) for part in parts]
-            return slots, scores, Entries(*(part[:, :0] for part in coming))
+            return slots, scores, EntryGroups(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
@@ -147,7 +147,7 @@ class Tier:
                 passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)
                 values = torch.where(passes, picked([coming.values], new)[0], values)
-            left = Entries(keys, values, *picked([slots, scores], falling))
+            left = EntryGroups(keys, values, *picked([slots, scores], falling))
             self.parts = picked(parts, staying)
         return *picked([slots, scores], staying), left  # type: ignore[return-value]
 
@@ -160,14 +160,14 @@ class Tier:
         keys, values = self._coded(parts, channels)
         return keys.dense(dtype).unflatten(1, (-1, GROUP)), values.dense(dtype).unflatten(1, (-1, GROUP))
 
-    def read(self, channels: Channels) -> tuple[CodedKeys, CodedValues]:
+    def read(self, channels: Channels) -> tuple[CodedKeys, NormalisedValues]:
         """Return keys and values for attention."""
         return self._coded(self.parts, channels)
 
-    def _coded(self, parts: list[Tensor], channels: Channels) -> tuple[CodedKeys, CodedValues]:
+    def _coded(self, parts: list[Tensor], channels: Channels) -> tuple[CodedKeys, NormalisedValues]:
         rows = (part.flatten(1, 2) for part in parts[3:])
         keys = CodedKeys(*parts[:3], self.bits.keys)  # type: ignore[call-arg, arg-type]
-        return keys, CodedValues(*rows, self.bits.values, *channels)  # type: ignore[call-arg, arg-type]
+        return keys, NormalisedValues(*rows, self.bits.values, *channels)  # type: ignore[call-arg, arg-type]
 
 
 class Tiers(EvictedStore):
@@ -195,7 +195,7 @@ class Tiers(EvictedStore):
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         assert left.scores is not None
         scores = left.scores if self.without != "attention" else left.slots.to(left.scores)
         fresh = [left.keys, left.values, left.slots, scores]
@@ -217,7 +217,7 @@ class Tiers(EvictedStore):
                 fresh = picked(fresh, order)
             grouped = count // GROUP * GROUP
             with self.meter.holding(*fresh[:2]):
-                self._fall(Entries(*(part[:, :grouped].unflatten(1, (-1, GROUP)) for part in fresh)))
+                self._fall(EntryGroups(*(part[:, :grouped].unflatten(1, (-1, GROUP)) for part in fresh)))
                 self._begin(fresh)
             fresh, start, count = [part[:, grouped:] for part in fresh], 0, count - grouped
         self.waiting.add(*fresh[:2])
@@ -228,7 +228,7 @@ class Tiers(EvictedStore):
         self._spans = None
         self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
-    def _fall(self, coming: Entries) -> None:
+    def _fall(self, coming: EntryGroups) -> None:
         assert self.slots is not None and self.scores is not None
         if self.channels is None:
             self.channels = Channels.of(coming)
@@ -418,11 +418,11 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
     return reach(low if size(high) > limit else high)
 
 
-def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> Held:
+def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
     """Return the bytes of one layer's tiers, of ``limit`` bytes a lane, once so many entries of a lane ``left`` by and
     by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
     if not sum(left):
-        return Held()
+        return PredictedBytes()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
     groups_held, waiting, peak = [0] * len(costs), 0, 0
     for count in left:
@@ -439,7 +439,7 @@ def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int]
     groups, numbers = sum(groups_held), layer.key_dim + layer.value_dim
     coded = sum(count * cost for count, cost in zip(groups_held, costs, strict=True))
     size = coded + numbers * waiting_bytes(width, without != "waiting")
-    return Held(
+    return PredictedBytes(
         compressed=layer.kv_heads * (size + (channels if groups else 0)),
         bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
         workspace=layer.kv_heads * (size + 2 * (max(left) + GROUP) * numbers * width + 4 * numbers * GROUP * groups),

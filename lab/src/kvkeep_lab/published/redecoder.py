@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import UsageError
 from kvkeep.memory.lasting import lasting
@@ -112,7 +112,7 @@ class _Again:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        step = Step.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
+        step = AttentionInputs.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
         segments = [self.layer.segment(piece, step, self.past) for piece in self.layer.resident.pieces()]
         return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.own)], scaling)[0])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -61,6 +61,6 @@ class InTiers(Fate):
         room = self._room(layer, geometry, site.entries)
         return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         room = self._room(layer, geometry, entries)
         return tiers_hold(room, layer, geometry.dtype_bytes, left, self.without)

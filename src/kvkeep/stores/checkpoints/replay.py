@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -72,7 +72,7 @@ class _Scratch:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        step = Step.of(module, query, key, value, None, scaling, self.heads, True, True)
+        step = AttentionInputs.of(module, query, key, value, None, scaling, self.heads, True, True)
         stop, queries = self.keys.length, step.queries
         first = stop - queries
         low = max(0, first - self.window + 1) if self.window is not None else 0

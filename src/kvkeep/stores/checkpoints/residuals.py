@@ -24,7 +24,7 @@ from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-class Residuals(Checkpoint):
+class ResidualCheckpoint(Checkpoint):
     """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. all_heads: this process
     has all heads of the model."""
 

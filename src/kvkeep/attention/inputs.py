@@ -17,7 +17,7 @@ from kvkeep.step.plan import Segment
 
 
 @dataclass(frozen=True)
-class Step:
+class AttentionInputs:
     """The attention of one layer over new entries and its past.
 
     module: the layer's attention module. query (lanes, heads of the group, queries, key_dim). key, value (lanes, heads,
@@ -49,7 +49,7 @@ class Step:
         heads: int,
         brings_entries: bool,
         last: bool,
-    ) -> Step:
+    ) -> AttentionInputs:
         """Return the step of tensors (batch, heads, n, dim) and a mask (batch or 1, 1, queries, entries), folded."""
         if mask is not None and mask.shape[0] > 1:
             mask = mask.repeat_interleave(heads, 0)
