@@ -39,9 +39,11 @@ class Fate(ABC):
     predictable: ClassVar[bool] = True
     """:meth:`holds` tells the bytes that it takes, so that the planner lists its methods."""
     keeps: ClassVar[bool] = True
-    """As of the store that it makes; so are the next two."""
+    """As :attr:`EvictedStore.keeps` of its stores."""
     merges: ClassVar[bool] = False
+    """As :attr:`EvictedStore.merges` of its stores."""
     makes_room: ClassVar[bool] = False
+    """As :attr:`EvictedStore.makes_room` of its stores."""
     across_heads: ClassVar[bool] = False
     """What becomes of an entry of one KV head depends on others."""
     files: ClassVar[Sequence[str]] = ()

@@ -21,13 +21,12 @@ from kvkeep.step.plan import LayerStep
 
 
 class Reader(Part):
-    """How the attention of one layer reads what is not resident, and what it keeps for that.
-
-    certificate: what it can have left out, None where that is nothing.
-    """
+    """How the attention of one layer reads what is not resident, and what it keeps for that."""
 
     certificate: Any = None
-    waiting: int = 0  # slots that came in and wait for a decision
+    """What attention can have left out, a :class:`~kvkeep.stores.selective.Certificate`; None where that is nothing."""
+    waiting: int = 0
+    """Slots that came in and wait for a decision."""
 
     @abstractmethod
     def attend(self, layer: Any, step: AttentionInputs) -> Tensor:

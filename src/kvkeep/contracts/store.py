@@ -1,4 +1,4 @@
-"""What became of the entries of one layer that left."""
+"""What became of the evicted entries of one layer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvkeep.step.plan import LayerStep, Span
 
 
 class EvictedStore(Part):
-    """What became of the entries of one layer that left. All it needs to know of the layer is what it is handed.
-
-    keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
-    received, and entries come with their scores. merges: what leaves is put into resident entries, which then stand for
-    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit. watches: entries are
-    scored by the attention of the last step where the selector scores them by none.
-    """
+    """What became of the evicted entries of one layer. All it needs to know of the layer is what it is handed."""
 
     keeps: ClassVar[bool] = True
+    """It takes evicted entries; otherwise they are not even gathered."""
     listens: ClassVar[bool] = False
+    """It learns the attention that its pieces received, and entries come with their scores."""
     watches: ClassVar[bool] = False
+    """Resident entries are scored by the attention of the last step where the selector scores them by none."""
     merges: ClassVar[bool] = False
+    """Evicted entries are put into resident ones, which then stand for several tokens."""
     makes_room: ClassVar[bool] = False
-    taken: int | None = None  # entries so far, where they come in the order of the text
+    """No entry is evicted; :meth:`make_room` merges entries until new ones fit."""
+    taken: int | None = None
+    """Entries taken so far, where they come in the order of the text."""
 
     @property
     def compressed_bytes(self) -> int:

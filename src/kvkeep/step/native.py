@@ -281,8 +281,8 @@ def _piece_of(span: Span) -> KvPiece:
         piece, rows = KvPiece(), (0, 0)
         tensors = _describe(piece, span.keys, span.values)
         if isinstance(span.keys, Tensor):
-            rows = tuple(part.stride(1) * part.itemsize for part in (span.keys, span.values))  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys, piece.values), rows
+            rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
+        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries there is no place
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
     piece.count = span.stop - span.start
