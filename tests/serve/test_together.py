@@ -18,7 +18,7 @@ from kvkeep.engine.batch import Read, forward
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
-from kvkeep.step import native
+from kvkeep.step.native import steps
 from kvkeep.stream import CacheStream
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -62,13 +62,13 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
-    own = native._step_table
+    own = steps._step_table
 
     def counted(steps: Any, tokens: Any) -> Any:
         calls.append(len(steps))
         return own(steps, tokens)
 
-    monkeypatch.setattr(native, "_step_table", counted)
+    monkeypatch.setattr(steps, "_step_table", counted)
     return calls
 
 

@@ -26,6 +26,9 @@ from kvkeep import KeepCache
 from kvkeep.hooks import ForwardHooks
 from kvkeep.step import native
 from kvkeep.step import torch as plain
+from kvkeep.step.native import calls as native_calls
+from kvkeep.step.native import entries as native_entries
+from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -166,7 +169,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     monkeypatch.setattr(native, "insert", inserted)
     monkeypatch.setattr(native, "run", ran)
-    monkeypatch.setattr(native, "CollectedAttention", WatchedRun)
+    for module in (native, native_calls):
+        monkeypatch.setattr(module, "CollectedAttention", WatchedRun)
     monkeypatch.setattr(WatchedRun, "output", attended)
     monkeypatch.setattr(ForwardHooks, "every_layer", lambda self: [])  # all layers in one call are not watched
     yield counts
@@ -255,10 +259,16 @@ def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPa
 
     methods = [("window", 40), ("h2o", 40), ("quantized:8", 200), ("snapkv+quantize:4", 120), ("revive", 100)]
     by_library = [run(*method) for method in methods]
-    for name in ("runs", "reads", "inserts"):
-        monkeypatch.setattr(native, name, lambda *_: False)
+    for module, names in (
+        (native, ("runs", "reads", "inserts")),
+        (native_calls, ("runs",)),
+        (native_entries, ("reads",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_: False)
     monkeypatch.setattr("kvkeep.policies.assembly._exact", lambda *_: False)
-    monkeypatch.setattr(native, "kernels", lambda: pytest.fail("the library was called"))
+    for module in (native_calls, native_steps):
+        monkeypatch.setattr(module, "kernels", lambda: pytest.fail("the library was called"))
     for method, (logits, states) in zip(methods, by_library, strict=True):
         plainly, others = run(*method)
         torch.testing.assert_close(logits, plainly, atol=0.05, rtol=0.05)

@@ -17,7 +17,8 @@ from kvkeep import KeepCache
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
-from kvkeep.step import native
+from kvkeep.step.native import entries as native_entries
+from kvkeep.step.native import steps as native_steps
 from kvkeep.stores.groups import GROUP, Codec, Groups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
@@ -111,5 +112,6 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
         return torch.stack(rows)
 
     found = steps()
-    monkeypatch.setattr(native, "library", lambda: None)
+    for module in (native_entries, native_steps):
+        monkeypatch.setattr(module, "library", lambda: None)
     assert_near(found, steps(), 0.05)

@@ -46,7 +46,7 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
             assert native.runs(query, keys, values)
             for span in (spans := native.spans_of(keys, values)):
-                native._piece_of(span)
+                native.piece_of(span)
             assert all(part.untyped_storage().data_ptr() in counted for span in spans for part in span.compiled[1])
 
 
