@@ -15,7 +15,7 @@ from transformers import DynamicCache, set_seed
 
 from kvkeep import KeepCache
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.newest import Newest
+from kvkeep.stores.resident.newest import Newest
 
 PROMPT, NEW = 45, 6
 

@@ -28,7 +28,7 @@ from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.selective import Certificate
+from kvkeep.stores.readers.selective import Certificate
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
 

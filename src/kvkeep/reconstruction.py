@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.stores.reconstruction import ReconstructionReader
-from kvkeep.stores.rehearsal import rehearsing
+from kvkeep.stores.readers.reconstruction import ReconstructionReader
+from kvkeep.stores.readers.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
 
 CUE = 8

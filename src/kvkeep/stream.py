@@ -46,7 +46,7 @@ class CacheStream:
     cut = False
     """What is read now is a part of a text, and not its last."""
     rehearsing = False
-    """Nobody keeps what is read now (:mod:`kvkeep.stores.rehearsal`)."""
+    """Nobody keeps what is read now (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
     first: Tensor | None = None

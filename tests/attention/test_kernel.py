@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.step.native import BLOCK, Call, CollectedAttention, attend_all, joins, spans_of
-from kvkeep.stores.sketch import CountSketch, places
+from kvkeep.stores.evicted.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
 seeds = st.integers(0, 999)

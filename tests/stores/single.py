@@ -18,8 +18,8 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.read_evicted import ReadEvicted
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.resident.selected import Selected
 
 
 def site(kv_heads: int, dim: int, entries: int) -> Site:

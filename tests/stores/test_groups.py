@@ -19,7 +19,7 @@ from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
-from kvkeep.stores.groups import GROUP, Codec, Groups, allocated
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 

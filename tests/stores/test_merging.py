@@ -23,8 +23,8 @@ from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.neighbours import Neighbours
 from kvkeep.policies.methods import parts
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.pairs import OrderedEntries, cheapest, cheapest_pairs, merge
+from kvkeep.stores.evicted.pairs import OrderedEntries, cheapest, cheapest_pairs, merge
+from kvkeep.stores.resident.banks import Bank
 
 INF, DIM = float("inf"), 8
 METHODS = [name for name, fate in parts()["fates"].items() if issubclass(fate, Neighbours)]

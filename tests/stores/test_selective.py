@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep import EntryState, KeepCache, UsageError
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.selective import FEW, Selective
+from kvkeep.stores.readers.selective import FEW, Selective
 
 BUDGET = 16
 METHODS = ["h2o+pages:1", "snapkv:window=4,kernel=3+pages:2", "h2o+certified:0.3", "tova+certified:0.9", "kv-lru"]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.stores.evicted.sketch import MEDIAN, PAGE, CountSketch, places
 from kvkeep.stores.hashes import scattered
-from kvkeep.stores.sketch import MEDIAN, PAGE, CountSketch, places
 
 ROWS = 3
 

@@ -18,9 +18,9 @@ from kvkeep.contracts.site import Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova
+from kvkeep.stores.evicted.sketch import places
+from kvkeep.stores.evicted.sketched import Hashed, Sketched, _highest
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.sketch import places
-from kvkeep.stores.sketched import Hashed, Sketched, _highest
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 

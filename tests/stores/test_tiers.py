@@ -16,9 +16,9 @@ from kvkeep import KeepCache
 from kvkeep.attention import Segment, attend, attend_scored
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.groups import GROUP
-from kvkeep.stores.tiers import TIERS, Tiers, channel_bytes, prices, tier_counts
-from kvkeep.stores.waiting import waiting_bytes
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.evicted.tiers import TIERS, Tiers, channel_bytes, prices, tier_counts
+from kvkeep.stores.evicted.waiting import waiting_bytes
 
 DIM, LANES = 16, 3
 NOBODY: Any = None  # resident entries: what leaves does not look at them

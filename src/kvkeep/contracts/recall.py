@@ -24,7 +24,8 @@ class Reader(Part):
     """How the attention of one layer reads what is not resident, and what it keeps for that."""
 
     certificate: Any = None
-    """What attention can have left out, a :class:`~kvkeep.stores.selective.Certificate`; None where that is nothing."""
+    """What attention can have left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where that is
+    nothing."""
     waiting: int = 0
     """Slots that came in and wait for a decision."""
 

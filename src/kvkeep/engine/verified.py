@@ -31,7 +31,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.engine.lookup import Lookup
 from kvkeep.engine.pace import Pace
 from kvkeep.errors import UsageError
-from kvkeep.stores.round import RoundStatistics
+from kvkeep.stores.readers.round import RoundStatistics
 
 
 def verified(

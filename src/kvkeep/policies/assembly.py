@@ -25,16 +25,16 @@ from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.step.native import takes
-from kvkeep.stores.cache_positions import CachePositions
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.newest import Newest
-from kvkeep.stores.paged import BlockPool, BlockTable, Paged
-from kvkeep.stores.round import Round
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.readers.round import Round
+from kvkeep.stores.resident.cache_positions import CachePositions
+from kvkeep.stores.resident.newest import Newest
+from kvkeep.stores.resident.paged import BlockPool, BlockTable, Paged
+from kvkeep.stores.resident.selected import Selected
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own. layout: what the native
-    library reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py:
-    codes of entries), "sketched" (stores/sketch.py: places in cells) or "spans" (:class:`JoinedSpans`); empty: it does
-    not."""
+    """Coded keys or values with products of their own."""
 
     layout: ClassVar[str]
+    """What the native library reads them as: "grouped" (stores/evicted/coded.py: codes, scale and offset of 32 entries),
+    "by channel" (stores/evicted/waiting.py: codes of entries), "sketched" (stores/evicted/sketch.py: places in cells) or
+    "spans" (:class:`JoinedSpans`); empty: it does not."""
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""

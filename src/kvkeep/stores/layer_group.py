@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.contracts.selector import Candidates
 from kvkeep.step.plan import LayerStep
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.resident.selected import Selected
 
 
 class LayerGroup:

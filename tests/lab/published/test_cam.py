@@ -12,7 +12,7 @@ from single import attended, layer_of, site
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.policies.selectors.random import sampled
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
-from kvkeep.stores.banks import Bank
+from kvkeep.stores.resident.banks import Bank
 
 DIM = 8
 

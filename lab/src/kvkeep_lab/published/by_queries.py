@@ -18,9 +18,9 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, fits, within
 from kvkeep.models.adapter import Adapter
 from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_neighbours import MergeNeighbours
-from kvkeep.stores.pairs import OrderedEntries
+from kvkeep.stores.evicted.merge_neighbours import MergeNeighbours
+from kvkeep.stores.evicted.pairs import OrderedEntries
+from kvkeep.stores.resident.banks import Bank
 
 QUERIES = 32
 """Queries kept while decoding."""

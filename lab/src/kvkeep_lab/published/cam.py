@@ -20,8 +20,8 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.random import check_seed, sampled
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import MergeOnEvict
+from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict
+from kvkeep.stores.resident.banks import Bank
 from kvkeep_lab.published.papers import CAM
 
 

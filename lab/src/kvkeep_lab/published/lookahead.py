@@ -22,7 +22,7 @@ from kvkeep.memory.lasting import lasting
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.rehearsal import Rehearsal, rehearsing
+from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
 
 
 class Lookahead(PassHook):

@@ -11,7 +11,7 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.read_evicted import ReadEvicted
+from kvkeep.stores.readers.read_evicted import ReadEvicted
 from kvkeep_lab.published.redecoder import Redecoder
 
 

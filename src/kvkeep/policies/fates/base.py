@@ -12,7 +12,7 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:

@@ -14,8 +14,8 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import MergeOnEvict, counts_of, newest_of
+from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict, counts_of, newest_of
+from kvkeep.stores.resident.banks import Bank
 
 
 @dataclass(frozen=True)

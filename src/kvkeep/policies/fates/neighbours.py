@@ -14,8 +14,8 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.merge_neighbours import MergeNeighbours
-from kvkeep.stores.pairs import PairMerging
+from kvkeep.stores.evicted.merge_neighbours import MergeNeighbours
+from kvkeep.stores.evicted.pairs import PairMerging
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 @dataclass(frozen=True)

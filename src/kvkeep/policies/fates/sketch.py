@@ -13,8 +13,8 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.sketch import MEDIAN
-from kvkeep.stores.sketched import Hashed, Sketched
+from kvkeep.stores.evicted.sketch import MEDIAN
+from kvkeep.stores.evicted.sketched import Hashed, Sketched
 
 _CHOICES = {
     "estimate": ("plain", "centred", "shrunk"),
@@ -27,8 +27,8 @@ _CHOICES = {
 class Sketch(Fate):
     """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
     keys only where ``keys`` is "signed"; cells of "averaged" keys are divided by how many are in them. ``estimate``:
-    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots (:mod:`kvkeep.stores.sketch`).
-    ``swap``: an entry comes back, as it is estimated, when it ranks above that many times the lowest resident one; 0:
+    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots
+    (:mod:`kvkeep.stores.evicted.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above that many times the lowest resident one; 0:
     none does."""
 
     vague: float = 0.1

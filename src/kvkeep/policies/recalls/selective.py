@@ -11,8 +11,8 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.bounds import PAGE, bounds_elements
-from kvkeep.stores.selective import Selective
+from kvkeep.stores.readers.bounds import PAGE, bounds_elements
+from kvkeep.stores.readers.selective import Selective
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PagesThatMatter(Recall):
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.PageChoice`."""
+        """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.readers.selective.PageChoice`."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from kvkeep.contracts.entries import Piece
-from kvkeep.stores.banks import Banks
+from kvkeep.stores.resident.banks import Banks
 
 
 class DraftTail:

@@ -12,7 +12,7 @@ from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.banks import Bank
+from kvkeep.stores.resident.banks import Bank
 
 
 class MergeOnEvict(EvictedStore):

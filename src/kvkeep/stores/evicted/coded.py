@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.stores.groups import GROUP
+from kvkeep.stores.evicted.groups import GROUP
 
 FINE = 2.0**-8
 """The step of codes of 16 bits: they are those of 8 bits with 8 places more, and lie about 0."""

@@ -1,8 +1,8 @@
 """Neighbours become one entry: nothing leaves, the least attended are merged (AsymKV, KVSlimmer).
 
 Entries lie in the order of the text. New ones are appended until the budget is full; then the cheapest disjoint pairs
-of neighbours are merged at once (:mod:`kvkeep.stores.pairs`), so that the work is paid once for many tokens. A pair's
-values are added up and held as their mean beside their count; how its key is made is the method's.
+of neighbours are merged at once (:mod:`kvkeep.stores.evicted.pairs`), so that the work is paid once for many tokens. A
+pair's values are added up and held as their mean beside their count; how its key is made is the method's.
 
 Positions are the running sum of the counts (AsymKV), counted from the end: an entry's position is the next token's less
 the counts from it on. Rotary attention sees differences only, so queries and new keys keep the model's own positions,
@@ -19,10 +19,10 @@ from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit, fits
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.eviction import Arriving
-from kvkeep.stores.neighbours import MergesNeighbours
-from kvkeep.stores.pairs import OrderedEntries, PairMerging, cheapest, merge
+from kvkeep.stores.evicted.neighbours import MergesNeighbours
+from kvkeep.stores.evicted.pairs import OrderedEntries, PairMerging, cheapest, merge
+from kvkeep.stores.resident.banks import Bank
+from kvkeep.stores.resident.eviction import Arriving
 
 
 class MergeNeighbours(MergesNeighbours):

@@ -1,9 +1,9 @@
 """The reader of selective recall: a step attends to what is resident, and to the most promising pages of the backing.
 
 Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
-(:mod:`kvkeep.stores.bounds`) the most that any of its entries can score. So before anything is recalled it is known how
-much of the attention a page can have at most; a :class:`PageChoice` says which pages are worth it, by lane, and what is
-left out is bounded by
+(:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. So before anything is recalled it is
+known how much of the attention a page can have at most; a :class:`PageChoice` says which pages are worth it, by lane,
+and what is left out is bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
 
@@ -26,10 +26,10 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
-from kvkeep.stores.backing import Backed, attended_exactly
-from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.read_evicted import observe_evicted
+from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.readers.bounds import PAGE, Bounds
+from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 FEW = 8

@@ -18,7 +18,7 @@ from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.rehearsal import Rehearsal
+from kvkeep.stores.readers.rehearsal import Rehearsal
 
 
 class ReconstructionReader(Rehearsal):

@@ -19,7 +19,7 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import Destination
-from kvkeep.stores.banks import Bank, Banks
+from kvkeep.stores.resident.banks import Bank, Banks
 
 # Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
 LOWEST, _STEP = -3e38, 1e33

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.resident.banks import Bank
+from kvkeep.stores.resident.selected import Selected
 
 
 def reselect(

@@ -19,8 +19,8 @@ from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
-from kvkeep.stores.banks import Bank, Banks
-from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
+from kvkeep.stores.resident.banks import Bank, Banks
+from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest
 
 
 class Selected(WorkingSet):

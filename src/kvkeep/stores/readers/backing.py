@@ -17,7 +17,7 @@ from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.read_evicted import observe_evicted
+from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 

@@ -21,7 +21,8 @@ class Pairs:
     keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
     the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way,
     None where the store does not note it. clues: what else it knows of each entry
-    (:meth:`~kvkeep.stores.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at all.
+    (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at
+    all.
     """
 
     keys: tuple[Tensor, Tensor]

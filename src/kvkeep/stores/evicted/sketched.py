@@ -14,7 +14,7 @@ from kvkeep.memory.extent import Extent, Misfit, alike, fits
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step.torch import FOLDED
-from kvkeep.stores.sketch import PAGE, CountSketch, Estimates, places
+from kvkeep.stores.evicted.sketch import PAGE, CountSketch, Estimates, places
 from kvkeep.stores.slots import compact
 
 SWAPS = 8

@@ -18,8 +18,8 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import merged_states
+from kvkeep.stores.evicted.merge_on_evict import merged_states
+from kvkeep.stores.resident.banks import Bank
 
 
 class MergesNeighbours(EvictedStore):

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.stores.groups import GROUP
+from kvkeep.stores.evicted.groups import GROUP
 
 MARGIN = 0.5
 """How far bounds are beyond what was seen, as a share of its range."""

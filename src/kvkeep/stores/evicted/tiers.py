@@ -4,7 +4,7 @@ Entries come in groups of 32, and a group falls as a whole: keys have a scale fo
 arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
 mean 0 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys
 keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
-Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.waiting`).
+Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
 
 **How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
 tensors; which groups these are is each head's own. See :data:`ABOVE`.
@@ -28,10 +28,10 @@ from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.portable import summed
 from kvkeep.step.plan import Span
-from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
-from kvkeep.stores.groups import GROUP
+from kvkeep.stores.evicted.coded import CodedKeys, Codes, encode, multiplied
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.evicted.waiting import Waiting, waiting_bytes
 from kvkeep.stores.slots import codes_of, without
-from kvkeep.stores.waiting import Waiting, waiting_bytes
 
 
 class Bits(NamedTuple):

@@ -20,11 +20,11 @@ from kvkeep.attention import attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.memory.meter import nbytes
-from kvkeep.stores.backing import Backed, attended_exactly
-from kvkeep.stores.draft_tail import DraftTail
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.reselection import reselect
-from kvkeep.stores.round import Round, RoundPhase
+from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.readers.round import Round, RoundPhase
+from kvkeep.stores.resident.draft_tail import DraftTail
+from kvkeep.stores.resident.reselection import reselect
 
 VOTERS = 32
 """Queries at most that are remembered to choose the resident entries anew."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvkeep.memory.extent import Misfit, within
 from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.banks import Bank
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.resident.banks import Bank
 
 
 class CachePositions:

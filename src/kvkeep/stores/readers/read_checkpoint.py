@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.backing import Backed, attended_exactly
 
 
 class ReadCheckpoint(Backed):
