@@ -19,9 +19,9 @@ class Coded(Protocol):
     """Coded keys or values with products of their own."""
 
     layout: ClassVar[str]
-    """What the native library reads them as: "grouped" (stores/evicted/coded.py: codes, scale and offset of 32 entries),
-    "by channel" (stores/evicted/waiting.py: codes of entries), "sketched" (stores/evicted/sketch.py: places in cells) or
-    "spans" (:class:`JoinedSpans`); empty: it does not."""
+    """What the native library reads them as: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
+    entries), "by channel" (``waiting.py``: codes of entries), "sketched" (``sketch.py``: places in cells) or "spans"
+    (:class:`JoinedSpans`); empty: it does not."""
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""

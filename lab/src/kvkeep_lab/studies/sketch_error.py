@@ -195,8 +195,8 @@ def coded_error(vectors: Tensor, room: float) -> float:
     of ``room`` n vectors of 16 bits.
 
     Codes are those of :mod:`kvkeep.stores.evicted.coded`: by channel over 32 vectors, with a scale and an offset of 16
-    bits each, so 3, 5 or 9 bits an element. Where the bytes lie between two of these, so many groups have the one and the
-    others the other; below 3 bits some are lost, and count as 0. What 32 does not divide is left out.
+    bits each, so 3, 5 or 9 bits an element. Where the bytes lie between two of these, so many groups have the one and
+    the others the other; below 3 bits some are lost, and count as 0. What 32 does not divide is left out.
     """
     groups = vectors[:, : vectors.shape[1] // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, 3)
     bits = min(16 * room, float(_LEVELS[-1][0]))

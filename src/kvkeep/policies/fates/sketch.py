@@ -28,8 +28,8 @@ class Sketch(Fate):
     """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
     keys only where ``keys`` is "signed"; cells of "averaged" keys are divided by how many are in them. ``estimate``:
     "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots
-    (:mod:`kvkeep.stores.evicted.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above that many times the lowest resident one; 0:
-    none does."""
+    (:mod:`kvkeep.stores.evicted.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above that
+    many times the lowest resident one; 0: none does."""
 
     vague: float = 0.1
     swap: float = 0.0
