@@ -29,7 +29,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.binding import check_text, digest_text
 from kvkeep.stock import STOCK, memory_of
-from kvkeep.stores.round import RoundStatistics
+from kvkeep.stores.readers.round import RoundStatistics
 
 SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""

@@ -25,7 +25,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.engine.lookup import Lookup
 from kvkeep.engine.pace import Pace
 from kvkeep.engine.sampling import Sampler
-from kvkeep.stores.round import RoundStatistics
+from kvkeep.stores.readers.round import RoundStatistics
 
 
 class Wanted(NamedTuple):

@@ -10,7 +10,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import sizes
-from kvkeep.stores.draft import VOTERS
+from kvkeep.stores.readers.draft import VOTERS
 
 BOOKKEEPING = 16
 """Bytes at most of an entry's slot, score and place in a table."""

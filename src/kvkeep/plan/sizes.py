@@ -12,8 +12,8 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.request import PAGE
-from kvkeep.stores.banks import bank_columns
-from kvkeep.stores.paged import pool_rows
+from kvkeep.stores.resident.banks import bank_columns
+from kvkeep.stores.resident.paged import pool_rows
 
 Left = tuple[LayerGeometry, list[int]]
 """A layer, and how many of its entries left, by pass."""

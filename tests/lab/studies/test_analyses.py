@@ -21,7 +21,7 @@ from measuring import measured, quiet
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.head_weights import head_weights
 from kvkeep.models.watching import Attended
-from kvkeep.stores.bounds import PAGE, Bounds
+from kvkeep.stores.readers.bounds import PAGE, Bounds
 
 IDS = torch.randint(0, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(7))
 SHORT = IDS[:, :40]

@@ -13,7 +13,7 @@ from kvkeep_lab.studies.sketch_attention import NORMAL, PUBLISHED, SketchAttenti
 from measuring import measured
 
 from kvkeep.models.watching import Attended
-from kvkeep.stores.sketch import places
+from kvkeep.stores.evicted.sketch import places
 
 SLOTS = 3
 

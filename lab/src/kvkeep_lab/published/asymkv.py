@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.papers import Paper
-from kvkeep.stores.pairs import Pairs
+from kvkeep.stores.evicted.pairs import Pairs
 from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
 from kvkeep_lab.published.papers import ASYMKV
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import attend, received
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import UsageError
 from kvkeep.memory.lasting import lasting
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.rehearsal import Rehearsal, rehearsing
+from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
 
 
 class Lookahead(PassHook):
@@ -65,7 +65,7 @@ class Look(Rehearsal):
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
-    def attended(self, layer: Layer, step: Step) -> Tensor:
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if self.differentiable:
             return self._differentiable(layer, step)
         resident, wide = layer.resident, step.wide(layer.length)
@@ -75,7 +75,7 @@ class Look(Rehearsal):
         self.received = [received(step.query, segment, lse, step.scaling) for segment in held]
         return output
 
-    def _differentiable(self, layer: Layer, step: Step) -> Tensor:
+    def _differentiable(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """The same in plain operations, with a graph; keys are leaves of it."""
         wide, new, parts = step.wide(layer.length), step.arriving(), []
         self.received, pieces = [], layer.resident.pieces()

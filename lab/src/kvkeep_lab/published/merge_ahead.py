@@ -17,9 +17,9 @@ from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.eviction import Arriving
-from kvkeep.stores.neighbours import MergesNeighbours
+from kvkeep.stores.evicted.neighbours import MergesNeighbours
+from kvkeep.stores.resident.banks import Bank
+from kvkeep.stores.resident.eviction import Arriving
 from kvkeep_lab.published.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
 
 

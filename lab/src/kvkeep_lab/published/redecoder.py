@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import UsageError
 from kvkeep.memory.lasting import lasting
@@ -40,7 +40,7 @@ class Redecoder(PassHook):
                 f"{came}; 'fetch-on-miss' takes both."
             )
         cache.stream.roll_back()
-        self._before = [layer.resident.held() for layer in cache.layers]
+        self._before = [layer.resident.resident_slots() for layer in cache.layers]
 
     @lasting
     def after(self, cache: Any) -> None:
@@ -76,7 +76,7 @@ class Redecoder(PassHook):
 
 def _left(layer: Layer, before: Tensor) -> Tensor:
     """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
-    held = layer.resident.held()
+    held = layer.resident.resident_slots()
     there = torch.nn.functional.pad(before, (0, held.shape[1] - before.shape[1]), value=True)
     if not len(before):  # before the first pass
         there = torch.ones_like(held)
@@ -97,7 +97,7 @@ class _Again:
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             self.past = self.past & visible
         # Of each other, a lane sees those that are not resident in it anyhow; nobody sees nothing.
-        there = (self.slots >= 0) & ~layer.resident.held().gather(1, self.slots.clamp(min=0))
+        there = (self.slots >= 0) & ~layer.resident.resident_slots().gather(1, self.slots.clamp(min=0))
         self.own = (self.slots[:, None, None] <= asking) & there[:, None, None]
         self.own |= torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device) & (asking < 0)
         self.keys = self.values = slots.new_empty(0)
@@ -112,7 +112,7 @@ class _Again:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        step = Step.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
+        step = AttentionInputs.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
         segments = [self.layer.segment(piece, step, self.past) for piece in self.layer.resident.pieces()]
         return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.own)], scaling)[0])
 

@@ -111,7 +111,7 @@ def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) ->
 def _used(cache: KeepCache) -> int:
     """Add up the tensors of all rows held, resident and checkpointed."""
     used = 0
-    for held in cache.held:
+    for held in cache.holdings:
         used += nbytes(*(tensor for tensor in held.state().values() if tensor.is_floating_point()))
     for _, rows in cache.checkpoint_rows():
         used += nbytes(*(piece for _, piece in rows.read(rows.first, rows.length)))

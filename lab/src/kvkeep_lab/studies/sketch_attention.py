@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvkeep.models.binding import bind
 from kvkeep.models.watching import Attended, grouped, watching
-from kvkeep.stores.sketch import CountSketch, places
+from kvkeep.stores.evicted.sketch import CountSketch, places
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, TextStudy, Trial

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.sketch import MEDIAN
-from kvkeep.stores.sketched import Hashed, Sketched
+from kvkeep.stores.evicted.sketch import MEDIAN
+from kvkeep.stores.evicted.sketched import Hashed, Sketched
 
 _CHOICES = {
     "estimate": ("plain", "centred", "shrunk"),
@@ -27,9 +27,9 @@ _CHOICES = {
 class Sketch(Fate):
     """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
     keys only where ``keys`` is "signed"; cells of "averaged" keys are divided by how many are in them. ``estimate``:
-    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots (:mod:`kvkeep.stores.sketch`).
-    ``swap``: an entry comes back, as it is estimated, when it ranks above that many times the lowest resident one; 0:
-    none does."""
+    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots
+    (:mod:`kvkeep.stores.evicted.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above that
+    many times the lowest resident one; 0: none does."""
 
     vague: float = 0.1
     swap: float = 0.0
@@ -104,13 +104,13 @@ class Sketch(Fate):
         slots = self._slots(site.layer, site.geometry, site.entries)
         return Sketched(shared, slots, self.estimate, self.by, self.keys, self.swap, site.meter, site.first)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of all cells and tallies, and of estimates looked up for a moment."""
         if not sum(left):
-            return Held()
+            return PredictedBytes()
         cells, width = self.rows * self._slots(layer, geometry, entries), layer.key_dim + layer.value_dim
         cell, total = self._tallies(layer)
         size = cells * (width * geometry.dtype_bytes + cell) + total
         looked_up = sum(left) * (2 * 8 * self.rows + self.rows * width * geometry.dtype_bytes)
         looked_up += 2 * cells * width * geometry.dtype_bytes
-        return Held(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))
+        return PredictedBytes(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.policies.recalls.selective import PagesThatMatter
-from kvkeep.stores.bounds import PAGE
+from kvkeep.stores.readers.bounds import PAGE
 from kvkeep.stores.slots import compact
 
 
@@ -37,16 +37,16 @@ class FetchOnMiss(PagesThatMatter):
         if self.limit < 0 or not 0 <= self.threshold <= 1:
             raise UsageError("A recall of what was missed has a limit from 0 on and a threshold from 0 to 1.")
 
-    def fetch(self, most: Tensor, tokens: Tensor | int, room: Callable[[int], Tensor], away: Tensor) -> Tensor:
+    def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Entries of pages that may have been used, the highest bound first."""
         by_page = away.unflatten(1, (-1, PAGE))
         used = math.log(self.threshold) if self.threshold else -torch.as_tensor(tokens).log()
-        missed = by_page & (most >= used)[..., None]
-        highest = most.masked_fill(~missed.any(2), float("-inf"))
-        order = highest.topk(min(self.limit, most.shape[1]), dim=1).indices
+        missed = by_page & (bounds >= used)[..., None]
+        highest = bounds.masked_fill(~missed.any(2), float("-inf"))
+        order = highest.topk(min(self.limit, bounds.shape[1]), dim=1).indices
         slots = (order[..., None] * PAGE + torch.arange(PAGE, device=order.device)).flatten(1)
         wanted = missed.flatten(1).gather(1, slots)
-        wanted &= wanted.cumsum(1) <= room(self.limit)
+        wanted &= wanted.cumsum(1) <= halves(self.limit)
         chosen = compact(wanted)
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
 
