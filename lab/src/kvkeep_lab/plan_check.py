@@ -93,7 +93,7 @@ def check(
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
             continue
-        predicted = after.resident + after.compressed + after.checkpoints
+        predicted = after.total
         measured = row.held_bytes + sum(row.memory["checkpoint_bytes"].values())
         steps_s = costs.step, None if row.step_ms is None else row.step_ms / 1e3
         found = predicted, measured, *steps_s, costs.prefill, row.prefill_s, row.error

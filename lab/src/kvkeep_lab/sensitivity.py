@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.policies.fates.kvslimmer import alone, best_share, together
+from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Te
     both = toward[..., :-1] + toward[..., 1:]
     length = square.clamp(min=0).sqrt()  # |r_i|
     length_both = (square[..., :-1] + 2 * pair + square[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
-    here, next_, shared = alone(first), alone(second), together(first, second)
+    here, next_, shared = diagonal(first), diagonal(second), mixed(first, second)
     return Sensitivity(
         here * toward[..., :-1],
         shared * both,

@@ -14,13 +14,12 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep.memory.rows import BLOCK
-from kvkeep.plan.capacity import parse
+from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost
-from kvkeep.plan.grant import grant
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
-from kvkeep.plan.sizes import sizes
+from kvkeep.plan.sizes import grant, sizes
 
 _UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
 
@@ -123,7 +122,7 @@ class Pace:
         name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
         rounds are no steps.
         """
-        candidate = parse(name)
+        candidate = Candidate.parse(name)
         if candidate.method.recall.drafts:
             raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
         own, longest = None if candidate.keeps_all else budget, shape.geometry.max_positions or _UNBOUNDED
@@ -131,18 +130,18 @@ class Pace:
         every = [sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in lengths]
         costs = [cost(shape, candidate, held, machine, ACCEPTANCE) for held in every]
         counts = [2**power for power in range(11)]
-        steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).own for count in counts]
+        steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).fixed for count in counts]
         static = candidate.method.selector.layout == "static"
         granted = [
             grant(shape.geometry, candidate, count if static else own, count, shared=machine.shared)
             for count in lengths
         ]  # fmt: skip
-        held = [one.held(machine.shared) for one in every]
-        stored = [one.resident + one.compressed + one.checkpoints for one in every]
+        held = [one.idle(machine.shared) for one in every]
+        stored = [one.total for one in every]
         return cls(
             name=f"{candidate}, {machine.name}",
             step=_line(counts, steps),
-            past=_line(lengths, [one.step - one.own for one in costs]),
+            past=_line(lengths, [one.step - one.fixed for one in costs]),
             prompt=_line(lengths, [one.prefill for one in costs]),
             held=_line(lengths, held),
             granted=_line(lengths, granted),

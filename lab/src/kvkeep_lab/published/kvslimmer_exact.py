@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.policies.fates.kvslimmer import alone, best_share, together
-from kvkeep.stores.evicted.pairs import Pairs
+from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
+from kvkeep.stores.pairs import Pairs
 from kvkeep_lab.published.asymkv import energy
 from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
 
@@ -31,9 +31,9 @@ class KVSlimmerExact(NeighboursByQueries):
                 own = output.detach().requires_grad_()
                 gradient = torch.autograd.grad(energy(own * block.real), own)[0]
             residual = gradient @ block.values.transpose(1, 2) - (gradient * output).sum(-1, keepdim=True)
-            found[..., 0] += (alone(weights) * residual).sum(1)
+            found[..., 0] += (diagonal(weights) * residual).sum(1)
             both = residual[..., :-1] + residual[..., 1:]
-            found[:, :-1, 1] += (together(weights[..., :-1], weights[..., 1:]) * both).sum(1)
+            found[:, :-1, 1] += (mixed(weights[..., :-1], weights[..., 1:]) * both).sum(1)
         return found
 
     def share(self, pairs: Pairs) -> Tensor:
