@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
-from kvkeep.stores.pairs import Pairs
+from kvkeep.stores.evicted.pairs import Pairs
 from kvkeep_lab.published.asymkv import energy
 from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
 

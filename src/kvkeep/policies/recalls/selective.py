@@ -27,7 +27,7 @@ class PagesThatMatter(Recall):
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls, by default none. See :class:`kvkeep.stores.readers.selective.PageChoice`."""
+        """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
