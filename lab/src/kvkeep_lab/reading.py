@@ -12,9 +12,9 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.watching import Attended, watching
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
+from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import Reader, peer_of
 
 _AT_ONCE = 128

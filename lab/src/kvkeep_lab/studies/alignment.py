@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.watching import Attended, grouped, watching
+from kvkeep_lab.attention_inputs import Attended, grouped, watching
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.sensitivity import sensitivity
 from kvkeep_lab.statistics import each, mean, rank_correlation, where

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from kvkeep.errors import UsageError
-from kvkeep.models.watching import Attended
+from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where

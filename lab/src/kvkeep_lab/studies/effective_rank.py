@@ -24,8 +24,8 @@ from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.models.head_weights import HeadWeights, head_weights
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
+from kvkeep_lab.head_weights import HeadWeights, head_weights
 from kvkeep_lab.statistics import each, effective_rank, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, Trial, first_tokens, part, rising
 from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from kvkeep.models.watching import Attended
+from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where

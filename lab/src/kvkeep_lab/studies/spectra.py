@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
-from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
-from kvkeep.models.watching import Attended, watching
+from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.head_weights import HeadWeights, head_weights, inputs
 from kvkeep_lab.statistics import each, effective_rank, mean, rank_correlation, where
 from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.head_weights import head_weights
+from kvkeep_lab.head_weights import head_weights
 from kvkeep_lab.reading import greedy
 from kvkeep_lab.reference import cases, compare, judge
 from kvkeep_lab.studies.base import Progress, part

@@ -54,8 +54,8 @@ def modest(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int,
 def settled_beforehand(service: Service, conversations: int, processes: int) -> Service:
     """Return what :func:`settled` does for each of several processes here. A model that is loaded for that is gone
     afterwards. Raises as loading does for one that cannot be served."""
-    from kvkeep.models.freed import give_back
     from kvkeep.models.loading import describe, load
+    from kvkeep.native.library import trim_memory
 
     if service.memory is not None and service.cache:
         describe(service.model, weights=service.weights, device=service.device or "cpu", progress=note)
@@ -64,7 +64,7 @@ def settled_beforehand(service: Service, conversations: int, processes: int) -> 
     service = settled(service, loaded, conversations, processes)
     del loaded
     gc.collect()  # a model refers to itself
-    give_back()
+    trim_memory()
     return service
 
 

@@ -19,7 +19,7 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.packed import PackedLinear
-from kvkeep.models.watching import Attended, watching
+from kvkeep_lab.attention_inputs import Attended, watching
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _QUERY, _KEY, _VALUE = (("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v"))
