@@ -14,7 +14,7 @@ from conftest import WORDS as KNOWN
 from conftest import tokenizer
 from kvkeep_lab.tasks.ruler import Ruler, qa
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, Asked
+from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, RulerQuestion
 from kvkeep_lab.tasks.ruler.task import largest, string_match
 from measuring import subject
 
@@ -43,7 +43,7 @@ HOTPOT = [
 ]
 
 
-def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> Asked:
+def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
     family = FAMILIES[name]
     return family.ask(ESSAY if family.reads == ESSAYS else None, random.Random(seed), size, length)
 

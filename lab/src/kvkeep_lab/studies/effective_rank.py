@@ -249,11 +249,11 @@ def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: T
     heads_, groups, fourth = (
         effective_rank(part, ENERGY).tolist() for part in (energies, stacked.square(), energies.square())
     )
-    about, held = (layer.index, layer.kind, query.shape[-1]), (_held(energies), _held(energies.square()))
-    return LayerRank(*about, heads_, groups, turned or None, held[0], fourth, held[1])
+    about, kept = (layer.index, layer.kind, query.shape[-1]), (_kept_energy(energies), _kept_energy(energies.square()))
+    return LayerRank(*about, heads_, groups, turned or None, kept[0], fourth, kept[1])
 
 
-def _held(energies: Tensor) -> list[float]:
+def _kept_energy(energies: Tensor) -> list[float]:
     """Return E(r), the mean over heads."""
     return (energies.cumsum(-1) / energies.sum(-1, keepdim=True)).mean(0).tolist()
 
