@@ -150,7 +150,7 @@ def documents(read: Any, path: Path, content: Any) -> qa.Documents:
 
 def test_squad_is_asked_about_among_its_own(tmp_path: Path) -> None:
     squad = documents(qa.squad, tmp_path / "squad.json", SQUAD)
-    assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].most(squad)
+    assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].greatest(squad)
     for seed in range(5):
         one = qa.ask(squad, random.Random(seed), 3, 512)
         subject, number = re.findall(r"Question: What is (\w+) (\d)\?$", one.text)[0]
