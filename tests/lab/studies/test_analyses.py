@@ -21,7 +21,7 @@ from kvkeep_lab.studies.truncation import WAYS, Truncation, best_scores, scored_
 from measuring import measured, quiet
 
 from kvkeep.errors import UnsupportedModelError, UsageError
-from kvkeep.stores.bounds import PAGE, Bounds
+from kvkeep.stores.readers.bounds import PAGE, Bounds
 
 IDS = torch.randint(0, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(7))
 SHORT = IDS[:, :40]

@@ -13,7 +13,7 @@ from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.studies.sketch_attention import NORMAL, PUBLISHED, SketchAttention, effects
 from measuring import measured
 
-from kvkeep.stores.sketch import places
+from kvkeep.stores.evicted.sketch import places
 
 SLOTS = 3
 
