@@ -214,7 +214,7 @@ def test_hidden_states_of_a_chunked_input_are_refused() -> None:
 def test_a_call_with_gradients_is_answered_without_them() -> None:
     cache = KeepCache(tiny("llama"), "kv-direct", 16, checkpoint="residual", where="host")
     tiny("llama")(prompt(1, 60), past_key_values=cache)
-    assert not any(part.requires_grad for held in cache.held for part in held.state().values())
+    assert not any(part.requires_grad for held in cache.holdings for part in held.state().values())
 
 
 def test_threads_do_not_see_each_other() -> None:

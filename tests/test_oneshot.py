@@ -57,7 +57,7 @@ def test_heavy_hitters_of_a_prompt_read_at_once_are_those_of_its_whole_attention
         by_head = matrix[0].sum(1).unflatten(0, (layer.heads, -1)).mean(1)  # (kv_heads, slots)
         by_head[:, -6:] = float("inf")
         wanted = by_head.topk(24, dim=1).indices.sort(1).values
-        held = layer.resident.held()
+        held = layer.resident.resident_slots()
         assert [own.nonzero().flatten().tolist() for own in held] == wanted.tolist()
 
 

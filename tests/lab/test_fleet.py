@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
 
         def watched(replica: object, admit: Callable[..., None] = admit, granted: list[float] = granted) -> None:
             admit(replica)
-            granted.append(replica.granted + replica.held)  # type: ignore[attr-defined]
+            granted.append(replica.granted + replica.idle_bytes)  # type: ignore[attr-defined]
 
         one._admit = watched  # type: ignore[method-assign]
         found = one.run()
@@ -120,11 +120,11 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 5
         assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
         for replica in one.replicas:
-            assert replica.held == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
+            assert replica.idle_bytes == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
             assert all(idle.home is replica for idle in replica.idle.values())
             let_in = set(replica.sessions) - set(replica.waiting)
             assert replica.granted == pytest.approx(sum(session.grant for session in let_in))
-        under_way = sum(HARD.seconds - session.asked for session in where)
+        under_way = sum(HARD.seconds - session.arrived for session in where)
         assert found.in_system * HARD.seconds == pytest.approx(found.answered * found.answer_s + under_way)  # Little's
         again = simulate(BUSY, replace(HARD, route=route, warmup=0))
         assert again == found != simulate(BUSY, replace(HARD, route=route, warmup=0, seed=1))

@@ -108,7 +108,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
     assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
     assert cache.describe()[0].note == f"by head: {many}, {few}"
     step("llama", cache, prompt(1, 120))
-    held = sum(layer.resident.held().sum().item() for layer in cache.layers)
+    held = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
     assert held == sum(map(sum, cache.budgets)) <= 40 * 8
     assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
 

@@ -87,9 +87,9 @@ def check(
     for (candidate, context, entries), row in zip(planned, rows, strict=True):
         try:
             # The bench counts what is held after its steps, and times steps that are on the mean half of them later.
-            held = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
+            holding = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
             after = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared, steps=steps)
-            costs = cost(shape, candidate, held, machine, ACCEPTANCE)
+            costs = cost(shape, candidate, holding, machine, ACCEPTANCE)
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
             continue

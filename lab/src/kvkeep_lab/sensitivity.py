@@ -73,9 +73,9 @@ def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return r_i . r_i, (..., queries, tokens), and r_m . r_m+1, (..., queries, tokens - 1)."""
     shift = values.mean(-2, keepdim=True)  # residuals do not change, and less cancels
     values, outputs = values - shift, outputs - shift
-    own = outputs.square().sum(-1, keepdim=True)
+    squares = outputs.square().sum(-1, keepdim=True)
     met = outputs @ values.transpose(-1, -2)
     neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
-    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
-    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
+    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + squares
+    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + squares
     return square, pair

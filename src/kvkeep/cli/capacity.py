@@ -10,11 +10,10 @@ from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import completion, options
-from kvkeep.cli.checked import check_model
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -67,16 +66,16 @@ def capacity(
 ) -> None:
     """Predict how many sessions fit in a machine, how fast it serves them, and how long it takes to fetch one."""
     Budget.parse(budget)
-    check_model(model, weights, config=True)
+    options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
-    with starting():
+    with startup():
         from kvkeep.plan import capacity as planned
         from kvkeep.plan.candidates import Candidate
 
-        names = list(CACHES) if method is None else listed(method, "--method") or ["none"]
+        names = list(CACHES) if method is None else split_list(method, "--method") or ["none"]
         caches, keeps_all, projects = [*map(Candidate.parse, names)], *map(Candidate.parse, (KEEPS_ALL, PROJECTS))
-        shape, rates = predicted(model, machine, weights)
+        shape, rates = shape_and_rates(model, machine, weights)
     available = rates.cache_bytes(shape.weight_bytes) if given_bytes is None else given_bytes
     found = [
         one

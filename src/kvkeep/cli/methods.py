@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import completion, options
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import out, print_json, show
-from kvkeep.cli.remembered import remembered
-from kvkeep.cli.starting import starting
+from kvkeep.cli.registry_cache import cached
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
 from kvkeep.policies.names import LAB
@@ -50,7 +50,7 @@ def methods(
         return
     # What is wrong with a package is said each time.
     others = any(point.name not in LAB for point in points(PARTS))
-    found = _registered() if others else remembered("methods", _registered)
+    found = _registered() if others else cached("methods", _registered)
     if json:
         print_json(found)
         return
@@ -74,7 +74,7 @@ def methods(
 
 def _registered() -> dict[str, Any]:
     """Return all methods with a name, and all parts with their parameters."""
-    with starting():
+    with startup():
         from kvkeep.policies.methods import parts
         from kvkeep.policies.specs import parameters
 
@@ -91,7 +91,7 @@ def _bibtex(given: str) -> str:
     from kvkeep.policies.methods import resolve
     from kvkeep.policies.papers import papers_of
 
-    names = listed([given], "--bibtex")
+    names = split_list([given], "--bibtex")
     chosen = list(registered().values()) if names == ["all"] else [resolve(name) for name in names]
     bare = [f"% {method.name}: {method.source or 'no paper'}" for method in chosen if not papers_of([method])]
     return "\n\n".join([*(paper.bibtex() for paper in papers_of(chosen)), *bare])

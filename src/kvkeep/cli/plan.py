@@ -9,12 +9,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvkeep.budget import bytes_of
+from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
-from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import err, note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 from kvkeep.units import size
@@ -62,14 +61,14 @@ def plan(
         raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
-    check_cache(budget=budget)
-    check_model(model, weights, None if machine is not None else device, config=True)
+    Budget.parse(budget)
+    options.check_model(model, weights, None if machine is not None else device, config=True)
     amount = None if memory is None else bytes_of(memory)
-    with starting():
+    with startup():
         from kvkeep.plan.planner import plan as run
 
         place = _device(device)
-        shape, rates = predicted(model, machine, weights, place)
+        shape, rates = shape_and_rates(model, machine, weights, place)
     if check:
         _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
         return

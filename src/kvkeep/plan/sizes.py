@@ -14,9 +14,9 @@ from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
-from kvkeep.stores.banks import bank_columns
-from kvkeep.stores.draft import VOTERS
-from kvkeep.stores.paged import pool_rows
+from kvkeep.stores.readers.draft import VOTERS
+from kvkeep.stores.resident.banks import bank_columns
+from kvkeep.stores.resident.paged import pool_rows
 
 Evictions = tuple[LayerGeometry, int, list[int]]
 """A layer, how many there are of its shape, and how many entries each evicts in each pass."""

@@ -33,6 +33,6 @@ class KVSlimmerPublished(NeighboursAhead):
     def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return |c11| - |c12| and |c22| - |c12|, |c12| = a1 a2 (d1 + d2) with d the norms that the sensitivities were
         made of."""
-        residuals = [own / (diagonal(share) + EPS) for own, share in zip(sensitivity, alpha, strict=True)]
+        residuals = [norm / (diagonal(share) + EPS) for norm, share in zip(sensitivity, alpha, strict=True)]
         both = alpha[0] * alpha[1] * (residuals[0] + residuals[1])
         return sensitivity[0] - both, sensitivity[1] - both

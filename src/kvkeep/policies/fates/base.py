@@ -8,11 +8,11 @@ from itertools import count
 from typing import Any
 
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
@@ -77,6 +77,6 @@ class GroupedFate(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Groups(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         groups, size = self._groups(layer, geometry, entries), self.size(layer, geometry)
         return group_holds(layer, geometry, groups, left, size, self.written(layer, geometry))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import Resident, WorkingSet
@@ -58,7 +58,7 @@ class InOrder(EvictedStore):
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left some rows
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
@@ -72,7 +72,7 @@ class InOrder(EvictedStore):
         stop = self.taken + evicts
         return self.checkpoint.spans(self.layer, stop) if stop else ()
 
-    def commit(self) -> None:
+    def commit(self, slot: int | None) -> None:
         self.checkpoint.commit(self.layer)
         self.taken += 1
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.pairs import Pairs
+from kvkeep.stores.evicted.pairs import Pairs
 
 
 @dataclass(frozen=True)

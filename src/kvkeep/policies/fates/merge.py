@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import MergeOnEvict, counts_of, newest_of
+from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict, counts_of, newest_of
+from kvkeep.stores.resident.banks import Bank
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MergeLikest(MergeOnEvict):
         super().__init__(site)
         self.by = by
 
-    def merge(self, bank: Bank, left: Evicted) -> None:
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
         target = self.target(bank, left)
         counts = counts_of(left) * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
@@ -64,7 +64,7 @@ class MergeLikest(MergeOnEvict):
         extra.scatter_(1, at, total - 1)
         newest.scatter_reduce_(1, target, newest_of(left).masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
-    def target(self, bank: Bank, left: Evicted) -> Tensor:
+    def target(self, bank: Bank, left: EvictedEntries) -> Tensor:
         """Return the column into which each evicted entry is merged, (lanes, n) int64."""
         slots = bank.slots[:, None, : bank.used]
         if self.by == "slot":

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.merge_neighbours import MergeNeighbours
-from kvkeep.stores.pairs import PairMerging
+from kvkeep.stores.evicted.merge_neighbours import MergeNeighbours
+from kvkeep.stores.evicted.pairs import PairMerging
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Neighbours(MergesPairs, PairMerging):
         self.check_room(f"layer {site.layer.index}", budget)
         return self.merging(site, self, bind(site.model), self.pairs_at_once(budget))
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of the merged entries and of those that they are merged into, for a moment."""
         longest = max(left, default=0)
         merged = entries + longest if longest else 0
-        return Held(workspace=4 * merged * layer.entry_elements * geometry.dtype_bytes)
+        return PredictedBytes(workspace=4 * merged * layer.entry_elements * geometry.dtype_bytes)

@@ -14,8 +14,8 @@ from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.base import GroupedFate
-from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
-from kvkeep.stores.groups import GROUP, Codec
+from kvkeep.stores.evicted.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
+from kvkeep.stores.evicted.groups import GROUP, Codec
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Segments(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Groups(None, Promising(self.top, site.meter))
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of all groups, with the least and greatest of their keys' channels."""
         b = geometry.dtype_bytes
         size = GROUP * (layer.key_dim + layer.value_dim) * b + 2 * layer.key_dim * b
         groups = group_holds(layer, geometry, None, left, size, 0)
         read = min(self.top, sum(left) // GROUP) * GROUP * layer.entry_elements * b
-        return Held(groups.compressed, groups.bookkeeping, read, groups.entries)
+        return PredictedBytes(groups.compressed, groups.bookkeeping, read, groups.entries)
 
 
 @dataclass(frozen=True)

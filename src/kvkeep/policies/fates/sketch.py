@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.sketch import MEDIAN
-from kvkeep.stores.sketched import Hashed, Sketched
+from kvkeep.stores.evicted.sketch import MEDIAN
+from kvkeep.stores.evicted.sketched import Hashed, Sketched
 
 _CHOICES = {
     "estimate": ("plain", "centred", "shrunk"),
@@ -25,7 +25,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Sketch(Fate):
-    """A part of the budget is a count sketch per KV head (:mod:`kvkeep.stores.sketch`), the rest exact entries."""
+    """Part of the budget is a count sketch of a KV head (:mod:`kvkeep.stores.evicted.sketch`); the rest, exact entries."""
 
     vague: float = 0.1
     """The sketch's share of the budget."""
@@ -107,13 +107,13 @@ class Sketch(Fate):
         slots = self._slots(site.layer, site.geometry, site.entries)
         return Sketched(shared, slots, self.estimate, self.by, self.keys, self.swap, site.meter, site.first)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of all cells and tallies, and of the estimates of a step."""
         if not sum(left):
-            return Held()
+            return PredictedBytes()
         cells, width = self.rows * self._slots(layer, geometry, entries), layer.key_dim + layer.value_dim
         cell, total = self._tallies(layer)
         size = cells * (width * geometry.dtype_bytes + cell) + total
         looked_up = sum(left) * (2 * 8 * self.rows + self.rows * width * geometry.dtype_bytes)
         looked_up += 2 * cells * width * geometry.dtype_bytes
-        return Held(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))
+        return PredictedBytes(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
-from kvkeep.stores.tiers import PARTS, TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
-from kvkeep.stores.waiting import waiting_bytes
+from kvkeep.stores.evicted.tiers import PARTS, TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
+from kvkeep.stores.evicted.waiting import waiting_bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,6 @@ class InTiers(Fate):
         nbytes = self._tier_bytes(layer, geometry, site.entries)
         return Tiers(nbytes, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         nbytes = self._tier_bytes(layer, geometry, entries)
         return tiers_hold(nbytes, layer, geometry.dtype_bytes, left, self.without)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.site import Site
-from kvkeep.stores.read_checkpoint import ReadCheckpoint
+from kvkeep.stores.readers.read_checkpoint import ReadCheckpoint
 
 
 @dataclass(frozen=True)

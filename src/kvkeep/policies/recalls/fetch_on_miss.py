@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.policies.recalls.selective import PagesThatMatter
-from kvkeep.stores.bounds import PAGE
+from kvkeep.stores.readers.bounds import PAGE
 from kvkeep.stores.slots import compact
 
 

@@ -9,8 +9,8 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UsageError
-from kvkeep.stores.draft import DraftAndVerify
-from kvkeep.stores.round import Round
+from kvkeep.stores.readers.draft import DraftAndVerify
+from kvkeep.stores.readers.round import Round
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.selector import Pieces
+from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 
@@ -43,8 +43,8 @@ class KVzip(Scored):
             raise UsageError("A text is repeated in pieces of 1 token or more, beside 0 sinks or more.")
 
     @property
-    def reconstruction(self) -> Pieces:
-        return Pieces(self.piece, self.sinks)
+    def reconstruction(self) -> ReconstructionPieces:
+        return ReconstructionPieces(self.piece, self.sinks)
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return a share for every lane, one for each of its entries that are among the best of its row, and an equal
