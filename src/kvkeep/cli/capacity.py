@@ -36,29 +36,32 @@ SESSIONS = (1, 8, 64)
 def capacity(
     model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
     context: Annotated[
-        str, typer.Option("--context", "-n", help="Tokens of a session with its answer; several are separated by commas.")
+        str, typer.Option("--context", "-n", help="Tokens of a session with its answer; several by commas.")
     ] = "8192",
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-x",
-            help="Caches, as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'): separated by commas, or repeated.",
+            help="Caches, as in 'kvkeep plan' (h2o, 'kv-direct kv@host'): separated by commas, or repeated.",
             show_default="one of each kind",
             autocompletion=completion.methods,
         ),
     ] = None,
-    budget: Annotated[str, typer.Option("--budget", "-b", help="Of each session: entries per layer (4096), bytes (64MB), or a share (25%).")] = "4096",
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget", "-b", help="Of each session: entries per layer (4096), bytes (64MB), or a share (25%)."
+        ),
+    ] = "4096",
     machine: Annotated[
-        str | None, typer.Option(help="A file with another machine's rates or data sheet.", show_default="this one")
+        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(help="Bytes for all caches (64GB).", show_default="nine tenths of the device, less the weights"),
     ] = None,
-    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, separated by commas.")] = (
-        "1,10,100"
-    ),
+    gbit: Annotated[str, typer.Option(help="Networks to fetch sessions over, in Gbit/s, by commas.")] = ("1,10,100"),
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of drafted tokens that are accepted.")] = 0.95,
     weights: options.Weights = "auto",

@@ -37,9 +37,11 @@ def plan(
     acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 256,
     machine: Annotated[
-        str | None, typer.Option(help="A file with another machine's rates or data sheet.", show_default="this one")
+        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all rows, not only those that no other beats.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all rows, not only those that no other beats.")
+    ] = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
     budget: Annotated[

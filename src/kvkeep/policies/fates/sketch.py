@@ -25,7 +25,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Sketch(Fate):
-    """Part of the budget is a count sketch of a KV head (:mod:`kvkeep.stores.evicted.sketch`); the rest, exact entries."""
+    """A part of the budget is a count sketch per KV head (:mod:`kvkeep.stores.evicted.sketch`), the rest exact entries."""
 
     vague: float = 0.1
     """The sketch's share of the budget."""
