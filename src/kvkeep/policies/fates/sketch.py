@@ -25,8 +25,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Sketch(Fate):
-    """A part of the budget is a count sketch for each KV head (:mod:`kvkeep.stores.evicted.sketch`), the rest exact
-    entries."""
+    """Part of the budget is a count sketch (:mod:`kvkeep.stores.evicted.sketch`), the rest exact entries."""
 
     vague: float = 0.1
     """The sketch's share of the budget."""
