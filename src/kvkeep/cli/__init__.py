@@ -21,7 +21,6 @@ COMMANDS = {
     "serve": ("kvkeep.cli.serve.command:serve", "Serve conversations over HTTP within one memory to OpenAI's clients."),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
-    "capacity": ("kvkeep.cli.capacity:capacity", "Predict how many sessions a machine carries, by method and length."),
     "calibrate": ("kvkeep.cli.calibrate:calibrate", "Measure this machine once, for the times that plans predict."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),
@@ -30,7 +29,19 @@ COMMANDS = {
 """Name: where the command is (``module:function``, or a Typer application), and its line in ``kvkeep --help``."""
 
 
-LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
+LAB = (
+    "verify",
+    "prove",
+    "bench",
+    "compare",
+    "inspect",
+    "stream",
+    "longchat",
+    "recompute",
+    "analyse",
+    "capacity",
+    "lab",
+)
 """Commands of the lab, a distribution of its own (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
 
 

@@ -18,8 +18,8 @@ from kvkeep.errors import UsageError
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep.plan.capacity import Capacity, Rebuilding
     from kvkeep.plan.machine import Machine
+    from kvkeep_lab.capacity import Capacity, Rebuilding
 
 CACHES = (
     *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
@@ -73,8 +73,8 @@ def capacity(
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
     with startup():
-        from kvkeep.plan import capacity as planned
         from kvkeep.plan.candidates import Candidate
+        from kvkeep_lab import capacity as planned
 
         names = list(CACHES) if method is None else split_list(method, "--method") or ["none"]
         caches, keeps_all, projects = [*map(Candidate.parse, names)], *map(Candidate.parse, (KEEPS_ALL, PROJECTS))
@@ -150,7 +150,7 @@ def _carried(found: list[Capacity]) -> Table:
 
 
 def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> Table:
-    from kvkeep.plan.capacity import GBIT
+    from kvkeep_lab.capacity import GBIT
 
     table = Table(box=None, header_style="bold")
     speeds = [f"{rate:g} Gbit/s" for rate in networks]
@@ -171,7 +171,7 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
 
 
 def _projected(one: Rebuilding) -> str:
-    from kvkeep.plan.capacity import GBIT
+    from kvkeep_lab.capacity import GBIT
 
     return (
         f"{one.tokens:,} tokens are {size(one.entries)} of entries or {size(one.residuals)} of residuals; projecting "
