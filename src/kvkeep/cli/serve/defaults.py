@@ -35,8 +35,8 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int, processe
 def with_defaults_for_replicas(service: Service, conversations: int, processes: int) -> Service:
     """Return what :func:`with_defaults` does, before any of ``processes`` runs. A model loaded for it is freed again.
     Raises the errors of loading for a model that cannot be served."""
-    from kvkeep.models.freed import give_back
     from kvkeep.models.loading import describe, load
+    from kvkeep.native.library import trim_memory
 
     if service.memory is not None and service.cache:
         describe(service.model, weights=service.weights, device=service.device or "cpu", progress=note)
@@ -45,7 +45,7 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
     service = with_defaults(service, loaded, conversations, processes)
     del loaded
     gc.collect()  # a model refers to itself
-    give_back()
+    trim_memory()
     return service
 
 
