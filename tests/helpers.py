@@ -15,7 +15,7 @@ from transformers import DynamicCache, set_seed
 
 from kvkeep import KeepCache
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.newest import Newest
+from kvkeep.stores.resident.newest import Newest
 
 PROMPT, NEW = 45, 6
 
@@ -146,7 +146,7 @@ def bounded(cache: KeepCache) -> list[Layer]:
 def slots_of(layer: Layer) -> list[list[int]]:
     """The slots each lane holds, read from the banks themselves, in the order in which they lie."""
     if isinstance(layer.resident, Newest):  # a ring, of all lanes alike
-        return [layer.resident.held()[0].nonzero().flatten().tolist()] * (layer.rows * layer.heads)
+        return [layer.resident.resident_slots()[0].nonzero().flatten().tolist()] * (layer.rows * layer.heads)
     lanes: dict[int, list[int]] = {}
     for bank in layer.resident.banks:
         owners = range(bank.slots.shape[0]) if bank.lanes is None else bank.lanes.tolist()

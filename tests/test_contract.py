@@ -121,7 +121,7 @@ def assert_sound(cache: KeepCache, case: Case) -> None:
             assert bank.keys.shape[:2] == bank.values.shape[:2] == (bank.slots.shape[0], columns)
             assert (bank.slots[:, bank.used :] < 0).all()
             assert bank.vacant >= int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else True
-        flags = layer.resident.held()
+        flags = layer.resident.resident_slots()
         assert flags.shape == (len(lanes), layer.length)
         assert [own.nonzero().flatten().tolist() for own in flags] == [sorted(slots) for slots in lanes]
 
@@ -170,8 +170,8 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
     if case.becomes == EntryState.RESIDENT:
         assert (codes == EntryState.RESIDENT).all()
         return
-    here, held = codes == EntryState.RESIDENT, layer.resident.held()
-    alone = layer.resident.held(alone=True).expand(codes.flatten(0, 1).shape).view_as(codes)
+    here, held = codes == EntryState.RESIDENT, layer.resident.resident_slots()
+    alone = layer.resident.resident_slots(unmerged=True).expand(codes.flatten(0, 1).shape).view_as(codes)
     assert (alone <= here).all() and ((here <= alone).all() or case.waits)
     assert ((codes == case.becomes) & real).any()
     others = [EntryState.CHECKPOINTED] if case.backed else [EntryState.DROPPED] if case.loses else []

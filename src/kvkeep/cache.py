@@ -17,20 +17,19 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.hooks import ForwardHooks, Session
+from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.process import resident_now
 from kvkeep.memory.rows import Rows
-from kvkeep.passes import Passes
-from kvkeep.policies.assembly import Assembly, Before, assemble
+from kvkeep.policies.assembly import Assembly, Previous, assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
-from kvkeep.stores.dynamic import held_by
+from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.selective import Certificate
-from kvkeep.stream import Stream
+from kvkeep.stores.readers.selective import Certificate
+from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
 
 
@@ -101,12 +100,10 @@ class KeepCache(Cache):
         self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
-        self.held = [held_by(layer) for layer in made.layers]
-        self.stream: Any = Passes(self.geometry, made)
-        if made.streams:
-            limit = made.entries if self.reading else None
-            self.stream = Stream(request.method, self.geometry, made, limit)
-        self.hooks = ForwardHooks([Session(self.stream)], self.geometry)
+        self.holdings = [holding_of(layer) for layer in made.layers]
+        limit = made.entries if self.reading else None
+        self.stream = CacheStream(request.method, self.geometry, made, limit)
+        self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
     # -- a text that is read once more --------------------------------------------------------------
 
@@ -118,17 +115,17 @@ class KeepCache(Cache):
         if self.reading and self.get_seq_length():
             compress(self)
 
-    def go_on(self, shares: Sequence[Sequence[int]]) -> None:
+    def recompose(self, shares: Sequence[Sequence[int]]) -> None:
         """Begin anew as the method's own cache, empty, with ``shares`` entries for each full layer's lanes; the text's
         entries are copied into it afterwards (:mod:`kvkeep.reconstruction`)."""
-        made = assemble(self.request, self.model, self.geometry, Before(self.made, shares))
+        made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
         progress, self.reading = self.stream.on_progress, False
         self._use(made, self.request)
         self.stream.on_progress = progress
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """What :meth:`go_on` was given, for the rows that there are now; None where it was not."""
+        """What :meth:`recompose` was given, for the rows that there are now; None where it was not."""
         if self.reading or self.method.reading is None:
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
@@ -210,8 +207,8 @@ class KeepCache(Cache):
         if self.stream.text is not None:
             length, digests = self.stream.text
             self.stream.text = length, [digests[row] for row in index.tolist()]
-        for held in self.held:
-            held.select(index)
+        for holding in self.holdings:
+            holding.select(index)
         self.ledger.select(index.to(self.made.device))
         if self.checkpoint is not None:
             self.checkpoint.select(index, lambda number: self.layers[number].lanes_of(index))
@@ -237,10 +234,10 @@ class KeepCache(Cache):
         self.reset()
 
     def __repr__(self) -> str:
-        held = self.resident_bytes() + self.compressed_bytes()
+        size = self.resident_bytes() + self.compressed_bytes()
         budget = "" if self.request.budget is None else f"budget='{self.request.budget}', "
         return (
-            f"KeepCache(method='{self.method.name}', {budget}tokens={self.get_seq_length()}, bytes={held}, "
+            f"KeepCache(method='{self.method.name}', {budget}tokens={self.get_seq_length()}, bytes={size}, "
             f"exactness='{self.exactness}')"
         )
 
@@ -311,21 +308,21 @@ class KeepCache(Cache):
 
     def resident_bytes(self) -> int:
         """Bytes allocated for entries that attention reads directly."""
-        return sum(held.resident_bytes for held in self.held)
+        return sum(holding.resident_bytes for holding in self.holdings)
 
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries in a smaller form."""
-        return sum(held.compressed_bytes for held in self.held)
+        return sum(holding.compressed_bytes for holding in self.holdings)
 
     def memory(self) -> Memory:
         """Return measured bytes, by what they are for, and beside them those of the process."""
-        return replace(report.memory(self.made, self.held), process_bytes=resident_now())
+        return replace(report.memory(self.made, self.holdings), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
         """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
         :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding counts as dropped where it is not kept."""
         length, rows = self.get_seq_length(), self.rows
-        return [self.held[layer.source].entry_states(length, rows) for layer in self.geometry.layers]
+        return [self.holdings[layer.source].entry_states(length, rows) for layer in self.geometry.layers]
 
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""

@@ -20,19 +20,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.lasting import lasting
 from kvkeep.models.forward import current_probe
-from kvkeep.passes import Passes
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep
+from kvkeep.stream import CacheStream
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Session:
+class SessionPass:
     """A cache in a forward pass."""
 
-    stream: Passes
+    stream: CacheStream
     """How it takes part."""
     cache: Any = None
     """The cache itself, where it is one of several."""
@@ -62,19 +62,19 @@ class ForwardHooks:
     pass have run in one call.
     """
 
-    def __init__(self, sessions: Sequence[Session], geometry: ModelGeometry, packed: bool = False) -> None:
+    def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and places in the row
         self._run: list[int] = []  # the layers of these that have run
-        self._residuals: list[Session] = []
+        self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
 
     @property
-    def single(self) -> Passes | None:
+    def single(self) -> CacheStream | None:
         """The cache that reads this input; None where the sessions of a row do."""
         return None if self.packed else self.sessions[0].stream
 
@@ -104,18 +104,18 @@ class ForwardHooks:
         assert ids is not None
         self._open, found = True, []
         for session in self.sessions:
-            own = session.positions(ids.device)
-            moved = self._attempt(session, self._begin, session, ids[:, session.span], own)
-            found.append(own if moved is None else moved.expand(1, -1))
+            positions_of_session = session.positions(ids.device)
+            moved = self._attempt(session, self._begin, session, ids[:, session.span], positions_of_session)
+            found.append(positions_of_session if moved is None else moved.expand(1, -1))
         self._plan([one for one in self.sessions if one.span.stop - one.span.start == 1])
         return torch.cat(found, 1)
 
-    def _begin(self, session: Session, ids: Tensor, positions: Tensor) -> Tensor | None:
+    def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
         session.stream.cut = session.cut
         session.stream.admit(ids.shape[1])
         return session.stream.begin_forward(ids, None, positions, None)
 
-    def _plan(self, sessions: Sequence[Session]) -> None:
+    def _plan(self, sessions: Sequence[SessionPass]) -> None:
         """Plan what ``sessions`` do, which have a single token each."""
         for session in sessions:
             if session.error is None:
@@ -132,8 +132,8 @@ class ForwardHooks:
         """Return the steps of each layer, one for each token of the row; nothing where that is not all there is to
         do."""
         count = len(self.geometry.layers)
-        whole = all(len(session.steps) == count for session in self.sessions)
-        if not whole or self._residuals or self._executor is plain or current_probe() is not None:
+        complete = all(len(session.steps) == count for session in self.sessions)
+        if not complete or self._residuals or self._executor is plain or current_probe() is not None:
             return []
         return [self._planned[index][0] for index in range(count)]
 
@@ -186,14 +186,14 @@ class ForwardHooks:
         for session in self.sessions:
             if layer.index in session.steps:
                 continue
-            own, span = None, session.span
+            output, span = None, session.span
             if session.error is None:
                 parts = [part[:, :, span] for part in (query, key, value)]
-                own = self._attempt(session, self._attend_one, module, session, layer, scaling, *parts)
-            if row is None and own is not None:
-                row = own.new_zeros(1, query.shape[2], query.shape[1], own.shape[3])
+                output = self._attempt(session, self._attend_one, module, session, layer, scaling, *parts)
+            if row is None and output is not None:
+                row = output.new_zeros(1, query.shape[2], query.shape[1], output.shape[3])
             if row is not None:
-                row[:, span] = 0 if own is None else own.transpose(1, 2)
+                row[:, span] = 0 if output is None else output.transpose(1, 2)
         if row is None:
             raise NoSessionLeft
         return row.transpose(1, 2)
@@ -201,7 +201,7 @@ class ForwardHooks:
     def _attend_one(
         self,
         module: nn.Module,
-        session: Session,
+        session: SessionPass,
         layer: LayerGeometry,
         scaling: float,
         query: Tensor,
@@ -231,8 +231,8 @@ class ForwardHooks:
         """Give each session of a row its keys and values, (1, kv_heads, row, dim) of all, of a layer."""
         for session in self.sessions:
             if session.error is None and layer_idx not in session.steps:
-                own = (part[:, :, session.span] for part in (keys, values))
-                found = self._attempt(session, session.cache.update, *own, layer_idx)
+                parts = (part[:, :, session.span] for part in (keys, values))
+                found = self._attempt(session, session.cache.update, *parts, layer_idx)
                 if found is not None:
                     session.entries[layer_idx] = found
 
@@ -240,15 +240,15 @@ class ForwardHooks:
         """End the pass of each session, and undo that of one that failed."""
         run = [*self._planned] if self.ran_all else self._run
         for session in self.sessions:
-            own = [index for index in run if index in session.steps]
+            layers_run = [index for index in run if index in session.steps]
             try:
-                self._attempt(session, self._end, session, own, completed and session.error is None)
+                self._attempt(session, self._end, session, layers_run, completed and session.error is None)
             finally:
                 if self.packed:
                     session.stream.cut = False
         self._close()
 
-    def _end(self, session: Session, run: list[int], completed: bool) -> None:
+    def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
         session.stream.commit(run, completed)
         session.stream.end_forward(completed)
         if self.packed and completed and session.stream.due:
@@ -265,7 +265,7 @@ class ForwardHooks:
         if self._open:
             self.end_forward(completed=False)
 
-    def _attempt(self, session: Session, act: Callable[..., T], *given: Any) -> T | None:
+    def _attempt(self, session: SessionPass, act: Callable[..., T], *given: Any) -> T | None:
         """Do something for a session. In a row of several, what fails is noted, and None is returned."""
         if not self.packed:
             return act(*given)
@@ -283,8 +283,8 @@ class NoSessionLeft(Exception):
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
     """Return which of ``entries``, the last of them their own, so many queries see: (1, 1, queries, entries) bool."""
     slots = torch.arange(entries, device=device)
-    own = slots[entries - queries :, None]
-    seen = slots <= own
+    queried = slots[entries - queries :, None]
+    seen = slots <= queried
     if window is not None:
-        seen &= slots > own - window
+        seen &= slots > queried - window
     return seen[None, None]

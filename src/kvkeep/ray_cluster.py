@@ -49,20 +49,20 @@ def connected(
     if ray.is_initialized():
         yield
         return
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     with ExitStack() as ending:
         if address is None:
             os.environ.update(environment)
             # Without a token Ray puts one into the user's home.
             for name, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(name, value)
-            own = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
-            own |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
+            settings = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
+            settings |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
         ending.callback(ray.shutdown)
         try:
             if address is not None:
                 _reach(address)
-            ray.init("local" if address is None else address, log_to_driver=False, logging_level="error", **own)
+            ray.init("local" if address is None else address, log_to_driver=False, logging_level="error", **settings)
         except UsageError:
             raise
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.stores.reconstruction import Reconstruction
-from kvkeep.stores.rehearsal import rehearsing
+from kvkeep.stores.readers.reconstruction import ReconstructionReader
+from kvkeep.stores.readers.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
 
 CUE = 8
@@ -43,9 +43,9 @@ def compress(cache: Any) -> None:
     rows, old, meter = cache.rows, cache.made, cache.meter
     received, length = _received(cache), cache.ledger.length
     method, geometry = cache.method, cache.geometry
-    held = method.division(geometry, cache.entries).resident
+    entries = method.division(geometry, cache.entries).resident
     with meter.holding(*received):
-        cache.go_on(method.selector.shares(received, rows, held))
+        cache.recompose(method.selector.shares(received, rows, entries))
         copy_ledger(old.ledger, cache.ledger, length, rows)
         try:
             _hand_over(cache, old, received, rows)
@@ -62,7 +62,7 @@ def _received(cache: Any) -> list[Tensor]:
     length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
     ids, positions = (part.long() for part in ledger.span(0, length))
     visible = ledger.visible
-    readers = [Reconstruction(layer, pieces.sinks) for layer in cache.stream.bounded]
+    readers = [ReconstructionReader(layer, pieces.sinks) for layer in cache.stream.bounded]
     with rehearsing(cache, readers) as forget:
         for start, stop in _spans(cache, pieces.piece, words):
             for reader in readers:
@@ -112,8 +112,8 @@ def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
     """Give the entries of the layers of ``old`` to those of ``cache``, in order, with their scores, and free them layer
     by layer."""
     chunk = cache.stream.chunk
-    for own, scores in zip(cache.geometry.full_layers, received, strict=True):
-        source, target = old.layers[own.index], cache.layers[own.index]
+    for layer, scores in zip(cache.geometry.full_layers, received, strict=True):
+        source, target = old.layers[layer.index], cache.layers[layer.index]
         for piece in chain(source.evicted.pages(), source.resident.pieces()):
             keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
             first = piece.first
@@ -122,9 +122,9 @@ def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
                 target.settle()
                 first += key.shape[1]
-        held = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
-        cache.meter.cache(sum(held) + cache.compressed_bytes())
-        old.checkpoint.truncate(own.index, 0)
+        resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
+        cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
+        old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # free at once, whoever still holds the layer
 
 
@@ -135,7 +135,7 @@ def _words(tokenizer: Any) -> Words:
         return Words([], [], [])
     then, mark = "\n", "TEXT"
     if getattr(tokenizer, "chat_template", None):
-        asked = [{"role": "user", "content": mark}]
-        whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        then = whole.rpartition(mark)[2]
+        messages = [{"role": "user", "content": mark}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        then = prompt.rpartition(mark)[2]
     return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (FIRST, LATER, then)))

@@ -1,74 +1,107 @@
-"""The stream: how a bounded cache takes part in a model's forward pass.
+"""The stream: how a cache takes part in a model's forward pass; an unfinished one is undone.
 
 transformers passes a module and tensors to its attention function, not the cache. The hooks of
 :mod:`kvkeep.models.binding` find the stream on the cache and pass it the new tokens; it computes the attention of
-layers whose past is streamed.
+layers whose past is streamed, and of all layers where the native library attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.lasting import lasting
-from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
+from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
-from kvkeep.stores.dynamic import held_by
-from kvkeep.stores.layer import Layer
+from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer_group import LayerGroup
 
-ROOM = 64
+REREAD_POSITIONS = 64
 """Positions at least for a piece of a text that is read once more, and for what introduces it."""
 
 
-class Stream(Passes):
-    """The forward passes of a bounded cache, made as ``made``. limit: the entries beyond which the text is read once
-    more, None where it is not; rehearsing: nobody keeps what is read now (:mod:`kvkeep.stores.rehearsal`)."""
+class CacheStream:
+    """The forward passes of one cache, made as ``made``. limit: the entries beyond which the text is read once more,
+    None where it is not."""
 
-    streams = True
-    bounded: list[Layer]
+    pass_hooks: Sequence[PassHook]
+    """What parts do around each pass."""
+    on_progress: Callable[[int], None] | None = None
+    """Called with the tokens so far, after every pass."""
+    last_outputs = 0
+    """Of how many last positions the caller uses the outputs; 0: all."""
+    text: tuple[int, list[int]] | None = None
+    """The length of the text that was read, and a digest of each row."""
+    cut = False
+    """What is read now is a part of a text, and not its last."""
+    rehearsing = False
+    """Nobody keeps what is read now (:mod:`kvkeep.stores.readers.rehearsal`)."""
+    open = False
+    """A pass is in progress or unfinished."""
+    first: Tensor | None = None
+    """The first slot of each row that is not padding, (rows,); None without padding."""
 
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
-        super().__init__(geometry, made)
-        self.method, self.device, self.limit, self.rehearsing = method, made.device, limit, False
-        self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
-        self.held = [held_by(layer) for layer in made.layers]
+        self.method, self.geometry, self.layers, self.limit = method, geometry, made.layers, limit
+        self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
+        self.chunk = made.chunk or sys.maxsize
+        self.observes = made.streams and method.exactness != "exact"
+        self.masks_itself = made.exact  # nothing is masked but padding and what comes later, so no mask has to be made
+        self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
+        self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
+        self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
+        self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
         self.ends = made.budgets is not None and made.positions is None and not recalls
+        sources = [layer.source for layer in geometry.layers]
+        self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
-        self.observes = method.exactness != "exact"
+        self._latent = made.latent
         self._groups: list[LayerGroup] = []  # layers that are ranked at once
-        self._pending_bytes = 0
+        self._known = self._pending_bytes = 0
         self._masked = False  # whether the caller's mask is not of padding alone
 
+    @property
+    def length(self) -> int:
+        """Tokens processed, those of an unfinished pass not counted."""
+        return self._known if self.open else self._processed()
+
     def _processed(self) -> int:
-        return self.ledger.length
+        if self.streams:
+            return self.ledger.length
+        length: int = next(iter(self.bounded), self.layers[0]).get_seq_length()
+        return length
 
     @property
     def rows(self) -> int:
         """Rows of the batch held, 0 before the first token."""
-        return self.ledger.batch
+        if self.streams:
+            return self.ledger.batch
+        return next((rows for layer in self.layers if (rows := holding_of(layer).rows)), 0)
 
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
         limit, total = self.geometry.max_positions, self.length + tokens
         if limit is None or self.rehearsing:
             return
-        if self.limit is not None and total > max(self.limit, limit - ROOM):
+        if self.limit is not None and total > max(self.limit, limit - REREAD_POSITIONS):
             raise UsageError(
                 f"'{self.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
-                f"{total} tokens leave too few; shorten the text to {limit - ROOM}."
+                f"{total} tokens leave too few; shorten the text to {limit - REREAD_POSITIONS}."
             )
         if self.ends and total > limit:
             raise UsageError(
@@ -76,10 +109,10 @@ class Stream(Passes):
                 "that the model has; 'streaming-llm' with positions within the cache has no such end."
             )
         if self.positions is not None and self.method.oneshot:
-            most = min(self.length, self.positions.entries) + tokens
-            if most > self.positions.limit:
+            needed = min(self.length, self.positions.entries) + tokens
+            if needed > self.positions.limit:
                 raise UsageError(
-                    f"Read at once, these {tokens} tokens and what the cache holds have {most} positions, more than "
+                    f"Read at once, these {tokens} tokens and what the cache holds have {needed} positions, more than "
                     f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
                 )
 
@@ -89,6 +122,10 @@ class Stream(Passes):
     ) -> Tensor | None:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
+        if not self.streams:
+            self.open, self._known = True, self._processed()
+            self._note_padding(mask)
+            return positions
         if self.limit is not None and ids is None:
             raise UsageError(
                 f"'{self.method.name}' reads a text once more by its token ids, not by embeddings; pass input_ids."
@@ -113,6 +150,14 @@ class Stream(Passes):
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
 
+    def _note_padding(self, mask: Any) -> None:
+        """Note the padding that a pass's ``mask`` tells of."""
+        self.first, self.masks_itself = None, self.exact and mask is None
+        if isinstance(mask, Tensor) and mask.ndim == 2 and self.exact:
+            host = mask.bool()
+            self.first = None if bool(host.all()) else host.int().argmax(1)
+            self.masks_itself = self.first is None or bool((host.cummax(1).values == host).all())
+
     @property
     def wants_residuals(self) -> bool:
         """Whether the checkpoint keeps residuals."""
@@ -121,66 +166,93 @@ class Stream(Passes):
     @lasting
     def plan(self) -> dict[int, LayerStep]:
         """Return what the token does; nothing where more than a layer has a part in it."""
-        apart = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
-        if apart or self.ledger.batch > 1 or self.ledger.visible is not None:
+        if not self._plannable or self._latent:
             return {}
-        steps, members = self._planned(), dict[Hashable, list[int]]()
-        for index in steps:
-            if (key := self.layers[index].resident.group) is not None:
-                members.setdefault(key, []).append(index)
+        steps = {index: step for index in self._single if (step := self.layers[index].plan()) is not None}
+        groups = dict[Hashable, list[int]]()
+        for index, step in steps.items():
+            if self.streams and (key := self.layers[index].resident.group) is not None:
+                groups.setdefault((key, step.entries), []).append(index)
         before, self._groups = self._groups, []
-        for own in members.values():
-            residents = [self.layers[index].resident for index in own]
+        for members in groups.values():
+            residents = [self.layers[index].resident for index in members]
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
-            group.plan([steps[index] for index in own])
+            group.plan([steps[index] for index in members])
             self._groups.append(group)
         return steps
 
+    @property
+    def _plannable(self) -> bool:
+        """Whether a token does nothing but what each layer can plan by itself."""
+        if not self.streams:
+            return self.masks_itself and self.first is None
+        more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
+        return not more and self.ledger.batch == 1 and self.ledger.visible is None
+
     @lasting
     def commit(self, layers: Iterable[int], completed: bool) -> None:
-        """Note the layers in which the steps have run, and let selectors learn of the attention."""
+        """Note the ``layers`` in which the steps of :meth:`plan` have run, and let selectors learn of the attention;
+        ``completed``: the pass has run as well."""
         for index in layers:
-            own = self.geometry.layers[index]
-            size = own.kv_heads * (own.key_dim + own.value_dim) * self.geometry.dtype_bytes
+            size = self.geometry.layers[index].entry_elements * self.geometry.dtype_bytes
             self._pending_bytes = max(self._pending_bytes, size)
-        super().commit(layers, completed)
+            self.layers[index].commit()
         for group in self._groups:
             group.finish(completed)
 
     @lasting
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Let the checkpoint keep the residual entering a layer."""
+        """Let the checkpoint keep the residual entering a layer, (batch, new, hidden_size)."""
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
     def attends(self, layer_idx: int) -> bool:
-        """Return whether a layer's attention is computed here."""
-        return self.streamed(layer_idx) or super().attends(layer_idx)
+        """Return whether a layer's attention is computed here: its past is streamed, or the library attends to all."""
+        return self.streamed(layer_idx) or (
+            self.exact and self.geometry.layers[layer_idx].kind in ("full", "sliding", "shared")
+        )
 
     def streamed(self, layer_idx: int) -> bool:
         """Return whether a layer's past is streamed; a sliding window's is not."""
-        return self.geometry.layers[self.geometry.layers[layer_idx].source].kind == "full"
+        layers = self.geometry.layers
+        return self.streams and layers[layers[layer_idx].source].kind == "full"
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        """Attend to evicted, resident and new entries; then settle the new ones."""
-        attend = self._attend if self.rehearsing else self._attend_lasting
+        """Return attention over evicted, resident and new entries of a layer, and settle the new ones; None where it is
+        left to transformers."""
+        if not self.streamed(module.layer_idx):
+            return self._attend_to_all(module, query, key, value, mask, scaling)
+        attend = self._attend_past if self.rehearsing else self._attend_without_gradients
         return attend(module, query, key, value, mask, scaling)
 
-    def _attend(
+    def _attend_to_all(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
+        layer = self.layers[self.geometry.layers[module.layer_idx].source]
+        start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
+        output = native.attend_all(query, key, value, mask, scaling, start, self.first)
+        if output is not None or mask is not None or not self.masks_itself:
+            return output
+        # No mask was made, and without one transformers would take the queries for the first tokens.
+        slots = torch.arange(key.shape[2], device=key.device)
+        seen = (slots <= slots[-query.shape[2] :, None])[None, None]
+        if self.first is not None:
+            seen = seen & (slots + start >= self.first[:, None])[:, None, None]
+        return attend(query, [Segment(key, value, seen)], scaling)[0]
+
+    def _attend_past(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
         index = module.layer_idx
-        if not self.streamed(index):
-            return super().attend(module, query, key, value, mask, scaling)
         source = self.geometry.layers[index].source
         layer = self.layers[source]
         self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
         if self.positions is not None:
             self.positions.place(layer)  # before the new entries, which have positions already
-        own, last = index == source, self._readers[source] == index
-        if own and layer.pending is None:
+        brings, last = index == source, self._readers[source] == index
+        if brings and layer.pending is None:
             raise KvkeepError(
                 f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
                 "call model.eval()."
@@ -192,37 +264,53 @@ class Stream(Passes):
                 f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} "
                 "of them new, and a mask covers the former or the latter."
             )
-        step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
+        step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))
 
-    _attend_lasting = lasting(_attend)
+    _attend_without_gradients = lasting(_attend_past)
 
     @lasting
     def end_forward(self, completed: bool) -> None:
-        """End the step; after an exception it is rolled back where possible."""
+        """End the pass; after an exception it is rolled back where possible."""
         if not completed:
             if self._drafting or not self.moving:
                 self.roll_back()
             return
         self.open = False
-        if any(layer.arrived != self.ledger.length for layer in self.bounded):
-            raise KvkeepError(
-                f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
-                "the result would be wrong. Use method 'full'."
-            )
-        self.meter.cache(sum(held.resident_bytes + held.compressed_bytes for held in self.held) + self._pending_bytes)
-        self._pending_bytes = 0
+        if self.streams:
+            if any(layer.arrived != self.ledger.length for layer in self.bounded):
+                raise KvkeepError(
+                    f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
+                    "the result would be wrong. Use method 'full'."
+                )
+            of_layers = [holding_of(layer) for layer in self.layers]
+            self.meter.cache(sum(one.resident_bytes + one.compressed_bytes for one in of_layers) + self._pending_bytes)
+            self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
-        self._report_progress()
+        if self.on_progress is not None:
+            self.on_progress(self._processed())
 
     @lasting
     def roll_back(self) -> None:
-        """Undo an unfinished step, and the round with it."""
-        if self.open and self.round is not None and self.round.open:
+        """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
+        Raises KvkeepError if it cannot be undone."""
+        if not self.open:
+            return
+        if self.round is not None and self.round.open:
             self.open = False
             self.round.retract()
-        super().roll_back()
+            return
+        lost = any(layer.lost for layer in self.bounded)
+        if lost or self.moving:
+            reason = "a store could not take evicted entries" if lost else "a sliding window cannot be rolled back"
+            raise KvkeepError(
+                f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
+            )
+        self.open = False
+        for layer in self.bounded:
+            layer.truncate(self._known)
+        self.forget_from(self._known)
 
     @property
     def due(self) -> bool:
@@ -231,6 +319,8 @@ class Stream(Passes):
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
+        if not self.streams:
+            return
         self.ledger.truncate(length)
         if self.positions is not None:
             self.positions.truncate(length)
@@ -239,7 +329,7 @@ class Stream(Passes):
 
     @lasting
     def abandon(self) -> None:
-        """Undo an unfinished step or round."""
+        """Undo an unfinished pass or round."""
         self.roll_back()
         if self.round is not None and self.round.open:
             self.round.retract()

@@ -30,8 +30,8 @@ def parts(cache: Any) -> dict[str, Tensor | Rows]:
     KvkeepError for an unfinished step that cannot be undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor | Rows] = {}
-    for number, held in enumerate(cache.held):
-        tensors |= {f"layer.{number}.{name}": tensor for name, tensor in held.state().items()}
+    for number, holding in enumerate(cache.holdings):
+        tensors |= {f"layer.{number}.{name}": tensor for name, tensor in holding.state().items()}
     for name, rows in cache.checkpoint_rows():
         if rows.first < rows.length:
             tensors[f"checkpoint.{name}"] = rows
@@ -63,11 +63,13 @@ def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about:
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
     cache.ledger.restore(length, about["rows"], ids, positions, visible)
-    for number, held in enumerate(cache.held):
-        own = f"layer.{number}."
-        given = {name.removeprefix(own): tensor(name).to(device) for name in sorted(names) if name.startswith(own)}
+    for number, holding in enumerate(cache.holdings):
+        prefix = f"layer.{number}."
+        given = {
+            name.removeprefix(prefix): tensor(name).to(device) for name in sorted(names) if name.startswith(prefix)
+        }
         if given:
-            held.restore(given, length)
+            holding.restore(given, length)
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
@@ -94,7 +96,7 @@ def copied(cache: Any) -> Any:
     """Return a second cache with the same past, in memory of its own; one tensor is copied at a time."""
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
-        twin.go_on(shares)
+        twin.recompose(shares)
     restore(twin, set(given), lambda name: _tensor(given[name]).clone(), header(cache))
     return twin
 
@@ -132,27 +134,29 @@ def _sharing_blocks(cache: Any) -> Any:
         return twin
     copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
     twin.made.table.share(cache.made.table)
-    for own, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
-        other.resident.share(own.resident)
-        other.length, other.heads, other.is_initialized = own.length, own.heads, own.is_initialized
+    for mine, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
+        other.resident.share(mine.resident)
+        other.length, other.heads, other.is_initialized = mine.length, mine.heads, mine.is_initialized
     _copy_windows(cache, twin)
     return twin
 
 
-def copy_ledger(own: Ledger, twin: Ledger, length: int, rows: int) -> None:
-    """Let the empty ledger ``twin`` have what ``own`` knows of ``length`` slots of ``rows`` rows, as far as it records
-    that."""
-    ids, positions = (rows.view(0, length).clone() if own.records else None for rows in (own.ids, own.positions))
-    visible = None if own.visible is None else own.visible[:, :length].clone()
+def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
+    """Let the empty ledger ``twin`` have what ``source`` knows of ``length`` slots of ``rows`` rows, as far as it
+    records that."""
+    ids, positions = (
+        rows.view(0, length).clone() if source.records else None for rows in (source.ids, source.positions)
+    )
+    visible = None if source.visible is None else source.visible[:, :length].clone()
     twin.restore(length, rows, ids, positions, visible)
 
 
 def _copy_windows(cache: Any, twin: Any) -> list[Any]:
     """Copy what layers hold that are not full ones, and return these."""
     length, copied = cache.get_seq_length(), []
-    for layer, own, other in zip(cache.geometry.layers, cache.held, twin.held, strict=True):
+    for layer, mine, other in zip(cache.geometry.layers, cache.holdings, twin.holdings, strict=True):
         if layer.kind != "full":
-            other.restore({name: tensor.clone() for name, tensor in own.state().items()}, length)
+            other.restore({name: tensor.clone() for name, tensor in mine.state().items()}, length)
             copied.append(other)
     return copied
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.step.torch import BLOCK
 
 SCALING = 0.4
@@ -233,11 +233,13 @@ def test_what_is_masked_receives_nothing_however_high_it_scores(kind: str, heigh
 # -- a step ---------------------------------------------------------------------------------------------
 
 
-def folded(queries: int, new: int, mask: Tensor | None = None, heads: int = 2) -> tuple[Step, Tensor, Tensor, Tensor]:
+def folded(
+    queries: int, new: int, mask: Tensor | None = None, heads: int = 2
+) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 3 * heads, queries, 8, generator=generator)
     key, value = (torch.randn(3, heads, new, 8, generator=generator) for _ in range(2))
-    return Step.of(SimpleNamespace(), query, key, value, mask, SCALING, heads, True, True), query, key, value
+    return AttentionInputs.of(SimpleNamespace(), query, key, value, mask, SCALING, heads, True, True), query, key, value
 
 
 @pytest.mark.parametrize(("queries", "new"), [(1, 1), (4, 4), (2, 4), (1, 4)])
@@ -266,5 +268,5 @@ def test_a_callers_mask_is_by_lane_and_wide_where_it_covers_the_past() -> None:
 def test_what_a_module_expands_is_expanded() -> None:
     latent = SimpleNamespace(expand_kv=lambda keys, values: (keys * 2, values * 3))
     key = torch.randn(2, 1, 3, 8)
-    step = Step.of(latent, key, key, key, None, 1.0, 1, True, True)
+    step = AttentionInputs.of(latent, key, key, key, None, 1.0, 1, True, True)
     assert step.latent and torch.equal(step.expanded(key, key)[1], key * 3)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.step.native import BLOCK, Call, Run, attend_all, joins
-from kvkeep.stores.sketch import CountSketch, places
+from kvkeep.step.native import BLOCK, Call, CollectedAttention, attend_all, joins, spans_of
+from kvkeep.stores.evicted.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
 seeds = st.integers(0, 999)
@@ -78,8 +78,8 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
     if draw(st.booleans()):
         mask = torch.rand(draw(st.sampled_from([1, lanes])), draw(st.sampled_from([1, queries])), count) < 0.5
         given["mask"], seen = mask, seen & mask
-    found = Call(query, [held], 0.3, **given).attend()
-    pieces = cut(held, draw(st.lists(st.integers(0, count), max_size=4)))
+    found = Call(query, spans_of(*held), 0.3, **given).attend()
+    pieces = [span for part in cut(held, draw(st.lists(st.integers(0, count), max_size=4))) for span in spans_of(*part)]
     again = Call(query, pieces, 0.3, **given).attend()
     assert found is not None and again is not None
     assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
@@ -169,12 +169,12 @@ def test_whole_blocks_that_were_formed_are_all_there_is() -> None:
     """Nothing is left then for the last call, which returns what there is."""
     torch.manual_seed(0)
     query, held = torch.randn(3, 2, 1, 64).bfloat16(), entries(3, 2 * BLOCK, 64, 24)
-    run = Run(query, 0.2)
+    run = CollectedAttention(query, 0.2)
     for low in (0, BLOCK):
         run.add(held[0][:, low : low + BLOCK], held[1][:, low : low + BLOCK], None, False, True)
     assert run
     output, lse = run.output()
-    once = Call(query, [held], 0.2).attend(torch.float32)
+    once = Call(query, spans_of(*held), 0.2).attend(torch.float32)
     assert once is not None and torch.equal(output, once[0]) and torch.equal(lse, once[1])
 
 

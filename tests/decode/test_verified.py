@@ -24,7 +24,7 @@ from kvkeep import KeepCache, UsageError
 from kvkeep.engine.lookup import Lookup
 from kvkeep.engine.pace import Pace
 from kvkeep.errors import BudgetError
-from kvkeep.stores.round import RoundStatistics
+from kvkeep.stores.readers.round import RoundStatistics
 
 SAMPLES = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 KV, RESIDUAL = "snapkv+verified, kv", "h2o+verified, residual"

@@ -90,7 +90,7 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
         nonlocal most
         output, index = own(module, query, key, value, mask, scaling), module.layer_idx
         grouped = query.unflatten(1, (heads, -1)).flatten(0, 1).double().numpy()
-        held = cache.layers[index].resident.held()
+        held = cache.layers[index].resident.resident_slots()
         for number, lane in enumerate(lanes[index]):
             lane.step(grouped[number], key.flatten(0, 1)[number].double().numpy(), scaling)
             where = f"layer {index}, lane {number}, {len(lane.keys)} slots"

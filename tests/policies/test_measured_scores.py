@@ -108,7 +108,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
     assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
     assert cache.describe()[0].note == f"by head: {many}, {few}"
     step("llama", cache, prompt(1, 120))
-    held = sum(layer.resident.held().sum().item() for layer in cache.layers)
+    held = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
     assert held == sum(map(sum, cache.budgets)) <= 40 * 8
     assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
 
@@ -119,7 +119,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
         *(("h2o-fisher", text, r"scores\.txt") for text in ("1 2 3", "1\n2\nx\n4", "0\n0\n0\n0", "1\n2\n-3\n4")),
         ("duo-attention", "0.1 0.2\n", "scores for 1 layers of 2 heads"),
         *(
-            (name, "secret word\n", r"scores\.txt': it is no table of numbers\.$")
+            (name, "secret word\n", r"scores\.txt': it is not a table of numbers\.$")
             for name in ("duo-attention", "h2o-fisher")
         ),
         *((name, None, r"scores\.txt': no such file or directory\.$") for name in ("duo-attention", "h2o-fisher")),

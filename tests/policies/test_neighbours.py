@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep.policies.fates.kvslimmer import KVSlimmer, curvatures
-from kvkeep.stores.pairs import Pairs
+from kvkeep.stores.evicted.pairs import Pairs
 
 DIM, SCALE = 4, 0.5  # 1 / sqrt(DIM)
 

@@ -70,7 +70,7 @@ def watched(cache: KeepCache) -> list[list[Step]]:
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
         output, index = own(module, query, key, value, mask, scaling), module.layer_idx
         parts = (part.double().numpy() for part in (query, key, value, output))
-        steps[index].append(Step(*parts, scaling, cache.layers[index].resident.held().numpy()))
+        steps[index].append(Step(*parts, scaling, cache.layers[index].resident.resident_slots().numpy()))
         return output
 
     cache.stream.attend = attend

@@ -18,9 +18,8 @@ from kvkeep.engine.batch import Read, forward
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
-from kvkeep.passes import Passes
-from kvkeep.step import native
-from kvkeep.stream import Stream
+from kvkeep.step.native import steps
+from kvkeep.stream import CacheStream
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [
@@ -42,7 +41,7 @@ def loaded(family: str, folder: Path, bits: bool = True) -> Any:
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
     """One session, layer by layer, nothing of which is planned."""
-    with patch.object(Passes, "plan", lambda self: {}), patch.object(Stream, "plan", lambda self: {}):
+    with patch.object(CacheStream, "plan", lambda self: {}):
         return in_one_call(model, cache, ids)
 
 
@@ -63,13 +62,13 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
-    own = native._step_table
+    own = steps._step_table
 
     def counted(steps: Any, tokens: Any) -> Any:
         calls.append(len(steps))
         return own(steps, tokens)
 
-    monkeypatch.setattr(native, "_step_table", counted)
+    monkeypatch.setattr(steps, "_step_table", counted)
     return calls
 
 

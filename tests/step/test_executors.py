@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -26,10 +26,13 @@ from kvkeep import KeepCache
 from kvkeep.hooks import ForwardHooks
 from kvkeep.step import native
 from kvkeep.step import torch as plain
+from kvkeep.step.native import calls as native_calls
+from kvkeep.step.native import entries as native_entries
+from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
-PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova")
+PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova", "h2o+quantize:8")
 """Cases whose single tokens are told before the pass."""
 WRITTEN = ("keys", "values", "slots", "scores", "extra", "newest")
 
@@ -63,13 +66,20 @@ class Copies:
         whole = torch.empty(0, dtype=part.dtype)
         return whole.set_(self.storages[place].untyped_storage(), part.storage_offset(), part.shape, part.stride())  # type: ignore[call-overload]
 
+    def coded(self, part: Any) -> Any:
+        """The same of codes, which are dataclasses of tensors."""
+        if isinstance(part, Tensor):
+            return self.of(part)
+        parts = {field.name: getattr(part, field.name) for field in fields(part)}
+        return replace(part, **{name: self.of(one) for name, one in parts.items() if isinstance(one, Tensor)})
+
     def destination(self, one: Destination | None) -> Destination | None:
         return None if one is None else replace(one, **{name: self.of(getattr(one, name)) for name in WRITTEN})
 
     def step(self, one: LayerStep) -> LayerStep:
         append = self.destination(one.append)
         assert append is not None
-        spans = [Span(self.of(span.keys), self.of(span.values), span.start, span.stop) for span in one.attend]
+        spans = [Span(self.coded(span.keys), self.coded(span.values), span.start, span.stop) for span in one.attend]
         own = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
         return replace(one, append=append, evict=self.destination(one.evict), attend=spans, compiled=None, **own)
 
@@ -84,6 +94,11 @@ def assert_same_writes(one: LayerStep, other: LayerStep) -> None:
                 assert torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)), name
 
 
+def dense(values: Any) -> Tensor:
+    """Values as numbers, coded or not."""
+    return values if isinstance(values, Tensor) else values.dense(torch.bfloat16)
+
+
 def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
     """Equal up to rounding to bfloat16, of weights and of the output."""
     room = 2**-6 * max(float(part.abs().max()) for part in values if part.numel())
@@ -93,7 +108,7 @@ def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
 # -- the library, watched --------------------------------------------------------------------------------
 
 
-class WatchedRun(native.Run):
+class WatchedRun(native.CollectedAttention):
     """Attention over segments, repeated by plain operations."""
 
     def __init__(self, *given: Any) -> None:
@@ -145,7 +160,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             assert_same_writes(one, other)
             if one.received is not None and other.received is not None:
                 torch.testing.assert_close(one.received, other.received, atol=2e-2, rtol=2e-2)
-        assert_near(found, wanted, [span.segment().value for one in steps for span in one.attend])
+        assert_near(found, wanted, [dense(span.segment().value) for one in steps for span in one.attend])
         return found
 
     def attended(self: WatchedRun) -> tuple[Tensor, Tensor]:
@@ -154,7 +169,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     monkeypatch.setattr(native, "insert", inserted)
     monkeypatch.setattr(native, "run", ran)
-    monkeypatch.setattr(native, "Run", WatchedRun)
+    for module in (native, native_calls):
+        monkeypatch.setattr(module, "CollectedAttention", WatchedRun)
     monkeypatch.setattr(WatchedRun, "output", attended)
     monkeypatch.setattr(ForwardHooks, "every_layer", lambda self: [])  # all layers in one call are not watched
     yield counts
@@ -243,10 +259,16 @@ def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPa
 
     methods = [("window", 40), ("h2o", 40), ("quantized:8", 200), ("snapkv+quantize:4", 120), ("revive", 100)]
     by_library = [run(*method) for method in methods]
-    for name in ("runs", "reads", "inserts"):
-        monkeypatch.setattr(native, name, lambda *_: False)
+    for module, names in (
+        (native, ("runs", "reads", "inserts")),
+        (native_calls, ("runs",)),
+        (native_entries, ("reads",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_: False)
     monkeypatch.setattr("kvkeep.policies.assembly._exact", lambda *_: False)
-    monkeypatch.setattr(native, "kernels", lambda: pytest.fail("the library was called"))
+    for module in (native_calls, native_steps):
+        monkeypatch.setattr(module, "kernels", lambda: pytest.fail("the library was called"))
     for method, (logits, states) in zip(methods, by_library, strict=True):
         plainly, others = run(*method)
         torch.testing.assert_close(logits, plainly, atol=0.05, rtol=0.05)

@@ -10,7 +10,7 @@ import torch
 from families import tiny
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.selector import Selector
 from kvkeep.contracts.site import Site
@@ -18,8 +18,8 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.read_evicted import ReadEvicted
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.resident.selected import Selected
 
 
 def site(kv_heads: int, dim: int, entries: int) -> Site:
@@ -41,7 +41,7 @@ def attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: f
     """Return a layer's attention for the next tokens, (batch, heads, n, dim), as query; key and value of KV heads."""
     layer.ledger.append(torch.zeros(key.shape[0], key.shape[2], dtype=torch.int64), None, None, None)
     layer.update(key, value)
-    step = Step.of(SimpleNamespace(), query, key, value, None, scaling, key.shape[1], True, True)
+    step = AttentionInputs.of(SimpleNamespace(), query, key, value, None, scaling, key.shape[1], True, True)
     return step.unfolded(layer.attend(step))
 
 

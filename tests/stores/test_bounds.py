@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.stores.bounds import PAGE, Bounds
+from kvkeep.stores.readers.bounds import PAGE, Bounds
 
 
 def keys(count: int, seed: int, lanes: int = 6, scale: float = 3.0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.stores.coded import (
+from kvkeep.stores.evicted.coded import (
     FINE,
     GROUP,
     CodedKeys,

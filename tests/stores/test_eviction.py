@@ -9,7 +9,8 @@ from helpers import bounded, padded, prompt, step
 from torch import Tensor
 
 from kvkeep.step import native
-from kvkeep.stream import Stream
+from kvkeep.step.native import entries, steps
+from kvkeep.stream import CacheStream
 
 NAMES = ("window", "h2o", "snapkv", "knorm", "random", "lru", "kvreviver", "h2o+merge", "pyramidkv")
 
@@ -37,9 +38,10 @@ def test_a_token_replaces_the_same_entry_as_by_plain_operations(
     calls: list[object] = []
     own = native.insert
     monkeypatch.setattr(native, "insert", lambda *given: (calls.append(given), own(*given)))
-    monkeypatch.setattr(Stream, "plan", lambda self: {})
+    monkeypatch.setattr(CacheStream, "plan", lambda self: {})
     by_library = states(name, batch)
-    monkeypatch.setattr(native, "library", lambda: None)
+    for module in (entries, steps):
+        monkeypatch.setattr(module, "library", lambda: None)
     many = len(calls)
     plain = states(name, batch)
     assert many and len(calls) == many and by_library.keys() == plain.keys()

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
-from kvkeep.step import native
-from kvkeep.stores.groups import GROUP, Codec, Groups, allocated
+from kvkeep.step.native import entries as native_entries
+from kvkeep.step.native import steps as native_steps
+from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 
@@ -49,7 +50,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     for count in counts:
         slots = torch.arange(total, total + count, dtype=torch.int32).expand(lanes, -1)
         rows = slots[..., None].float()
-        groups.take(Evicted(rows, -rows, slots), NOBODY)
+        groups.take(EvictedEntries(rows, -rows, slots), NOBODY)
         total += count
     written = total // GROUP
     first = 0 if room is None else max(0, written - room) * GROUP
@@ -82,7 +83,7 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
     keys, values = (torch.randn(lanes, count * GROUP, 6, generator=generator) for _ in range(2))
     slots = torch.arange(count * GROUP, dtype=torch.int32).expand(lanes, -1)
     store = Groups(None, Promising(4, Meter()))
-    store.take(Evicted(keys, values, slots), NOBODY)
+    store.take(EvictedEntries(keys, values, slots), NOBODY)
     query = torch.randn(lanes, 2, 3, 6, generator=generator)
     (piece,) = store.pieces(query, NOBODY, count * GROUP)
     for lane in range(lanes):
@@ -107,9 +108,10 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
             model(ids[:, :-4], past_key_values=cache)
             for at in range(236, 240):
                 rows.append(model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float())
-        assert cache.layers[0].evicted.held  # groups are there
+        assert cache.layers[0].evicted.kept  # groups are there
         return torch.stack(rows)
 
     found = steps()
-    monkeypatch.setattr(native, "library", lambda: None)
+    for module in (native_entries, native_steps):
+        monkeypatch.setattr(module, "library", lambda: None)
     assert_near(found, steps(), 0.05)

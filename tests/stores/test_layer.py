@@ -45,8 +45,9 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
         for keys, values, *_ in pieces:
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
             assert native.runs(query, keys, values)
-            found = native.Pieces(keys, values)
-            assert all(part.untyped_storage().data_ptr() in counted for part in found._tensors)
+            for span in (spans := native.spans_of(keys, values)):
+                native.piece_of(span)
+            assert all(part.untyped_storage().data_ptr() in counted for span in spans for part in span.compiled[1])
 
 
 @pytest.mark.parametrize("spec", CHECKPOINTED)
@@ -68,4 +69,4 @@ def test_a_bank_that_was_not_full_gives_no_empty_places() -> None:
         step("llama", cache, part)
     for layer in bounded(cache):
         store = layer.evicted
-        assert store.slots is not None and not store.holes and bool((store.slots[:, : store.held] >= 0).all())
+        assert store.slots is not None and not store.holes and bool((store.slots[:, : store.kept] >= 0).all())

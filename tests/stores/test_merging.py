@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from single import attended, greedy, layer_of, site
 
 from kvkeep import EntryState, KeepCache
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.neighbours import Neighbours
 from kvkeep.policies.methods import parts
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.pairs import Entries, cheapest, cheapest_pairs, merge
+from kvkeep.stores.evicted.pairs import OrderedEntries, cheapest, cheapest_pairs, merge
+from kvkeep.stores.resident.banks import Bank
 
 INF, DIM = float("inf"), 8
 METHODS = [name for name, fate in parts()["fates"].items() if issubclass(fate, Neighbours)]
@@ -267,7 +267,7 @@ def test_equal_neighbours_merge_without_a_trace() -> None:
     no query has seen are left alone."""
     key, value, ones = torch.randn(1, 1, 8).expand(-1, 6, -1), torch.randn(1, 1, 8).expand(-1, 6, -1), torch.ones(1, 6)
     slots, known = torch.arange(6, dtype=torch.int32)[None], torch.tensor([[True] * 5 + [False]])
-    entries = Entries(key, value, slots, ones, ones / 6, known)
+    entries = OrderedEntries(key, value, slots, ones, ones / 6, known)
     chosen = cheapest(entries, 1, torch.tensor([[9]]))
     assert chosen.nonzero()[:, 1].tolist() == [1, 3]
     result, tally = merge(entries, chosen, KVSlimmer(cap=0), lambda keys, by: keys, torch.randn(1, 1, 8))
@@ -316,7 +316,7 @@ def test_what_leaves_joins_its_like_and_weighs_by_its_count() -> None:
     keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]])
     bank = Bank(None, 3, keys.clone(), keys.clone(), torch.tensor([[4, 9, 2]]), None, used=3)
     one, seven = torch.ones(1, 1), torch.tensor([[7]])
-    left = Evicted(keys[:, 1:2] * 3, keys[:, 1:2], torch.tensor([[6]]), None, one, seven)  # it stands for two
+    left = EvictedEntries(keys[:, 1:2] * 3, keys[:, 1:2], torch.tensor([[6]]), None, one, seven)  # it stands for two
     Merge().store(site(1, 2, 3), None).merge(bank, left)
     assert bank.extra is not None and bank.newest is not None
     assert bank.extra.tolist() == [[0, 2, 0]] and bank.newest.tolist() == [[0, 7, 0]]

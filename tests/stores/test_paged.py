@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from single import site
 
 from kvkeep import KeepCache
-from kvkeep.stores.paged import BLOCK_SIZE, BlockPool, BlockTable, Paged
+from kvkeep.stores.resident.paged import BLOCK_SIZE, BlockPool, BlockTable, Paged
 
 OPERATIONS = st.lists(
     st.one_of(

@@ -10,7 +10,7 @@ from families import tiny
 from helpers import assert_near, bounded, expected, padded, prompt, read, step
 
 from kvkeep import KeepCache
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState
 
 BUDGET = 16
@@ -58,10 +58,10 @@ def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
     step("llama", cache, ids[:, 20:40])
     assert cache.exactness == "lossy"
     layer = bounded(cache)[1]  # the first one's residuals follow from the ids, which are all there
-    assert layer.resident.held()[:, :4].all() and layer.reader.first == 20
+    assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
-    def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
+    def segment(piece: Any, asked: AttentionInputs, wide: Any, keep: Any = None) -> Any:
         count = piece.keys.shape[2]
         slots = torch.arange(piece.first, piece.first + count)[None] if piece.slots is None else piece.slots
         there = slots[:1] >= 0 if keep is None else keep[:1].gather(1, slots[:1].clamp(min=0).long())
@@ -82,7 +82,7 @@ def test_entries_leave_and_come_back_by_hand() -> None:
     cache = KeepCache(tiny("llama"), "snapkv+checkpoint:kv", BUDGET)
     step("llama", cache, ids[:, :40])
     cache.evict(BUDGET)
-    assert not any(layer.resident.held().any() for layer in bounded(cache))
+    assert not any(layer.resident.resident_slots().any() for layer in bounded(cache))
     assert cache.recall(range(8)) == 8 * 2 * 4
     assert_near(step("llama", cache, ids[:, 40:]), expected("llama", ids)[:, -1:])
 

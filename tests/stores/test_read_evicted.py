@@ -99,7 +99,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(selector: str, lengths: list[i
     if selector in ("h2o", "snapkv:window=4,kernel=3"):
         assert sum(layer.evicted.brought for layer in layers) > 3
     for layer in layers:
-        for lane, own in enumerate(layer.resident.held()):
+        for lane, own in enumerate(layer.resident.resident_slots()):
             hoarded = [slot for slot in layer.evicted.held[2][lane].tolist() if slot >= 0]
             first = 50 - lengths[lane // layer.heads]
             slots = sorted(slot for slot in [*own.nonzero().flatten().tolist(), *hoarded] if slot >= first)

@@ -121,7 +121,7 @@ def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: 
     cache, asked, own = new_cache("lru+quantize:4+fetch-on-miss", "llama"), [], slots.flags_of
     step("llama", cache, prompt(1, 170))
     for layer in bounded(cache):
-        layer.evicted.slots[:, layer.evicted.held :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30
+        layer.evicted.slots[:, layer.evicted.kept :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30
     monkeypatch.setattr(slots, "flags_of", lambda held, length: asked.append(length) or own(held, length))
     for token in range(3):
         step("llama", cache, prompt(1, 3)[:, token : token + 1])

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache, UsageError
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.selective import FEW, Selective
+from kvkeep.stores.readers.selective import FEW, Selective
 
 BUDGET = 16
 METHODS = ["h2o+pages:1", "snapkv:window=4,kernel=3+pages:2", "h2o+certified:0.3", "tova+certified:0.9", "kv-lru"]
@@ -46,11 +46,11 @@ def watched() -> Iterator[list[Call]]:
     calls: list[Call] = []
     choose = Selective._chosen_pages
 
-    def chosen(self: Selective, layer: Layer, near: Any, asked: Step) -> Any:
+    def chosen(self: Selective, layer: Layer, near: Any, asked: AttentionInputs) -> Any:
         before, self.last = self.last, 0.0
         output, lse, wanted = choose(self, layer, near, asked)
         bound, self.last = self.last, max(before, self.last)
-        taken = layer.resident.held() if layer.length else torch.zeros(len(output), 0, dtype=torch.bool)
+        taken = layer.resident.resident_slots() if layer.length else torch.zeros(len(output), 0, dtype=torch.bool)
         if wanted is not None:
             assert not (wanted & taken).any()  # nothing counts twice
             taken = taken | wanted
@@ -201,14 +201,14 @@ def test_evict_and_recall_by_hand(family: str, method: str) -> None:
     cache = KeepCache(tiny(family), method, BUDGET, checkpoint="kv", where="host")
     step(family, cache, ids[:, :70])
     layers = bounded(cache)
-    held = [layer.resident.held().sum(1) for layer in layers]
+    held = [layer.resident.resident_slots().sum(1) for layer in layers]
     cache.evict(3)
     for layer, before in zip(layers, held, strict=True):
-        assert (layer.resident.held().sum(1) == before - 3).all()
-    away = sum(int((~layer.resident.held()[:, wanted]).sum()) for layer in layers)
+        assert (layer.resident.resident_slots().sum(1) == before - 3).all()
+    away = sum(int((~layer.resident.resident_slots()[:, wanted]).sum()) for layer in layers)
     assert cache.recall([*wanted, 5]) == away > 0
     for layer in layers:
-        now = layer.resident.held()
+        now = layer.resident.resident_slots()
         assert now[:, wanted].all() and (now.sum(1) <= BUDGET).all()
         keys, _ = layer.everything()
         for bank in layer.resident.banks:
@@ -219,7 +219,7 @@ def test_evict_and_recall_by_hand(family: str, method: str) -> None:
     for at in range(70, 80):
         assert step(family, cache, ids[:, at : at + 1]).isfinite().all()
     cache.evict(10**6)
-    assert not any(layer.resident.held().any() for layer in layers)
+    assert not any(layer.resident.resident_slots().any() for layer in layers)
     assert step(family, cache, ids[:, :1]).isfinite().all()
 
 
@@ -229,7 +229,8 @@ def test_no_more_than_the_limit_comes_back() -> None:
     cache.evict(100)
     assert cache.recall(range(150)) == 64 * lanes
     assert all(
-        layer.resident.held()[:, :64].all() and not layer.resident.held()[:, 64:].any() for layer in bounded(cache)
+        layer.resident.resident_slots()[:, :64].all() and not layer.resident.resident_slots()[:, 64:].any()
+        for layer in bounded(cache)
     )
     assert cache.recall(range(150), limit=7) == 7 * lanes
     assert cache.recall(range(150, 200), limit=200) == 50 * lanes
@@ -281,10 +282,10 @@ def test_a_long_step_attends_what_is_resident_though_the_backing_has_lost_it() -
     cache = KeepCache(tiny("llama"), "streaming-llm:positions=absolute+missed:0", BUDGET, checkpoint="kv", capacity=20)
     step("llama", cache, ids[:, :40])
     layer = bounded(cache)[0]
-    assert layer.resident.held()[:, :4].all() and layer.reader.first == 20
+    assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
-    def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
+    def segment(piece: Any, asked: AttentionInputs, wide: Any, keep: Any = None) -> Any:
         count = piece.keys.shape[2]
         slots = torch.arange(piece.first, piece.first + count)[None] if piece.slots is None else piece.slots
         there = slots[:1] >= 0 if keep is None else keep[:1].gather(1, slots[:1].clamp(min=0).long())
@@ -305,8 +306,8 @@ def test_rows_chosen_while_padded_can_be_exchanged() -> None:
     cache.crop(-5)
     cache.recall([2, 40])
     for layer in bounded(cache):
-        held = layer.resident.held().unflatten(0, (2, -1))
+        held = layer.resident.resident_slots().unflatten(0, (2, -1))
         assert not held[0, :, 2].any() and held[1, :, 2].all() and held[:, :, 40].all()
     cache.batch_select_indices(torch.tensor([1]))
     cache.recall([3])
-    assert all(layer.resident.held()[:, 3].all() for layer in bounded(cache))
+    assert all(layer.resident.resident_slots()[:, 3].all() for layer in bounded(cache))

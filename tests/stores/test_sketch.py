@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.stores.evicted.sketch import MEDIAN, PAGE, CountSketch, places
 from kvkeep.stores.hashes import scattered
-from kvkeep.stores.sketch import MEDIAN, PAGE, CountSketch, places
 
 ROWS = 3
 
@@ -187,7 +187,7 @@ def test_shrunk_estimates_are_the_best_of_all(by: str, signed: bool, load: int) 
         found = sketch.estimates(at, by, **options).dense(torch.float32)  # type: ignore[arg-type]
         return float((found - vectors).square().mean())
 
-    plain, centred, shrunk = error(), error(held=held), error(held=held, shrink=True)
+    plain, centred, shrunk = error(), error(count=held), error(count=held, shrink=True)
     assert shrunk < min(plain, centred) and shrunk < 1.005
     if load >= 8:
         assert centred < plain and shrunk < 1

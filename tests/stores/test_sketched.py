@@ -12,15 +12,15 @@ from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.selector import Selector
 from kvkeep.contracts.site import Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova
+from kvkeep.stores.evicted.sketch import places
+from kvkeep.stores.evicted.sketched import Hashed, Sketched, _highest
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.sketch import places
-from kvkeep.stores.sketched import Hashed, Sketched, _highest
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
@@ -165,7 +165,7 @@ def test_of_those_that_rank_the_same_the_oldest_leave_and_the_oldest_come_back()
     layer.ledger.append(torch.zeros(1, 1, dtype=torch.int64), None, None, None)
     layer.resident.arrive(key[0], key[0])
     left = layer.resident.admit(key[0], key[0], 100)
-    assert isinstance(left, Evicted) and left.slots.flatten().tolist() == oldest
+    assert isinstance(left, EvictedEntries) and left.slots.flatten().tolist() == oldest
 
 
 @pytest.mark.parametrize("padding", [30, 150])

@@ -14,35 +14,35 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.attention import Segment, attend, attend_scored
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.groups import GROUP
-from kvkeep.stores.tiers import TIERS, Tiers, channel_bytes, prices, tier_counts
-from kvkeep.stores.waiting import waiting_bytes
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.evicted.tiers import TIERS, Tiers, channel_bytes, prices, tier_counts
+from kvkeep.stores.evicted.waiting import waiting_bytes
 
 DIM, LANES = 16, 3
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 
 
-def entries(start: int, count: int) -> Evicted:
+def entries(start: int, count: int) -> EvictedEntries:
     """Keys and values, slots, and scores in another order in each lane."""
     generator = torch.Generator().manual_seed(start)
     keys, values = (torch.randn(LANES, count, DIM, generator=generator) + 2 for _ in range(2))
     slots = torch.arange(start, start + count, dtype=torch.int32).expand(LANES, -1).clone()
-    return Evicted(keys, values, slots, torch.rand(LANES, count, generator=generator))
+    return EvictedEntries(keys, values, slots, torch.rand(LANES, count, generator=generator))
 
 
 def new(room: int, without: str = "") -> Tiers:
     return Tiers(room, DIM, DIM, 4, Meter(), without)
 
 
-def filled(room: int, counts: list[int], without: str = "") -> tuple[Tiers, Evicted]:
+def filled(room: int, counts: list[int], without: str = "") -> tuple[Tiers, EvictedEntries]:
     tiers, start, every = new(room, without), 0, []
     for count in counts:
         every.append(entries(start, count))
         tiers.take(every[-1], NOBODY)
         start += count
-    return tiers, Evicted(*(torch.cat(parts, 1) for parts in zip(*(one[:4] for one in every), strict=True)))
+    return tiers, EvictedEntries(*(torch.cat(parts, 1) for parts in zip(*(one[:4] for one in every), strict=True)))
 
 
 def pieces(tiers: Tiers) -> list[Any]:
@@ -169,7 +169,7 @@ def test_a_tier_knows_of_its_own_holes() -> None:
     assert len([tier for tier in tiers.tiers if tier.groups]) > 1 and not any(tier.holes for tier in tiers.tiers)
     rows = torch.zeros(LANES, GROUP, DIM)
     slots = torch.full((LANES, GROUP), -1, dtype=torch.int32)
-    tiers.take(Evicted(rows, rows, slots, torch.zeros(LANES, GROUP)), NOBODY)
+    tiers.take(EvictedEntries(rows, rows, slots, torch.zeros(LANES, GROUP)), NOBODY)
     *coded, waiting = pieces(tiers)
     assert waiting.holes and any(piece.holes for piece in coded)
     assert all(piece.holes == bool((piece.slots < 0).any()) for piece in coded)

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.memory.meter import nbytes
 from kvkeep.step.native import joins
-from kvkeep.stores.groups import GROUP
-from kvkeep.stores.waiting import MARGIN, Waiting, waiting_bytes
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.evicted.waiting import MARGIN, Waiting, waiting_bytes
 
 LANES, DIM, VALUE_DIM = 3, 32, 16
 

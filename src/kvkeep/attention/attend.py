@@ -39,7 +39,7 @@ def attend(
     (:mod:`kvkeep.step.native`), the result then has the same bits for any padding, chunk and segments.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
-    run = native.Run(query, scaling, origin)
+    run = native.CollectedAttention(query, scaling, origin)
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue

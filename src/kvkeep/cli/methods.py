@@ -55,15 +55,20 @@ def methods(
         print_json(found)
         return
     rows = found.pop("methods")
-    _print([list(_COLUMNS.values()), *([row[key] for key in _COLUMNS] for row in rows)])
+    for promise, meaning in _PROMISES.items():
+        out.print(f"[bold]{promise}[/]: {meaning}")
+        _print(
+            [list(_LISTED.values()), *([_mark(row[key]) for key in _LISTED] for row in rows if row["class"] == promise)]
+        )
     out.print(
-        "\nStart with kv-direct: its answers are exact, and evicted entries are kept on disk."
+        f"\n* Start with {START}: its answers are exact, and evicted entries are kept on disk."
         "\nSELECTOR+FATE+RECALL is also a method. Fate and recall are optional, and each part takes parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
         "\nWith +oneshot at the end, a prompt is processed in one pass and compressed afterwards: h2o+oneshot"
         "\n'kvkeep methods --table combinations' lists all combinations, and why some are refused."
     )
     for kind, registry in found.items():
+        out.print()
         _print([[kind, "parameters"], *([name, _given(parameters)] for name, parameters in registry.items())])
 
 
@@ -92,6 +97,19 @@ def _bibtex(given: str) -> str:
     return "\n\n".join([*(paper.bibtex() for paper in papers_of(chosen)), *bare])
 
 
+START = "kv-direct"
+"""The method to begin with."""
+_PROMISES = {
+    "exact": "every token is that of the unbounded cache",
+    "reversible": "evicted entries can come back, approximately",
+    "lossy": "evicted entries are lost, or are read approximately",
+}
+
+
+def _mark(text: str) -> str:
+    return f"{text} *" if text == START else text
+
+
 _COLUMNS = {
     "name": "method",
     "class": "exactness",
@@ -99,6 +117,7 @@ _COLUMNS = {
     "fate": "evicted entries are",
     "recall": "recalled",
 }
+_LISTED = {key: heading for key, heading in _COLUMNS.items() if key != "class"}
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -244,8 +263,8 @@ def _markdown(rows: Rows) -> str:
 
 def _print(rows: Rows) -> None:
     table = Table(box=None, header_style="bold")
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, no_wrap=number == 0)  # names stay whole
     for row in rows[1:]:
         table.add_row(*row)
     show(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -53,9 +54,10 @@ def note(text: str) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table; if not on a terminal, as wide as its contents."""
+    """Print a table: as wide as the terminal or ``$COLUMNS``; without either as wide as its contents."""
     needed = Measurement.get(out, out.options.update(width=1000), table).maximum
-    (out if out.is_terminal else Console(width=max(needed, out.width), highlight=False)).print(table)
+    fixed = out.is_terminal or os.environ.get("COLUMNS")
+    (out if fixed else Console(width=max(needed, out.width), highlight=False)).print(table)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def plan(
         _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
         return
     if amount is None:
-        amount = _free(place) if machine is None else rates.room(shape.weight_bytes)
+        amount = _free(place) if machine is None else rates.cache_bytes(shape.weight_bytes)
     planned = run(shape, rates, contexts[0], amount, exact=exact, acceptance=acceptance, answer=answer)
     if output is not None:
         optional("kvkeep_lab.plan_figure", "lab").draw_plan(planned, output, model=model)
@@ -146,14 +146,14 @@ def _table(planned: Planned, everything: bool) -> Table:
     for row in planned.rows:
         if not (everything or row.frontier or row is planned.best):
             continue
-        away = row.sizes.disk + (0 if shared else row.sizes.host)
+        elsewhere = row.sizes.disk + (0 if shared else row.sizes.host)
         mark = "recommended" if row is planned.best else "frontier" if row.frontier and everything else ""
         table.add_row(
             str(row.candidate),
-            row.exactness,
+            str(row.exactness),
             "all" if row.candidate.keeps_all else f"{row.budget:,}",
             size(row.memory),
-            size(away) if away else "-",
+            size(elsewhere) if elsewhere else "-",
             f"{row.cost.prefill:.3g}",
             f"{1e3 * row.cost.step:.3g}" + (f" ({row.cost.drafts} drafts)" if row.cost.drafts else ""),
             mark,

@@ -14,21 +14,22 @@ from kvkeep.step.plan import Destination, Span
 
 
 class Checkpoint(ABC):
-    """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
-
-    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end. by_token: it is
-    kept for every token, and not for entries that left. copies: a recall is a copy at most, and computes nothing.
-    picks: single entries come back without all those before them. replays: layers are run again, by the model's own
-    masks.
-    """
+    """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers."""
 
     spec: Any
+    """The :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec` that was asked for."""
     where: str
+    """The place it is in: "device", "host" or "disk"."""
     capacity: int | None
+    """Entries it may hold; None: no limit."""
     by_token: bool
+    """It is kept for every token, not only for evicted entries."""
     copies: bool
+    """A recall is a copy at most, and computes nothing."""
     picks: bool
+    """Single entries can be had without all those before them."""
     replays: bool
+    """Layers are run again, by the model's own masks."""
 
     @property
     def reads_ids(self) -> bool:

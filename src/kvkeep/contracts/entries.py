@@ -23,37 +23,42 @@ class EntryState(IntEnum):
 
 
 class Piece(NamedTuple):
-    """Some past entries, as attention reads them.
-
-    keys, values: (lanes, 1, n, dim), or both coded (:mod:`kvkeep.attention.attend`). slots: (lanes, n) int, -1
-    for none; None: the slots from ``first`` on, in every lane. holes: whether some slots are -1. extra: (lanes, n)
-    float32, for how many tokens besides its own an entry stands. lanes: which lanes the piece is about, (its lanes,)
-    int64; None: all. shared: one copy for all rows of the batch, (kv_heads, 1, n, dim). formed: keys and values were
-    made for the moment.
-    """
+    """Some past entries, as attention reads them."""
 
     keys: Any
+    """(lanes, 1, n, key_dim), or coded like the values (:class:`~kvkeep.step.plan.Coded`)."""
     values: Any
+    """(lanes, 1, n, value_dim), or coded."""
     slots: Tensor | None = None
+    """(lanes, n) int, -1 for none; None: the slots from ``first`` on, in every lane."""
     first: int = 0
+    """The first slot, where there are no ``slots``."""
     holes: bool = False
+    """Some slots are -1."""
     extra: Tensor | None = None
+    """(lanes, n) float32, for how many tokens besides its own an entry stands; None: for none."""
     lanes: Tensor | None = None
+    """The lanes that the piece is of, (its lanes,) int64; None: all."""
     shared: bool = False
+    """It is one copy for all rows of the batch, (kv_heads, 1, n, dim)."""
     formed: bool = False
+    """Keys and values were made for the moment."""
 
 
-class Evicted(NamedTuple):
-    """Entries that leave: keys, values (lanes, n, dim), slots (lanes, n), -1 for none.
-
-    scores: (lanes, n) float32 where the store asks for them. extra: (lanes, n) float32, for how many tokens besides its
-    own each stands, and newest: the last slot among those; where the store merges. holes: whether any slot may be -1.
-    """
+class EvictedEntries(NamedTuple):
+    """Entries that are evicted."""
 
     keys: Tensor
+    """(lanes, n, key_dim)"""
     values: Tensor
+    """(lanes, n, value_dim)"""
     slots: Tensor
+    """(lanes, n) int, -1 for none."""
     scores: Tensor | None = None
+    """(lanes, n) float32; None where the store asks for none."""
     extra: Tensor | None = None
+    """(lanes, n) float32, for how many tokens besides its own each stands; None where the store does not merge."""
     newest: Tensor | None = None
+    """(lanes, n) int, the last slot among those; None where there is none but its own."""
     holes: bool = True
+    """Some slots may be -1."""

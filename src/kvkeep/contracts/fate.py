@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -39,9 +39,11 @@ class Fate(ABC):
     predictable: ClassVar[bool] = True
     """:meth:`holds` tells the bytes that it takes, so that the planner lists its methods."""
     keeps: ClassVar[bool] = True
-    """As of the store that it makes; so are the next two."""
+    """As :attr:`EvictedStore.keeps` of its stores."""
     merges: ClassVar[bool] = False
+    """As :attr:`EvictedStore.merges` of its stores."""
     makes_room: ClassVar[bool] = False
+    """As :attr:`EvictedStore.makes_room` of its stores."""
     across_heads: ClassVar[bool] = False
     """What becomes of an entry of one KV head depends on others."""
     files: ClassVar[Sequence[str]] = ()
@@ -96,7 +98,7 @@ class Fate(ABC):
         """Return what it does around the passes of one cache, None for nothing."""
         return None
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes that the store of a layer will hold, within a budget of ``entries``, once so many entries
         of every lane ``left`` by and by. The rule it allocates by."""
-        return Held()
+        return PredictedBytes()

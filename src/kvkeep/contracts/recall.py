@@ -10,27 +10,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.part import Part
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.step.plan import LayerStep
 
 
 class Reader(Part):
-    """How the attention of one layer reads what is not resident, and what it keeps for that.
-
-    certificate: what it can have left out, None where that is nothing.
-    """
+    """How the attention of one layer reads what is not resident, and what it keeps for that."""
 
     certificate: Any = None
-    waiting: int = 0  # slots that came in and wait for a decision
+    """What attention can have left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where that is
+    nothing."""
+    waiting: int = 0
+    """Slots that came in and wait for a decision."""
 
     @abstractmethod
-    def attend(self, layer: Any, step: Step) -> Tensor:
+    def attend(self, layer: Any, step: AttentionInputs) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim); settle the new entries
         when the layer's last module has read them."""
 
@@ -130,6 +130,6 @@ class Recall(ABC):
     def reader(self, site: Site, round: Any) -> Reader:
         """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
         """Return what the reader of a layer will hold for ``tokens`` tokens of a row, ``away`` of them not resident."""
-        return Held()
+        return PredictedBytes()

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.attention.step import Step
-from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.selector import Selector
 from kvkeep.step.plan import LayerStep, Segment, Span
@@ -26,7 +26,7 @@ class Resident(Part):
         """Yield what is held; without ``ordered`` entries may come in any order: the caller masks none of them."""
 
     @abstractmethod
-    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
         nothing, or where the store took it already."""
 
@@ -56,21 +56,21 @@ class Resident(Part):
     def learn(self, weights: Tensor) -> None:
         """Score the entries, all of them settled and in one piece, by one query's ``weights`` (lanes, n)."""
 
-    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        """Return whether a single query's weights are needed, and can be computed with its attention: ``held`` is one
-        segment, of all lanes."""
-        return False
-
     def observe(
-        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+        self,
+        step: AttentionInputs,
+        lse: Tensor,
+        segments: Sequence[Segment],
+        new: tuple[Tensor, Tensor] | None,
+        first: int,
     ) -> None:
-        """Score every entry by the attention it received. ``lse``: as attention over everything returned it. ``held``:
-        the segments of :meth:`pieces`. ``new``: the step's own entries (lanes, n, dim) from slot ``first`` on, None
-        once they are settled."""
+        """Score every entry by the attention it received. lse: as attention over everything returned it. segments:
+        those of :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on, None once they are
+        settled."""
 
     @abstractmethod
-    def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``alone``: and
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
+        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``unmerged``: and
         stand for no other."""
 
     @abstractmethod

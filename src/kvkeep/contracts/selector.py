@@ -48,18 +48,20 @@ class Candidates:
     """Lanes of one row."""
     layer: int
     keys: Tensor | None = None
-    """(lanes, entries, dim) as cached, only for selectors that read them; so are the values."""
+    """(lanes, entries, key_dim) as cached; None for selectors that do not read them (:attr:`Selector.needs_kv`)."""
     values: Tensor | None = None
+    """(lanes, entries, value_dim), likewise."""
     asking: Asking | None = None
     """The queries of a step whose entries are new, for selectors that look ahead."""
 
 
-class Pieces(NamedTuple):
-    """How a text is read once more: ``piece`` tokens at a time, whose attention is compared among these and the first
-    ``sinks`` entries."""
+class ReconstructionPieces(NamedTuple):
+    """How a text is read once more."""
 
     piece: int
+    """Tokens at a time, whose attention is compared among these and the sinks."""
     sinks: int
+    """The first entries of the text that every piece is compared with."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Selector(ABC):
         return 0
 
     @property
-    def reconstruction(self) -> Pieces | None:
+    def reconstruction(self) -> ReconstructionPieces | None:
         """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
         entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
         return None

@@ -1,4 +1,4 @@
-"""What became of the entries of one layer that left."""
+"""What became of the evicted entries of one layer."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
-from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.step.plan import LayerStep, Span
 
 
 class EvictedStore(Part):
-    """What became of the entries of one layer that left. All it needs to know of the layer is what it is handed.
-
-    keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
-    received, and entries come with their scores. merges: what leaves is put into resident entries, which then stand for
-    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit. watches: entries are
-    scored by the attention of the last step where the selector scores them by none.
-    """
+    """What became of the evicted entries of one layer. All it needs to know of the layer is what it is handed."""
 
     keeps: ClassVar[bool] = True
+    """It takes evicted entries; otherwise they are not even gathered."""
     listens: ClassVar[bool] = False
+    """It learns the attention that its pieces received, and entries come with their scores."""
     watches: ClassVar[bool] = False
+    """Resident entries are scored by the attention of the last step where the selector scores them by none."""
     merges: ClassVar[bool] = False
+    """Evicted entries are put into resident ones, which then stand for several tokens."""
     makes_room: ClassVar[bool] = False
-    taken: int | None = None  # entries so far, where they come in the order of the text
+    """No entry is evicted; :meth:`make_room` merges entries until new ones fit."""
+    taken: int | None = None
+    """Entries taken so far, where they come in the order of the text."""
 
     @property
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         return 0
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
@@ -45,10 +45,11 @@ class EvictedStore(Part):
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else ()
 
-    def commit(self) -> None:
-        """Note that a step of :meth:`plan` that evicts has run."""
+    def commit(self, slot: int | None) -> None:
+        """Note that a step of :meth:`plan` that evicts has run. slot: of the evicted entry, in all lanes; None: those
+        that the step wrote beside it."""
 
-    def spans(self, query: Tensor) -> Sequence[Span] | None:
+    def spans(self) -> Sequence[Span] | None:
         """Return what :meth:`pieces` would yield where it lies, codes in groups first, each of which every later query
         sees all of; the same objects as long as they are the same tensors. None where it cannot be read so."""
         return None if self.keeps else ()
@@ -71,7 +72,7 @@ class EvictedStore(Part):
     def begin(self, resident: WorkingSet) -> None:
         """Prepare for a step that attends before its entries are settled."""
 
-    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
         """Learn a step's ``output`` (lanes, heads, queries, value_dim); entries attended first are not settled yet."""
 
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:

@@ -183,7 +183,7 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
     try:
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
-            cache.go_on(past["shares"])
+            cache.recompose(past["shares"])
         if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
             raise SessionError(
                 f"it was saved with {about['entries']} entries a layer and chunks of {about['chunk']} tokens, and its "

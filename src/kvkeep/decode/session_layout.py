@@ -75,7 +75,7 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str
 
 def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dict[str, Any]) -> None:
     """Check entries of a layer; other tensors are checked by the part that restores them."""
-    layer, held = cache.geometry.layers[number], cache.held[number]
+    layer, held = cache.geometry.layers[number], cache.holdings[number]
     if isinstance(held, Layer):
         if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
             _check_entries(f"layer.{number}.{name}", one, layer, 3)
@@ -133,7 +133,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
         raise Misfit(f"its layers are not of {length} tokens")
-    for held in cache.held:
+    for held in cache.holdings:
         if isinstance(held, Layer):
             if held.length != length:
                 raise Misfit(f"layer {held.index} has {held.length} of {length} tokens")

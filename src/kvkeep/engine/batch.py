@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
-from kvkeep.hooks import ForwardHooks, NoSessionLeft, Session
+from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.binding import bind
 
 CHUNK = 512
@@ -49,7 +49,7 @@ class Batch(Cache):
         self.sessions, start = [], 0
         for read in reads:
             span = slice(start, start := start + len(read.ids))
-            self.sessions.append(Session(read.cache.stream, read.cache, span, read.first, read.cut))
+            self.sessions.append(SessionPass(read.cache.stream, read.cache, span, read.first, read.cut))
         self.geometry = reads[0].cache.geometry
         self.hooks = ForwardHooks(self.sessions, self.geometry, packed=True)
 
@@ -115,7 +115,7 @@ def _of_all(error: Exception, sessions: int) -> KvkeepError:
 
 
 @torch.no_grad()
-def alone(model: Any, read: Read) -> Tensor | Exception:
+def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over one read by itself; the same as :func:`forward` of it, whatever it fails by. Raises
     torch.AcceleratorError alone."""
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)

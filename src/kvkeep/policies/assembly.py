@@ -11,7 +11,9 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -23,16 +25,16 @@ from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.step.native import takes
-from kvkeep.stores.cache_positions import CachePositions
-from kvkeep.stores.checkpoints.entries import Entries
-from kvkeep.stores.checkpoints.residuals import Residuals
+from kvkeep.stores.checkpoints.entries import EntryCheckpoint
+from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.newest import Newest
-from kvkeep.stores.paged import BlockPool, BlockTable, Paged
-from kvkeep.stores.round import Round
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.readers.round import Round
+from kvkeep.stores.resident.cache_positions import CachePositions
+from kvkeep.stores.resident.newest import Newest
+from kvkeep.stores.resident.paged import BlockPool, BlockTable, Paged
+from kvkeep.stores.resident.selected import Selected
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class Before:
+class Previous:
     """What a cache was made of before it goes on as something else. shares: the entries of each full layer's lanes from
     then on. Layers that are not full stay, and so does the meter."""
 
@@ -76,13 +78,14 @@ class Before:
     shares: Sequence[Sequence[int]]
 
 
-def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Before | None = None) -> Assembly:
+def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:
     """Return what a cache of ``model`` is made of; ``before``: what it was made of so far. Raises BudgetError,
     UnsupportedModelError, StoreError or UsageError where it cannot be made."""
     _check_places(request.method, model)
-    build, method = _Builder(request, model, geometry, before), request.method
+    method = request.method
     if not method.selector.keeps_all:
-        return _bounded(build)
+        return _bounded(request, model, geometry, before)
+    build = _Builder(request, model, geometry)
     exact, layout = _exact(model, geometry), method.selector.layout
     if layout == "dynamic":
         return build.assembly(build.layers(lambda layer: DynamicLayer()), exact)
@@ -128,39 +131,29 @@ def _check_places(method: Method, model: Any) -> None:
         )
 
 
-def _bounded(build: _Builder) -> Assembly:
-    request, model, geometry, method = build.request, build.model, build.geometry, build.method
-    selector = method.selector
+def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None) -> Assembly:
+    method, selector = request.method, request.method.selector
     entries, chunk = request.entries(geometry)
-    tail, within, held, sinks = method.division(geometry, entries)
+    tail, within, resident, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
     adapter = bind(model)
-    build.open(within)
+    build = _Builder(request, model, geometry, before, within, tail)
     ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
-    positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
-    budgets = selector.budgets(model, geometry, held)
-    if build.before is not None:
-        for own, share in zip(geometry.full_layers, build.before.shares, strict=True):
-            budgets[own.index] = share
+    positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
+    budgets = selector.budgets(model, geometry, resident)
+    if before is not None:
+        for layer, share in zip(geometry.full_layers, before.shares, strict=True):
+            budgets[layer.index] = share
     if selector.ahead:
-        full = [own.index for own in geometry.full_layers]
+        full = [layer.index for layer in geometry.full_layers]
         adapter.require("turn", full, "queries of positions ahead", "use snapkv or h2o")
-    if tail:
-        assert build.checkpoint is not None
-        build.round = Round(tail, build.ledger, build.checkpoint)
 
-    def layer(own: LayerGeometry) -> Layer:
+    def entries_of(site: Site, store: EvictedStore) -> Resident:
         if selector.in_order:
-            return build.layer(own, budgets[own.index], Newest)
-        ahead = adapter if selector.ahead else None
-        return build.layer(
-            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail, ahead)
-        )
+            return Newest(site, store)
+        return Selected(site, selector, site.budgets, store, tail, adapter if selector.ahead else None)
 
-    layers = build.layers(layer)
-    if build.round is not None:
-        build.round.layers = [layers[own.index] for own in geometry.full_layers]
-        build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
+    layers = build.layers(lambda layer: build.layer(layer, budgets[layer.index], entries_of))
     return replace(
         build.assembly(layers, _exact(model, geometry)),
         entries=entries,
@@ -190,63 +183,84 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
 
 
 class _Builder:
-    """What all layers of one cache are made with."""
+    """What all layers of one cache are made with. before: what the cache was made of so far. entries: of each layer.
+    tail: how many of these wait for a round's decision, 0 without rounds. Opens the checkpoint, where there is one."""
 
-    def __init__(self, request: Request, model: Any, geometry: ModelGeometry, before: Before | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        model: Any,
+        geometry: ModelGeometry,
+        before: Previous | None = None,
+        entries: int = 0,
+        tail: int = 0,
+    ) -> None:
         self.request, self.model, self.geometry, self.before = request, model, geometry, before
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
-        self.whole = processes(model) == 1
-        self.spec = request.spec(geometry, self.device.type, self.whole) if self.method.checkpoints else None
+        self.all_heads = processes(model) == 1
+        self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
         # Ids and positions are kept where something is rebuilt from them.
         records = fate.records or self.method.recall.records
         self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter
         self.shared = fate.shared(geometry, self.ledger)
-        self.entries = 0
-        self.checkpoint: Checkpoint | None = None
+        self.entries = entries
+        self.checkpoint = None if self.spec is None else self._checkpoint(self.spec)
         self.round: Round | None = None
+        if tail:
+            assert self.checkpoint is not None
+            self.round = Round(tail, self.ledger, self.checkpoint)
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return a cache of ``layers``, with what they share."""
         made = Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
         return replace(made, latent=True) if exact and bind(self.model).latent else made
 
-    def open(self, entries: int) -> None:
-        """Prepare for layers with a budget of ``entries``: open the checkpoint, where there is one."""
-        self.entries = entries
-        if self.spec is not None:
-            self.checkpoint = self._checkpoint(self.spec)
-            if self.method.recall.reads_single and not self.checkpoint.picks:
-                raise UsageError(
-                    "Recalling single entries needs checkpoint kind 'kv' or 'residual' (where one process has all "
-                    "heads): the others rebuild all."
-                )
-
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
-        """Return the checkpoint. Raises UnsupportedModelError where the model cannot be rebuilt so."""
+        """Return the checkpoint. Raises UnsupportedModelError where the model cannot be rebuilt so, or UsageError where
+        the recall cannot read it."""
+        checkpoint = self._checkpoint_of_kind(spec)
+        if self.method.recall.reads_single and not checkpoint.picks:
+            raise UsageError(
+                "Recalling single entries needs checkpoint kind 'kv' or 'residual' (where one process has all "
+                "heads): the others rebuild all."
+            )
+        return checkpoint
+
+    def _checkpoint_of_kind(self, spec: CheckpointSpec) -> Checkpoint:
         adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":
-            return Entries(home, self.device, full, spec, self.meter, self.request.page)
+            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")
-        meter, page = self.meter, self.request.page
-        return Residuals(adapter, self.ledger, home, self.geometry, spec, meter, page, self.whole)
+        return ResidualCheckpoint(
+            adapter,
+            self.ledger,
+            home,
+            self.geometry,
+            spec,
+            meter=self.meter,
+            page=self.request.page,
+            all_heads=self.all_heads,
+        )
 
-    def layer(self, own: LayerGeometry, budgets: Sequence[int], resident: Callable[..., Any]) -> Layer:
+    def layer(
+        self, layer: LayerGeometry, budgets: Sequence[int], resident: Callable[[Site, EvictedStore], Resident]
+    ) -> Layer:
         """Return a layer of parts; ``resident``: what makes the resident entries, of a site and a store."""
         site = Site(
-            layer=own,
+            layer=layer,
             geometry=self.geometry,
             model=self.model,
             entries=self.entries,
             budgets=budgets,
             in_order=self.method.selector.in_order,
             page=self.request.page,
-            readers=sum(layer.source == own.index for layer in self.geometry.layers),
-            first=own.index == self.geometry.full_layers[0].index,
+            readers=sum(reader.source == layer.index for reader in self.geometry.layers),
+            first=layer.index == self.geometry.full_layers[0].index,
             ledger=self.ledger,
             meter=self.meter,
             device=self.device,
@@ -260,7 +274,7 @@ class _Builder:
         another layer's entries hold none, and what is not keys and values is left to transformers. Those that are not
         full are the cache's own where it has some."""
         stock = DynamicCache(config=self.model.config).layers
-        return [
+        layers = [
             full(layer)
             if layer.kind == "full"
             else self.before.made.layers[layer.index]
@@ -270,6 +284,10 @@ class _Builder:
             else stock[layer.index]
             for layer in self.geometry.layers
         ]
+        if self.round is not None:
+            self.round.layers = [layers[layer.index] for layer in self.geometry.full_layers]
+            self.round.windows = [layers[layer.index] for layer in self.geometry.sliding_layers]
+        return layers
 
 
 def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, chunk: int) -> CachePositions:

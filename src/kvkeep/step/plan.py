@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own. layout: what the native
-    library reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py:
-    codes of entries), "sketched" (stores/sketch.py: places in cells) or "spans" (:class:`Stretch`); empty: it does
-    not."""
+    """Coded keys or values with products of their own."""
 
     layout: ClassVar[str]
+    """What the native library reads them as: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
+    entries), "by channel" (``waiting.py``: codes of entries), "sketched" (``sketch.py``: places in cells) or "spans"
+    (:class:`JoinedSpans`); empty: it does not."""
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
@@ -76,11 +76,13 @@ class Span:
 
     def segment(self) -> Segment:
         """Return it as a segment."""
+        if not isinstance(self.keys, Tensor):
+            return Segment(self.keys, self.values)
         rows = slice(self.start, self.stop)
         return Segment(self.keys[:, None, rows], self.values[:, None, rows])
 
 
-class Stretch:
+class JoinedSpans:
     """Spans as the keys of one segment, however many; :attr:`values` are its values."""
 
     layout: ClassVar[str] = "spans"
@@ -89,9 +91,9 @@ class Stretch:
         self.spans, self._name = spans, name
 
     @property
-    def values(self) -> Stretch:
+    def values(self) -> JoinedSpans:
         """Their values."""
-        return Stretch(self.spans, "values")
+        return JoinedSpans(self.spans, "values")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

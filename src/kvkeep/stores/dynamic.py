@@ -17,10 +17,10 @@ from kvkeep.step import native
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 
-def held_by(layer: Any) -> Any:
+def holding_of(layer: Any) -> Any:
     """Return what tells what a layer of a cache holds: itself, or for one of transformers' own a
     :class:`StockState`."""
-    return layer if getattr(layer, "own", False) else StockState(layer)
+    return layer if getattr(layer, "is_kvkeep", False) else StockState(layer)
 
 
 class StockState:
@@ -68,7 +68,7 @@ class DynamicLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
-    own = True
+    is_kvkeep = True
     lost = False
     compressed_bytes = bookkeeping_bytes = 0
 
@@ -92,18 +92,18 @@ class DynamicLayer(CacheLayerMixin):
     def can_share(self) -> bool:
         """Whether the kernel reads its entries in pieces, so that another layer may hold them too."""
         pairs = [*zip(self._keys.head, self._values.head, strict=True), (self._keys.tail.data, self._values.tail.data)]
-        held = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
-        return self.limit is None and all(native.reads(*pair) for pair in held)
+        filled = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
+        return self.limit is None and all(native.reads(*pair) for pair in filled)
 
     def share(self, other: DynamicLayer, length: int, once: bool) -> None:
         """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks ``once`` for both,
         or copies."""
         self.is_initialized = other.is_initialized
-        for own, rows in ((self._keys, other._keys), (self._values, other._values)):
+        for mine, rows in ((self._keys, other._keys), (self._values, other._values)):
             if once:
-                own.share(rows, length)
+                mine.share(rows, length)
             else:
-                own.append(rows.view()[..., :length, :])
+                mine.append(rows.view()[..., :length, :])
         other._next = None  # which would keep what is outgrown
 
     @property
@@ -197,7 +197,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     chunk and window together, in every such layer until its next step.
     """
 
-    own = True
+    is_kvkeep = True
     compressed_bytes = bookkeeping_bytes = 0
     keys: Tensor
     values: Tensor
@@ -226,9 +226,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return storage_bytes(self.keys, self.values) if self.is_initialized else 0
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        heads, held = (self.keys.shape[1], self.keys.shape[2]) if self.is_initialized else (1, 0)
+        heads, window = (self.keys.shape[1], self.keys.shape[2]) if self.is_initialized else (1, 0)
         codes = torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
-        codes[..., : max(0, length - held)] = EntryState.DROPPED
+        codes[..., : max(0, length - window)] = EntryState.DROPPED
         return codes
 
     def state(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
@@ -67,7 +67,7 @@ class Layer(CacheLayerMixin):
         self.pending = lasts(keys).flatten(0, 1), lasts(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
 
-    def attend(self, step: Step) -> Tensor:
+    def attend(self, step: AttentionInputs) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
@@ -100,7 +100,7 @@ class Layer(CacheLayerMixin):
         if self.evicted.listens:
             self.evicted.swap(self.resident, self.length)
 
-    def attends_settled(self, step: Step) -> bool:
+    def attends_settled(self, step: AttentionInputs) -> bool:
         """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
         others; and later readers find them there."""
         return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
@@ -123,7 +123,7 @@ class Layer(CacheLayerMixin):
 
     # -- what attention sees --------------------------------------------------------------------------
 
-    def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
+    def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
         """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over
         all slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, which slots of the piece are wanted."""
         keys, values = step.expanded(piece.keys, piece.values)
@@ -153,22 +153,22 @@ class Layer(CacheLayerMixin):
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slots in order, (lanes, slots, dim) each; exact where the method is."""
-        whole: list[Tensor] = []
+        entries: list[Tensor] = []
         for piece in self.reader.past(self):
-            held = piece.keys, piece.values
-            parts = [part[:, 0] if isinstance(part, Tensor) else part.dense(self.dtype) for part in held]
-            if not whole:
+            pair = piece.keys, piece.values
+            parts = [part[:, 0] if isinstance(part, Tensor) else part.dense(self.dtype) for part in pair]
+            if not entries:
                 lanes = self.ledger.batch * self.heads
-                whole = [part.new_zeros(lanes, self.length + 1, part.shape[2]) for part in parts]
+                entries = [part.new_zeros(lanes, self.length + 1, part.shape[2]) for part in parts]
             slots = piece.slots
             if slots is None:
                 slots = torch.arange(piece.first, piece.first + parts[0].shape[1], device=parts[0].device)[None]
             index = torch.where(slots < 0, self.length, slots).long()
-            for all_slots, part in zip(whole, parts, strict=True):
+            for all_slots, part in zip(entries, parts, strict=True):
                 rows = torch.arange(len(all_slots), device=part.device) if piece.lanes is None else piece.lanes
                 part = part.repeat(len(rows) // len(part), 1, 1)
                 all_slots[rows[:, None], index] = part
-        keys, values = (part[:, : self.length] for part in whole)
+        keys, values = (part[:, : self.length] for part in entries)
         return keys, values
 
     # -- the cache contract -------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Layer(CacheLayerMixin):
 
     # -- what it holds ------------------------------------------------------------------------------
 
-    own = True  # of kvkeep's kind
+    is_kvkeep = True
 
     @property
     def rows(self) -> int:
@@ -242,12 +242,12 @@ class Layer(CacheLayerMixin):
 
     def check(self) -> None:
         """Raise Misfit where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
-        own = self.geometry
-        if self.heads != own.kv_heads and (self.length or self.heads):
+        geometry = self.geometry
+        if self.heads != geometry.kv_heads and (self.length or self.heads):
             raise Misfit(f"layer {self.index} has {self.heads} KV heads")
         if not self.heads:
             return
-        extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
+        extent = Extent(self.ledger.batch * self.heads, self.length, geometry.key_dim, geometry.value_dim)
         for part in (self.resident, self.evicted, self.reader):
             part.check(extent)
 
@@ -255,8 +255,8 @@ class Layer(CacheLayerMixin):
         """Return what became of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""
         codes = self.evicted.states(batch * self.heads, length)
         codes = self.reader.states(self, codes)
-        held = self.resident.held(alone=True)[:, :length].cpu()
-        codes[:, : held.shape[1]].masked_fill_(held, EntryState.RESIDENT)
+        resident = self.resident.resident_slots(unmerged=True)[:, :length].cpu()
+        codes[:, : resident.shape[1]].masked_fill_(resident, EntryState.RESIDENT)
         return codes.unflatten(0, (batch, -1))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.contracts.selector import Candidates
 from kvkeep.step.plan import LayerStep
-from kvkeep.stores.selected import Selected
+from kvkeep.stores.resident.selected import Selected
 
 
 class LayerGroup:
@@ -73,7 +73,7 @@ class LayerGroup:
         if completed and received is not None and self.scores is not None:
             used = self.banks[0].used
             entries = self._candidates(used, self.residents[0].length)
-            self.scores[:, :used] = self.selector.observe(entries, received, 1)
+            self.scores[:, :used] = self.selector.observe(entries, received[:, -used:], 1)
 
     def _candidates(self, used: int, length: int) -> Candidates:
         one = self.residents[0]

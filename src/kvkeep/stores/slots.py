@@ -28,19 +28,19 @@ def flags_of(slots: Tensor, length: int) -> Tensor:
     return flags[:, :length]
 
 
-def codes_of(lanes: int, length: int, held: Iterable[tuple[Tensor, int]]) -> Tensor:
+def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> Tensor:
     """Return int8 codes of ``length`` slots by lane, on the CPU: slots (lanes, n), -1 for none, with the code of each,
     and 0 elsewhere."""
     codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
-    for slots, code in held:
-        own = slots.cpu().long()
-        codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(code))
+    for slots, code in places:
+        index = slots.cpu().long()
+        codes.scatter_(1, index.masked_fill((index < 0) | (index > length), length), int(code))
     return codes[:, :length]
 
 
-def without(held: Tensor, gone: Tensor) -> Tensor:
-    """Return slots ``held`` (lanes, n) with -1 for those that are among ``gone`` (lanes, m), -1 for none."""
-    length = int(torch.maximum(held.max(), gone.max())) + 1 if held.numel() and gone.numel() else 0
+def without(slots: Tensor, gone: Tensor) -> Tensor:
+    """Return ``slots`` (lanes, n) with -1 for those that are among ``gone`` (lanes, m), -1 for none."""
+    length = int(torch.maximum(slots.max(), gone.max())) + 1 if slots.numel() and gone.numel() else 0
     if not length:
-        return held
-    return held.masked_fill(flags_of(gone, length).gather(1, held.clamp(min=0).long()) & (held >= 0), -1)
+        return slots
+    return slots.masked_fill(flags_of(gone, length).gather(1, slots.clamp(min=0).long()) & (slots >= 0), -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass
-class Window:
+class WindowState:
     """A layer with a sliding window of its own, as it was."""
 
     layer: Any
@@ -25,6 +25,8 @@ class Window:
         self.layer.cumulative_length, self.layer.record_past = self.length, self.recorded
 
 
-def noted(layers: Sequence[Any]) -> list[Window]:
+def noted(layers: Sequence[Any]) -> list[WindowState]:
     """Return layers as they are."""
-    return [Window(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past) for layer in layers]
+    return [
+        WindowState(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past) for layer in layers
+    ]

@@ -9,10 +9,10 @@ import torch
 from kvkeep_lab.published.cam import Cam
 from single import attended, layer_of, site
 
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.policies.selectors.random import sampled
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
-from kvkeep.stores.banks import Bank
+from kvkeep.stores.resident.banks import Bank
 
 DIM = 8
 
@@ -27,7 +27,7 @@ def test_chance_is_the_ratio_of_attention(score: float) -> None:
     bank.scores = torch.tensor([[9.0, 9.0, 0.5, 1.5]]).expand(lanes, -1).contiguous()
     extra, newest = bank.counted()
     value, gone = torch.randn(lanes, 1, 2), torch.full((lanes, 1), 10)
-    left = Evicted(value, value, gone, torch.full((lanes, 1), score))
+    left = EvictedEntries(value, value, gone, torch.full((lanes, 1), score))
     Cam(into=2).store(site(lanes, 2, 4), None).merge(bank, left)
     went = bank.values.abs().sum((1, 2)) > 0
     assert float(went.float().mean()) == pytest.approx(min(1.0, score), abs=0.04)

@@ -9,7 +9,7 @@ import torch
 from kvkeep_lab.studies.sketch_error import ROWS, coded_error
 from torch import Tensor
 
-from kvkeep.stores.sketch import CountSketch, places
+from kvkeep.stores.evicted.sketch import CountSketch, places
 
 COUNT, DIM = 256, 64
 

@@ -29,7 +29,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.stores.checkpoints import replay
-from kvkeep.stores.checkpoints.residuals import Residuals
+from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 
 IDS = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
 
@@ -124,13 +124,13 @@ def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Residuals._projected
+    honest = ResidualCheckpoint._projected
 
     def projected(self: Any, *arguments: Any) -> Any:
         for piece in honest(self, *arguments):
             yield piece._replace(values=-piece.values)
 
-    monkeypatch.setattr(Residuals, "_projected", projected)
+    monkeypatch.setattr(ResidualCheckpoint, "_projected", projected)
     rows = {row.way: row for row in measured(SameTokens(kinds=["kv", "residual"], prompt=80)).rows}
     assert rows["kv-direct B=64, kv"].holds and rows["no cache"].holds
     wrong = rows["kv-direct B=64, residual"]

@@ -1,4 +1,4 @@
-"""How a block is stored: its bytes, or codes of 8 or 4 bits (:mod:`kvkeep.stores.coded`, as in ``quantize``).
+"""How a block is stored: its bytes, or codes of 8 or 4 bits (:mod:`kvkeep.stores.evicted.coded`, as in ``quantize``).
 
 vLLM's CPU kernels store keys in an order that depends on the processor (``isa``), while codes need rows of entries. The
 order is found by asking the kernel to store keys and values that contain their positions.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError, UsageError, unknown
-from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
-from kvkeep.stores.groups import GROUP
+from kvkeep.stores.evicted.coded import CodedKeys, CodedValues, encode_keys, encode_values
+from kvkeep.stores.evicted.groups import GROUP
 from kvkeep_vllm.tensors import BlockTensors
 
 CODECS = {"exact": 0, "int8": 8, "int4": 4}

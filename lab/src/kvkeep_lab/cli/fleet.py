@@ -116,8 +116,8 @@ def _planned(model: str, machine: str | None, method: str, budget: str, memory: 
     shape, rates = shape_and_rates(model, machine)
     note(f"{rates.name} ({rates.source})")
     entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
-    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
-    return Pace.planned(shape, rates, room, method, entries, chunk)
+    memory_bytes = bytes_of(memory) if memory is not None else rates.cache_bytes(shape.weight_bytes)
+    return Pace.planned(shape, rates, memory_bytes, method, entries, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:

@@ -127,10 +127,10 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
         return study.model_validate(sizes)
     except ValidationError as error:
         first = error.errors()[0]
-        name, own = str(first["loc"][0]), first.get("ctx", {}).get("error")
+        name, cause = str(first["loc"][0]), first.get("ctx", {}).get("error")
         option, said = _option(name, study.model_fields[name]), first["msg"]
-        if isinstance(own, KvkeepError):
-            raise UsageError(f"{option}: {own}") from None
+        if isinstance(cause, KvkeepError):
+            raise UsageError(f"{option}: {cause}") from None
         raise UsageError(f"{option} '{first['input']}' is not understood: {said[:1].lower()}{said[1:]}.") from None
 
 

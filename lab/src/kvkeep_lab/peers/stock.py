@@ -14,7 +14,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import account
-from kvkeep.stores.dynamic import held_by
+from kvkeep.stores.dynamic import holding_of
 from kvkeep_lab.peers.base import Peer, installed
 
 
@@ -39,7 +39,7 @@ class _Offloaded(DynamicCache):
     def memory(self) -> Memory:
         """Return the bytes by where they lie; one layer and the next are on the device while they are read."""
         device = next(layer.device for layer in self.layers if layer.is_initialized)
-        there = sum(held_by(layer).resident_bytes for layer in self.layers if layer.keys.device == device)
+        there = sum(holding_of(layer).resident_bytes for layer in self.layers if layer.keys.device == device)
         all_of_it = account(self)
         host = all_of_it.resident_bytes - there
         places = {"device": 0, "host": host, "disk": 0}
@@ -68,7 +68,7 @@ class _Quantised(QuantizedCache):
     exactness = Exactness.LOSSY
 
     def memory(self) -> Memory:
-        recent = sum(held_by(layer).resident_bytes for layer in self.layers)
+        recent = sum(holding_of(layer).resident_bytes for layer in self.layers)
         codes = sum(
             tensor.nbytes
             for layer in self.layers

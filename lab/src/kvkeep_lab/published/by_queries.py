@@ -11,16 +11,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, fits, within
 from kvkeep.models.adapter import Adapter
 from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_neighbours import MergeNeighbours
-from kvkeep.stores.pairs import Entries
+from kvkeep.stores.evicted.merge_neighbours import MergeNeighbours
+from kvkeep.stores.evicted.pairs import OrderedEntries
+from kvkeep.stores.resident.banks import Bank
 
 QUERIES = 32
 """Queries kept while decoding."""
@@ -75,7 +75,7 @@ class MergeByQueries(MergeNeighbours):
         self.asked: Tensor | None = None
         self.scaling = 1.0
 
-    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
         self.scaling, self.group, self.heads = step.scaling, step.query.shape[1], step.heads
         if self.asked is None or step.queries >= QUERIES or not step.brings_entries:
             self.asked = step.query
@@ -88,7 +88,7 @@ class MergeByQueries(MergeNeighbours):
             self.asked = self.asked[:, :, -QUERIES:].clone()
 
     @torch.inference_mode(False)
-    def clues(self, bank: Bank, entries: Entries, end: int) -> Tensor | None:
+    def clues(self, bank: Bank, entries: OrderedEntries, end: int) -> Tensor | None:
         if self.asked is None:
             return None
         query = bank.of(self.asked)
@@ -101,11 +101,11 @@ class MergeByQueries(MergeNeighbours):
         if (visible := self.ledger.visible_by(self.heads)) is not None:
             real *= bank.of(visible)[:, 0, 0, asking][..., None]
         query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
-        asked = Queries(query, keys, values, bias, real, self.scaling, BLOCK)
+        queries = Queries(query, keys, values, bias, real, self.scaling, BLOCK)
         weights = 4 * GRADIENTS * len(query) * min(BLOCK, len(asking)) * slots.shape[2]
         self.meter.hold(weights)
         with self.meter.holding(query, keys, values, bias, real):
-            clues = self.how.clues(asked)
+            clues = self.how.clues(queries)
         self.meter.hold(-weights)
         return clues
 
@@ -139,16 +139,16 @@ class NeighboursByQueries(Neighbours):
     merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
-    def clues(self, asked: Queries) -> Tensor:
+    def clues(self, queries: Queries) -> Tensor:
         """Return what has to be known of each entry, (lanes, entries, any); a merged entry has the sum of both."""
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of what is merged and of what it is merged into, and of the weights of the last queries, for
         a moment."""
-        held, most = super().holds(layer, geometry, entries, left), max(left, default=0)
-        if not most:
-            return held
-        both, queries = entries + most, max(most, QUERIES) * geometry.attention_heads
+        holding, evicted = super().holds(layer, geometry, entries, left), max(left, default=0)
+        if not evicted:
+            return holding
+        both, queries = entries + evicted, max(evicted, QUERIES) * geometry.attention_heads
         more = 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
         more += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
-        return replace(held, workspace=held.workspace + more)
+        return replace(holding, workspace=holding.workspace + more)

@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.random import check_seed, sampled
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import MergeOnEvict
+from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict
+from kvkeep.stores.resident.banks import Bank
 from kvkeep_lab.published.papers import CAM
 
 
@@ -58,10 +58,10 @@ class Cam(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return MergeByChance(site, self.into, self.seed)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of what is added to values, for a moment."""
         parts = self.into * layer.value_dim if 1 in left else 0
-        return Held(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
+        return PredictedBytes(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
 
 
 class MergeByChance(MergeOnEvict):
@@ -74,12 +74,12 @@ class MergeByChance(MergeOnEvict):
         super().__init__(site)
         self.into, self.seed, self.heads = into, seed, site.layer.kv_heads
 
-    def take(self, left: Evicted, resident: WorkingSet) -> None:
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Merge the one entry that a decoded token drives out; a chunk's are dropped."""
         if left.slots.shape[1] == 1:
             super().take(left, resident)
 
-    def merge(self, bank: Bank, left: Evicted) -> None:
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
         assert left.scores is not None
         slots, order = bank.slots[:, : bank.used].sort(1)
         newest = slots[:, -1:]  # it has come in this step, and nothing has attended to it yet

@@ -18,7 +18,7 @@ from kvkeep.memory.meter import Meter, storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.base import GroupedFate
-from kvkeep.stores.groups import GROUP, Codec
+from kvkeep.stores.evicted.groups import GROUP, Codec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -71,8 +71,8 @@ class NeighboursAhead(MergesPairs, AheadMerging):
     def hook(self) -> PassHook:
         return Lookahead(self.gradients)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of keys before rotation and of sums of values, for a moment."""
         if not max(left, default=0):
-            return Held()
-        return Held(workspace=4 * entries * layer.kv_heads * (3 * layer.key_dim + 2 * layer.value_dim))
+            return PredictedBytes()
+        return PredictedBytes(workspace=4 * entries * layer.kv_heads * (3 * layer.key_dim + 2 * layer.value_dim))

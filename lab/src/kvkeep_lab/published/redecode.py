@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.read_evicted import ReadEvicted
+from kvkeep.stores.readers.read_evicted import ReadEvicted
 from kvkeep_lab.published.redecoder import Redecoder
 
 
@@ -56,7 +56,7 @@ class Redecode(Recall):
     def hook(self) -> PassHook:
         return Redecoder(self.limit)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
         """Return the bytes of the residuals of a pass, and of what its tokens see of the text."""
         seen = layer.kv_heads * tokens  # a byte for each slot
-        return Held(workspace=min(self.limit, tokens) * (geometry.hidden_size * geometry.dtype_bytes + seen))
+        return PredictedBytes(workspace=min(self.limit, tokens) * (geometry.hidden_size * geometry.dtype_bytes + seen))

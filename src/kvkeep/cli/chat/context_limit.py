@@ -38,7 +38,7 @@ def fits(chat: Chat, tokens: int) -> bool:
 
 
 def offer(chat: Chat, tokens: int, question: str | None) -> str:
-    """Say that the positions are used up, and what can be done; return the first. question: as of :class:`Continuation`."""
+    """Say that the context is full, and what can be done; return the first. question: of :class:`Continuation`."""
     problem = _shortage(chat, tokens, question)
     chat.screen.note(f"{problem} To go on:")
     chat.screen.table([(f"/window {way.name}", way.help) for way in CONTINUATIONS.values()])

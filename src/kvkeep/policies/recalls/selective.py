@@ -1,4 +1,4 @@
-"""What recalls of single pages have in common."""
+"""Recalls of some pages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.bounds import PAGE, bounds_elements
-from kvkeep.stores.selective import Selective
+from kvkeep.stores.readers.bounds import PAGE, bounds_elements
+from kvkeep.stores.readers.selective import Selective
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class PagesThatMatter(Recall):
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.Choice`."""
+        """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
         """Return the bytes of the bounds of all pages, and of what is recalled: gathered where it is less than half."""
         bounds = bounds_elements(layer.kv_heads * layer.key_dim, tokens) * geometry.dtype_bytes
         recalled = min(self.entries(away), tokens // 2 + PAGE)
-        return Held(bookkeeping=bounds, workspace=recalled * layer.entry_elements * geometry.dtype_bytes)
+        return PredictedBytes(bookkeeping=bounds, workspace=recalled * layer.entry_elements * geometry.dtype_bytes)

@@ -13,7 +13,7 @@ from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
 from kvkeep.step import native
-from kvkeep.step.plan import Destination, Span, Stretch
+from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
@@ -22,7 +22,7 @@ def rows_of(home: Place, spec: CheckpointSpec) -> Rows:
     return Pages(home) if spec.capacity is None else Ring(spec.capacity, home)
 
 
-class Entries(Checkpoint):
+class EntryCheckpoint(Checkpoint):
     """A checkpoint of entries, (lanes, n, dim), in the order in which they came, whatever their slots."""
 
     by_token = False
@@ -47,7 +47,7 @@ class Entries(Checkpoint):
         one piece, where the kernel reads pages."""
         keys, values = self._rows[layer]
         if lazy and (spans := self.spans(layer, stop)) and native.reads(spans[0].keys, spans[0].values):
-            yield Piece(stretch := Stretch(spans), stretch.values)
+            yield Piece(joined := JoinedSpans(spans), joined.values)
             return
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
             if key.device == self.device:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.step import Step
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -72,7 +72,7 @@ class _Scratch:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        step = Step.of(module, query, key, value, None, scaling, self.heads, True, True)
+        step = AttentionInputs.of(module, query, key, value, None, scaling, self.heads, True, True)
         stop, queries = self.keys.length, step.queries
         first = stop - queries
         low = max(0, first - self.window + 1) if self.window is not None else 0
@@ -80,11 +80,11 @@ class _Scratch:
         if low < first:
             past = (part.view(low, first).flatten(0, 1)[:, None] for part in (self.keys, self.values))
             segments.append(Segment(*step.expanded(*past), self._mask(first, queries, low, first)))
-        own = step.arriving()
+        new = step.arriving()
         if (seen := self._mask(first, queries, first, stop)) is not None:
             rows = torch.arange(queries, device=query.device)
-            own = Segment(own.key, own.value, seen & (rows <= rows[:, None]))
-        segments.append(own)
+            new = Segment(new.key, new.value, seen & (rows <= rows[:, None]))
+        segments.append(new)
         origin = torch.tensor([-low]) if low else None
         if self.visible is not None:
             origin = self.visible.int().argmax(1).repeat_interleave(self.heads) - low

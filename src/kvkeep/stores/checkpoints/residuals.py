@@ -24,9 +24,9 @@ from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-class Residuals(Checkpoint):
-    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. whole: this process has all
-    heads of the model."""
+class ResidualCheckpoint(Checkpoint):
+    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. all_heads: this process
+    has all heads of the model."""
 
     by_token = True
     copies = False
@@ -38,9 +38,10 @@ class Residuals(Checkpoint):
         home: Place,
         geometry: ModelGeometry,
         spec: CheckpointSpec,
+        *,
         meter: Meter,
         page: int,
-        whole: bool,
+        all_heads: bool,
     ) -> None:
         self.where, self.capacity = spec.where, spec.capacity
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
@@ -48,7 +49,7 @@ class Residuals(Checkpoint):
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
         # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
         # Where heads are split over processes, all of them look up the same ids together, and each would pick its own.
-        self.picks, self.replays = self.stride == 1 and whole, self.stride > 1
+        self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self._home, self.spec = home, spec
         self._windows = [layer.window for layer in geometry.layers]
@@ -100,13 +101,15 @@ class Residuals(Checkpoint):
         by_row = torch.arange(self.ledger.batch, device=slot.device)
         parts: list[tuple[Tensor, Tensor]] = []
         for low in range(0, len(union), self.page):
-            own = union[low : low + self.page]
-            ids, positions = (part.view()[:, own].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions))
+            page_slots = union[low : low + self.page]
+            ids, positions = (
+                part.view()[:, page_slots].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions)
+            )
             if rows is None:
                 hidden = self.adapter.embed(ids, positions)
             else:
-                picked = rows.pick(by_row.repeat_interleave(len(own)), own.repeat(len(by_row)))
-                hidden = picked.unflatten(0, (-1, len(own))).to(slot.device)
+                picked = rows.pick(by_row.repeat_interleave(len(page_slots)), page_slots.repeat(len(by_row)))
+                hidden = picked.unflatten(0, (-1, len(page_slots))).to(slot.device)
             parts.append(self.adapter.project(layer, hidden, positions))
         keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
         with self.meter.holding(keys, values):

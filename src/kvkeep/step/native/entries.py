@@ -1,0 +1,206 @@
+"""What the native library reads: entries in tensors, in codes, or in a sketch, and how it is told where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.native.library import (
+    KvAttention,
+    KvPiece,
+    Table,
+    address_of,
+    copy_piece,
+    library,
+    piece_table,
+)
+from kvkeep.step.plan import JoinedSpans, Segment, Span
+
+BLOCK = 512
+"""Entries of a block, as native/attention.h has it."""
+TILE = 32
+"""Entries of a tile, as native/attention.h has it."""
+
+
+def runs(query: Tensor, keys: Any, values: Any) -> bool:
+    """Return whether the library attends with these: bfloat16 on the CPU, heads of even width, and a library there."""
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
+        return False
+    return reads(keys, values)
+
+
+def reads(keys: Any, values: Any) -> bool:
+    """Return whether the library attends to entries in such tensors or codes."""
+    kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
+    return kind(keys, values) and takes(keys.shape[-1], values.shape[-1]) and library() is not None
+
+
+def takes(key_dim: int, value_dim: int) -> bool:
+    """Return whether the library takes heads of such widths: pairs of channels, and no more of them than it has zeros
+    for a place without an entry."""
+    return key_dim % 2 == 0 and max(key_dim, value_dim) <= 1024
+
+
+def joins(query: Tensor, segment: Segment) -> bool:
+    """Return whether the library attends to a segment together with others."""
+    mask, lanes = segment.mask, segment.lanes
+    return (
+        runs(query, segment.key, segment.value)
+        and segment.key.shape[1] == 1
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))
+        and not (segment.shared and mask is not None)
+    )
+
+
+def _plain(keys: Any, values: Any) -> bool:
+    return _bfloat16(keys) and _bfloat16(values)
+
+
+def _bfloat16(part: Tensor) -> bool:
+    return part.dtype == torch.bfloat16 and part.device.type == "cpu"
+
+
+def _in_spans(keys: Any, values: Any) -> bool:
+    return all(_plain(span.keys, span.values) for span in keys.spans)
+
+
+def _grouped(keys: Any, values: Any) -> bool:
+    """Return whether these are codes in groups of a tile."""
+    return bool(values.width % 16 == 0)
+
+
+def _by_channel(keys: Any, values: Any) -> bool:
+    """Return whether these are codes of 8 bits with a scale for each channel."""
+    return all(part.codes.dtype == torch.int8 and part.codes.shape[2] % 16 == 0 for part in (keys, values))
+
+
+def _sketched(keys: Any, values: Any) -> bool:
+    """Return whether these are estimates of as many sums as the kernel has a median for, or their mean."""
+    return (keys.by == "mean" or len(keys.at) in (1, 3, 5)) and all(
+        _bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values)
+    )
+
+
+def _nothing(keys: Any, values: Any) -> bool:
+    return False
+
+
+_KINDS = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel, "sketched": _sketched}
+"""Which codes the library reads, by their layout."""
+
+
+def spans_of(key: Any, value: Any) -> Sequence[Span]:
+    """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`JoinedSpans`."""
+    if isinstance(key, Tensor):
+        return [Span(key, value, 0, key.shape[1])]
+    return key.spans if isinstance(key, JoinedSpans) else [Span(key, value, 0, key.shape[2])]
+
+
+class SpanTable:
+    """Spans as the library reads them, changed where they were."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Span, int, int]] = []
+        self._table: Table = piece_table(0)
+
+    def show(self, attention: KvAttention, spans: Sequence[Span]) -> None:
+        """Let ``attention`` be of these spans."""
+        if len(spans) != len(self._spans):
+            self._table, self._spans = piece_table(len(spans)), [(span, -1, -1) for span in spans]
+        entries = 0
+        for number, span in enumerate(spans):
+            known, start, stop = self._spans[number]
+            entries += span.stop - span.start
+            if known is not span or start != span.start or stop != span.stop:
+                copy_piece(self._table, number, piece_of(span))
+                self._spans[number] = span, span.start, span.stop
+        attention.pieces, attention.count, attention.entries = address_of(self._table), len(spans), entries
+
+
+def piece_of(span: Span) -> KvPiece:
+    """Return a span as the library reads it, up to date."""
+    if span.compiled is None:
+        piece, rows = KvPiece(), (0, 0)
+        tensors = _describe(piece, span.keys, span.values)
+        if isinstance(span.keys, Tensor):
+            rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
+        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries there is no place
+    piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
+    piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
+    piece.count = span.stop - span.start
+    return piece
+
+
+def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+    """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
+    if isinstance(keys, Tensor):
+        return _entries(row, keys, values)
+    by_layout = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
+    return by_layout[keys.layout](row, keys, values)
+
+
+def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
+    row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
+    row.key_lane, row.key_row, _ = keys.stride()
+    row.value_lane, row.value_row, _ = values.stride()
+    return [keys, values]
+
+
+def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+    row.lanes, _, row.count, _ = keys.shape
+    row.key_bits, row.value_bits, row.width = keys.bits, values.bits, values.width
+    tensors = [
+        part if part[0].is_contiguous() else part.contiguous()
+        for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
+    ]
+    codes, scale, offset = tensors[:3]
+    groups = row.count // TILE
+    row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
+    row.key_lane, row.key_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.key_row = codes[0].numel() // groups * codes.itemsize
+    codes, scale, offset = tensors[3:]
+    row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
+    row.value_lane, row.value_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.value_row = codes[0].numel() // groups * codes.itemsize
+    if (mean := getattr(values, "mean", None)) is not None:
+        channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
+        row.mean, row.deviation = (part.data_ptr() for part in channels)
+        tensors += channels
+    return tensors
+
+
+def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+    row.lanes, _, row.count, _ = keys.shape
+    row.key_bits = row.value_bits = 8
+    for name, part in (("key", keys), ("value", values)):
+        setattr(row, f"{name}s", part.codes.data_ptr())
+        setattr(row, f"{name}_lane", part.codes.stride(0))
+        setattr(row, f"{name}_row", part.codes.stride(1))
+        setattr(row, f"{name}_scale", part.scale.data_ptr())
+        setattr(row, f"{name}_offset", part.offset.data_ptr())
+        setattr(row, f"{name}_scale_lane", part.scale.stride(0))
+    return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
+
+
+def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+    row.sums, row.lanes, row.count = keys.at.shape
+    row.median = keys.by == "median"
+    places = keys.at.int().contiguous()
+    tensors = [places]
+    row.places = places.data_ptr()
+    for name, part in (("key", keys), ("value", values)):
+        cells = part.cells.contiguous()
+        tensors.append(cells)
+        setattr(row, f"{name}s", cells.data_ptr())
+        setattr(row, f"{name}_lane", cells.stride(0))
+    if keys.mean is not None:
+        means = [part.mean.float().contiguous() for part in (keys, values)]
+        tensors += means
+        row.key_mean, row.mean = (mean.data_ptr() for mean in means)
+    return tensors

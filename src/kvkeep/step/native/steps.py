@@ -1,0 +1,156 @@
+"""Planned steps by the native library: an entry written in each lane, one layer, or all layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.native.library import (
+    KvAttention,
+    KvInsert,
+    KvStep,
+    Table,
+    address,
+    address_of,
+    address_table,
+    kernels,
+    library,
+)
+from kvkeep.step.native.entries import SpanTable
+from kvkeep.step.plan import Destination, LayerStep
+
+
+def inserts(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
+    """Return whether the library writes new entries, of any type of numbers, as a step says."""
+    append, ranks = step.append, step.ranks
+    return (
+        append.keys.device.type == "cpu"
+        and (ranks is None or ranks.dtype in (torch.float32, torch.int32))
+        and (keys.dtype, values.dtype) == (append.keys.dtype, append.values.dtype)
+        and append.keys.is_contiguous()
+        and append.values.is_contiguous()
+        and library() is not None
+    )
+
+
+def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
+    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
+    keys, values = keys.contiguous(), values.contiguous()
+    compiled = _compiled(step)
+    kernels().kvkeep_insert(address_of(compiled.struct.insert), len(keys), keys.data_ptr(), values.data_ptr())
+
+
+def run(
+    steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """Run one layer for a token of each of several sessions: write its entry, and return its attention, (1, row, heads,
+    value_dim); that of tokens of no session is not set.
+
+    steps, tokens: of each session, and its token's place in the row. query: (1, heads, row, dim). key, value: (1,
+    kv_heads, row, dim).
+    """
+    heads, row = query.shape[1:3]
+    query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
+    output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
+    lse = torch.empty(row, heads)
+    table = _step_table(steps, tokens)
+    kernels().kvkeep_attend_sessions(
+        address_of(table),
+        len(steps),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        row,
+        heads,
+        False,
+        scaling,
+        output.data_ptr(),
+        lse.data_ptr(),
+    )
+    return output
+
+
+def run_layers(
+    layers: Table, scaling: Table, steps: Sequence[Sequence[LayerStep]], x: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Run all layers of a decoder for a token of each of several sessions; return what leaves the last one, (1, tokens,
+    hidden).
+
+    layers, scaling: the layers as the library has them, and the scaling of their attention. steps: of each layer, one
+    for each token. x: (1, tokens, hidden), what enters the first layer. cos, sin: (tokens, dim).
+    """
+    x = x.clone(memory_format=torch.contiguous_format)
+    tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]
+    kernels().kvkeep_run_layers(
+        address_of(layers),
+        address_of(by_layer := address_table([address_of(table) for table in tables])),
+        address_of(scaling),
+        len(by_layer),
+        x.shape[1],
+        x.shape[1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        x.data_ptr(),
+    )
+    return x
+
+
+def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int]) -> Table:
+    compiled = [_compiled(step) for step in steps]
+    for one, token in zip(compiled, tokens, strict=True):
+        one.struct.token = token
+    return address_table([address_of(one.struct) for one in compiled])
+
+
+def _compiled(step: LayerStep) -> _Compiled:
+    """Return a step as the library takes it, up to date."""
+    made = step.compiled
+    if made is None or made.append is not step.append:
+        made = step.compiled = _Compiled(step.append)
+    made.update(step)
+    return made
+
+
+class _Compiled:
+    """A :class:`LayerStep` as the library takes it: made once, and then changed where the step was."""
+
+    def __init__(self, append: Destination) -> None:
+        self.append = append
+        keys, values = append.keys, append.values
+        attention = KvAttention(lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], past=-1)
+        self.struct = KvStep(attention, KvInsert())
+        self._insert: KvInsert = self.struct.insert
+        self._attention: KvAttention = self.struct.attention
+        self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
+        self._insert.key_lane, self._insert.value_lane = (part.stride(0) * part.itemsize for part in (keys, values))
+        self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
+        self._table = SpanTable()
+
+    def update(self, step: LayerStep) -> None:
+        insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
+        insert.at, insert.slot = append.row, step.slot
+        insert.slots, insert.scores = address(append.slots), address(append.scores)
+        insert.extra, insert.newest = address(append.extra), address(append.newest)
+        insert.new_scores = address(step.new_scores)
+        insert.ranks = address(ranks)
+        if append.slots is not None:
+            insert.columns = append.slots.shape[1]
+        if ranks is not None:
+            insert.whole, insert.oldest = ranks.dtype == torch.int32, step.oldest
+        if evict is None:
+            insert.left_keys = None
+        else:
+            self._evict(evict)
+        self.struct.received, self.struct.greatest = address(step.received), step.reduce == "max"
+        self._table.show(self._attention, step.attend)
+
+    def _evict(self, evict: Destination) -> None:
+        insert, keys, values = self._insert, evict.keys, evict.values
+        insert.left_key_lane = keys.stride(0) * keys.itemsize
+        insert.left_value_lane = values.stride(0) * values.itemsize
+        insert.left_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
+        insert.left_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
+        insert.left_slots, insert.left_scores = address(evict.slots), address(evict.scores)
+        insert.left_extra, insert.left_newest = address(evict.extra), address(evict.newest)

@@ -1,0 +1,156 @@
+"""Entries in few bits: codes with a scale and an offset, and the two products attention needs of them.
+
+Keys are quantised per channel over groups of 32 entries, values per entry over groups of 32 channels (KIVI,
+arXiv:2402.02750, section 3): x = offset + scale * code. For one query neither is ever written out in full: scale and
+offset are folded into the query (keys) or into the weights (values), and the codes are multiplied as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.stores.evicted.groups import GROUP
+
+FINE = 2.0**-8
+"""The step of codes of 16 bits: they are those of 8 bits with 8 places more, and lie about 0."""
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 ``codes`` below 2**bits along the last axis: (..., n) to (..., n * bits / 8)."""
+    parts = codes.chunk(8 // bits, -1)
+    packed = parts[0].clone()
+    for number, part in enumerate(parts[1:], start=1):
+        packed |= part << (number * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`pack`, as numbers of ``dtype``; at 16 bits, int16 as steps of :data:`FINE`."""
+    if bits == 16:
+        return packed.to(dtype).mul_(FINE)
+    if bits == 8:
+        return packed.to(dtype)
+    size, count = packed.shape[-1], 8 // bits
+    codes = torch.empty(*packed.shape[:-1], size * count, dtype=dtype, device=packed.device)
+    for number in range(count):
+        part = packed >> (number * bits) if number else packed
+        part = part & (2**bits - 1) if number < count - 1 else part
+        codes[..., number * size : (number + 1) * size] = part
+    return codes
+
+
+def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
+    """Return ``left @ unpack(packed)`` without unpacking: a byte shifted by i codes is code i and, times 2**bits, all
+    above it; so each product with a shifted byte has the next one's taken off."""
+    if bits == 16:
+        return (left @ packed.float()).mul_(FINE)
+    products = [left @ (packed >> shift if shift else packed).float() for shift in range(0, 8, bits)]
+    for number in range(len(products) - 1):
+        products[number] = products[number].sub_(products[number + 1], alpha=2**bits)
+    return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+
+def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1); of 16 bits, int16 about
+    the middle."""
+    rows = rows.float()
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that the ends are within reach
+        offset = ((low + high) / 2).half()
+        reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
+        scale = (reach / (128 - FINE)).clamp(min=1e-6).half()
+        codes = ((rows - offset.float()) / scale.float() / FINE).round_().mul_(FINE).clamp_(FINE - 128, 128 - FINE)
+        return (codes / FINE).to(torch.int16), scale, offset
+    offset = low.half()
+    scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
+    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    return pack(codes.to(torch.uint8), bits), scale, offset
+
+
+@dataclass(frozen=True)
+class Codes:
+    """offset + scale * code, the last axis of codes packed."""
+
+    layout: ClassVar[str] = "grouped"
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    bits: int
+
+    def _numbers(self) -> Tensor:
+        return (unpack(self.codes, self.bits, torch.float32) * self.scale.float()).add_(self.offset.float())
+
+
+@dataclass(frozen=True)
+class CodedKeys(Codes):
+    """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim), as if they were written out."""
+        lanes, groups, dim, _ = self.codes.shape
+        return lanes, 1, groups * GROUP, dim
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
+        query = query.float()
+        folded = query[:, None] * self.scale.float().transpose(2, 3)  # (lanes, groups, rows, dim)
+        products = multiplied(folded, self.codes, self.bits)
+        products += query[:, None] @ self.offset.float()
+        return products.transpose(1, 2).flatten(2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        # One group is a view of what is transposed, which the attention kernel would misread.
+        return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
+
+
+@dataclass(frozen=True)
+class CodedValues(Codes):
+    """Values of some lanes: codes (lanes, groups, parts, GROUP, width packed), scale and offset (lanes, groups, parts,
+    GROUP, 1); ``parts`` of ``width`` channels each."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        lanes, groups, parts, *_ = self.codes.shape
+        return lanes, 1, groups * GROUP, parts * self.width
+
+    @property
+    def width(self) -> int:
+        """Channels of a part."""
+        return self.codes.shape[-1] * (8 // min(8, self.bits))
+
+    def mix(self, weights: Tensor) -> Tensor:
+        grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)
+        mixed = multiplied(grouped * self.scale.float().transpose(3, 4), self.codes, self.bits)
+        mixed += grouped @ self.offset.float()
+        return mixed.sum(1).transpose(1, 2).flatten(2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self._numbers().transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
+
+
+def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise one group of keys (lanes, GROUP, dim): (lanes, dim, ...) each."""
+    return encode(keys.transpose(1, 2), bits)
+
+
+def encode_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise one group of values (lanes, GROUP, dim): (lanes, parts, GROUP, ...) each."""
+    return encode(values.unflatten(2, (-1, width(values.shape[2]))).transpose(1, 2), bits)
+
+
+def width(dim: int) -> int:
+    """Return how many of ``dim`` channels share an entry's scale."""
+    return GROUP if dim % GROUP == 0 else dim
+
+
+def group_bytes(key_dim: int, value_dim: int, bits: int) -> int:
+    """Return the bytes of one group of GROUP entries of one lane, scales and offsets included."""
+    keys = key_dim * (GROUP * bits // 8 + 4)
+    values = GROUP * (value_dim * bits // 8 + 4 * (value_dim // width(value_dim)))
+    return keys + values

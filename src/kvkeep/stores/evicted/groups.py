@@ -1,0 +1,249 @@
+"""Evicted entries in another form, by groups of 32: in a ring of so many groups, or in all the room they need."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.site import PredictedBytes
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
+from kvkeep.memory.meter import nbytes
+from kvkeep.step import native
+from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.stores.slots import codes_of, without
+
+GROUP = 32
+"""Entries of a group."""
+
+
+class Codec(ABC):
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
+
+    kept: ClassVar[EntryState]
+    as_kept: ClassVar[bool] = False
+    """Whether attention reads all the parts themselves, whatever the query, and no numbers made of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it needs for that."""
+        return 0
+
+    @abstractmethod
+    def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
+        """Return the parts of one group, (lanes, ...) each: keys and values (lanes, GROUP, dim), slots (lanes,
+        GROUP)."""
+
+    @abstractmethod
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        """Yield what groups hold: parts (lanes, groups, ...), slots (lanes, groups, GROUP); ``holes``: some are -1."""
+
+
+class Groups(EvictedStore):
+    """Entries wait as they are until they are a group; ``codec`` then encodes it. capacity: groups kept at most, the
+    oldest make way; None: no end."""
+
+    def __init__(self, capacity: int | None, codec: Codec) -> None:
+        self.capacity, self.codec = capacity, codec
+        self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
+        self.count = 0  # of them
+        self.parts: list[Tensor] = []  # (lanes, groups, ...)
+        self.slots: Tensor | None = None  # (lanes, groups, GROUP)
+        self.written = 0  # groups ever written
+        self.holes = False  # whether some slots are -1
+        self.gaps = False  # whether some of those that wait are
+        self._evicted = torch.empty(0)  # slots of the entries that a planned step evicts, (lanes, 1)
+        self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
+
+    @property
+    def kept(self) -> int:
+        return self.written if self.capacity is None else min(self.written, self.capacity)
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        rows = left[:3]
+        if not self.waiting:
+            self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
+        self.gaps |= left.holes and bool((left.slots < 0).any())
+        start, total = 0, left.slots.shape[1]
+        while start < total:
+            count = min(GROUP - self.count, total - start)
+            for kept, one in zip(self.waiting, rows, strict=True):
+                kept[:, self.count : self.count + count] = one[:, start : start + count]
+            self.count += count
+            start += count
+            if self.count == GROUP:
+                self._write()
+
+    def _write(self) -> None:
+        slots, self.count, self._spans = self.waiting[2], 0, None
+        self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
+        parts = [*self.codec.encode(*self.waiting), slots]
+        if self.slots is None or (self.kept == self.slots.shape[1] and self.kept != self.capacity):
+            self._grow(parts)
+        assert self.slots is not None
+        place = self.written if self.capacity is None else self.written % self.capacity
+        for kept, part in zip([*self.parts, self.slots], parts, strict=True):
+            kept[:, place] = part
+        self.written += 1
+
+    def _grow(self, like: list[Tensor]) -> None:
+        old = [] if self.slots is None else [*self.parts, self.slots]
+        size = grown(self.kept, self.capacity)
+        fresh = [part.new_empty(len(part), size, *part.shape[1:]) for part in like]
+        fresh[-1].fill_(-1)  # no slot is one that nobody wrote
+        for part, before in zip(fresh, old, strict=False):
+            part[:, : self.kept] = before[:, : self.kept]
+        *self.parts, self.slots = fresh
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        if self.kept and self.slots is not None:
+            yield from self.codec.read(query, self._kept_parts(), self.slots[:, : self.kept], self.holes)
+        if self.count:
+            keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
+            yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
+
+    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
+        if evicts and (not self.waiting or self.count == GROUP - 1):  # a group begins, or is encoded
+            return None
+        spans = self.spans()
+        if spans is None or not all(native.reads(span.keys, span.values) for span in spans):
+            return None
+        if not evicts:
+            return spans
+        keys, values, _ = self.waiting
+        step.evict = Destination(keys, values, self.count, self._evicted)
+        assert self._spans is not None
+        self._spans[-1].stop = self.count + 1
+        return self._spans
+
+    def commit(self, slot: int | None) -> None:
+        place = self.waiting[2][:, self.count]
+        place.copy_(self._evicted[:, 0]) if slot is None else place.fill_(slot)
+        self.count += 1
+
+    def spans(self) -> Sequence[Span] | None:
+        if self.holes or self.gaps or not self.codec.as_kept:
+            return None
+        if not self.waiting:
+            return ()
+        if self._spans is None:
+            any_query, slots = self.waiting[0][:0], self.slots
+            coded = (
+                () if slots is None else self.codec.read(any_query, self._kept_parts(), slots[:, : self.kept], False)
+            )
+            self._spans = [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in coded]
+            self._spans.append(Span(self.waiting[0], self.waiting[1], 0, 0))
+            self._evicted = self.waiting[2].new_empty(len(self.waiting[2]), 1)
+        self._spans[-1].stop = self.count
+        return self._spans if self.count else self._spans[:-1]
+
+    def _kept_parts(self) -> list[Tensor]:
+        return [part[:, : self.kept] for part in self.parts]
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        found = [(self.slots[:, : self.kept].flatten(1), self.codec.kept)] if self.slots is not None else []
+        if self.count:
+            found.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
+        return codes_of(lanes, length, found)
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        for slots in (self.slots, *self.waiting[2:]):
+            if slots is not None:
+                self.holes = self.gaps = True
+                slots.masked_fill_(slots >= length, -1)
+
+    def forget(self, slots: Tensor) -> None:
+        written = [] if self.slots is None else [self.slots[:, : self.kept]]
+        for slots_here in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
+            self.holes = self.gaps = True
+            slots_here.copy_(without(slots_here.flatten(1), slots).view_as(slots_here))
+
+    def select(self, lanes: Tensor) -> None:
+        self._spans = None
+        self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
+        self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
+        self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
+
+    def state(self) -> dict[str, Tensor]:
+        saved = {"counts": torch.tensor([self.count, self.written, self.holes, len(self.waiting), len(self.parts)])}
+        every = [*self.waiting, *self.parts, *([] if self.slots is None else [self.slots])]
+        return saved | {str(number): tensor for number, tensor in enumerate(every)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.count, self.written, holes, waiting, parts = state["counts"].tolist()
+        self.holes, self.gaps, self._spans = bool(holes), True, None  # there may be
+        every = [state[str(number)] for number in range(len(state) - 1)]
+        self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
+        self.slots = every[-1] if parts else None
+
+    def check(self, extent: Extent) -> None:
+        within("counts", self.count, 0, GROUP)
+        if not self.waiting:
+            if self.count or self.written or self.parts:
+                raise Misfit("groups are there before their first entries")
+            return
+        keys, values, slots = self.waiting
+        if extent.entries(keys, values) != GROUP:
+            raise Misfit("a group has another number of entries")
+        fits("slots", slots, (extent.lanes, GROUP), torch.int32)
+        extent.numbered("slots", slots[:, : self.count], (extent.lanes, None))
+        if not self.parts or self.slots is None:
+            within("counts", self.written, 0, 1)
+            return
+        within("counts", self.written, 1, sys.maxsize)  # entries that came back, or again, are written once more
+        groups = self.slots.shape[1]
+        within("groups", groups, self.kept, (groups if self.capacity is None else self.capacity) + 1)
+        made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))
+        alike("parts", self.parts, [one[:, None] for one in made], (extent.lanes, groups))
+        fits("slots", self.slots, (extent.lanes, groups, GROUP), torch.int32)
+        extent.numbered("slots", self.slots[:, : self.kept], (extent.lanes, None, GROUP))
+
+    @property
+    def compressed_bytes(self) -> int:
+        return nbytes(*self.parts, *self.waiting[:2])
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for slots, and for what groups are read by."""
+        return nbytes(self.slots, *self.waiting[2:]) + self.codec.nbytes
+
+
+def grown(groups: int, capacity: int | None) -> int:
+    """Return the groups there is memory for once it has grown beyond ``groups``: half as many again."""
+    size = max(8, groups + groups // 2)
+    return size if capacity is None else min(capacity, size)
+
+
+def allocated(written: int, capacity: int | None) -> int:
+    """Return the groups there is memory for once ``written`` were."""
+    size = 0
+    while size < (written if capacity is None else min(written, capacity)):
+        size = grown(size, capacity)
+    return size
+
+
+def group_holds(
+    layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
+) -> PredictedBytes:
+    """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and
+    by; ``number``: bytes of an entry of a lane that attention writes out for a moment."""
+    count, heads = sum(left), layer.kv_heads
+    if not count:
+        return PredictedBytes()
+    groups = allocated(count // GROUP, capacity)
+    groups_held = count // GROUP if capacity is None else min(count // GROUP, capacity)
+    waiting = GROUP * layer.entry_elements * geometry.dtype_bytes
+    return PredictedBytes(
+        compressed=heads * groups * size + waiting,
+        bookkeeping=4 * heads * GROUP * (groups + 1),
+        workspace=heads * GROUP * groups_held * number,
+        entries=GROUP * groups_held + count % GROUP,
+    )

@@ -1,0 +1,58 @@
+"""What leaves is merged into what stays, whose entries then stand for several tokens (:attr:`Bank.extra`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EntryState, EvictedEntries
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.memory.ledger import Ledger
+from kvkeep.stores.resident.banks import Bank
+
+
+class MergeOnEvict(EvictedStore):
+    """Holds nothing itself: :meth:`merge` puts entries into those of a bank."""
+
+    merges = True
+
+    def __init__(self, site: Site) -> None:
+        self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        with self.meter.merging():
+            for bank in resident.banks:
+                if bank.columns:  # none: a row of padding so far
+                    self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
+
+    @abstractmethod
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
+        """Put what ``left`` into the entries of a bank, and keep ``bank.extra`` and ``bank.newest`` up to date: the
+        latter is the last slot whose value an entry has in it."""
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        return merged_states(self.ledger, lanes, length)
+
+
+def counts_of(left: EvictedEntries) -> Tensor:
+    """Return for how many tokens each entry stands, (lanes, n) float32, 0 for none."""
+    extra = 0 if left.extra is None else left.extra
+    return (1.0 + extra) * (left.slots >= 0)
+
+
+def newest_of(left: EvictedEntries) -> Tensor:
+    """Return the last slot that each entry stands for, (lanes, n)."""
+    return left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
+
+
+def merged_states(ledger: Ledger, lanes: int, length: int) -> Tensor:
+    """Return codes (lanes, ``length``): merged, and for padding dropped."""
+    codes = torch.full((lanes, length), EntryState.MERGED, dtype=torch.int8)
+    if ledger.visible is not None and lanes:
+        real = ledger.visible[:, :length].repeat_interleave(lanes // ledger.batch, 0).cpu()
+        codes[:, : real.shape[1]].masked_fill_(~real, EntryState.DROPPED)
+    return codes

@@ -1,0 +1,132 @@
+"""What both ways of merging neighbours keep of each lane, and what a rollback does.
+
+Entries lie in the order of the text and go by the last slot they stand for. Positions are the running sum of the
+counts, counted back from the next token; so a key is turned only when a count before the next token is cut or goes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.meter import nbytes
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.evicted.merge_on_evict import merged_states
+from kvkeep.stores.resident.banks import Bank
+
+
+class MergesNeighbours(EvictedStore):
+    """Makes room among resident entries. The selector is not asked to rank.
+
+    by_lane: names of tensors (lanes, ...), each None until there is something. slack: for how many tokens room is made
+    at once while decoding. moved: (lanes, 1) int32, tokens that no count stands for any more: capped, lost where pairs
+    overlapped, or taken by a rollback with others. lost: (lanes, 2 n) int32, slots from..to that rollbacks took with
+    others. tally: (2,) float64, pairs merged so far, and shares that had to be clamped. length: slots settled.
+    """
+
+    keeps = False
+    makes_room = True
+    by_lane: ClassVar[tuple[str, ...]] = ("moved", "lost")
+
+    def __init__(self, site: Site, adapter: Adapter, slack: int) -> None:
+        self.layer, self.ledger, self.meter = site.layer.index, site.ledger, site.meter
+        self.adapter, self.slack = adapter, slack
+        self.tally = torch.zeros(2, dtype=torch.float64)
+        self.moved: Tensor | None = None
+        self.lost: Tensor | None = None
+        self.length = 0
+
+    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Return keys (lanes, n, dim) as they would be ``by`` (lanes, n) positions later."""
+        by_head = keys[:, None]
+        return self.adapter.turn(self.layer, by_head, self.adapter.angles(self.layer, by_head, by.long()))[:, 0]
+
+    def _tokens(self, bank: Bank, heads: int) -> Tensor:
+        """Return how many of the settled slots are tokens, in the row of each lane of a bank, (lanes, 1)."""
+        if (visible := self.ledger.visible_by(heads)) is None:
+            return torch.full((len(bank.slots), 1), self.length, device=bank.slots.device)
+        return bank.of(visible)[:, 0, 0, : self.length].sum(1, keepdim=True)
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        self.length = resident.length
+
+    def merged(self) -> tuple[int, int]:
+        pairs, clamped = self.tally.tolist()
+        return int(pairs), int(clamped)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return that everything is merged but what a rollback took; so are entries lost where pairs overlapped."""
+        codes = merged_states(self.ledger, lanes, length)
+        if self.lost is not None:
+            slots = torch.arange(length)
+            for span in self.lost.cpu().unflatten(1, (-1, 2)).unbind(1):
+                codes[(slots >= span[:, :1]) & (slots < span[:, 1:])] = int(EntryState.DROPPED)
+        return codes
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
+        moves up."""
+        if length >= self.length:
+            return
+        self.length = length
+        if self.lost is not None:
+            self.lost.clamp_(max=length)
+        if self.moved is None:
+            return
+        spans = torch.zeros(resident.banks.lanes, 2, dtype=torch.int32, device=self.moved.device)
+        for bank in resident.banks:
+            if not bank.columns:
+                continue
+            moved = self._tokens(bank, resident.banks.heads) - bank.counts().sum(1, keepdim=True)
+            by = moved - bank.of(self.moved)
+            self.moved[bank.index] = moved.int()
+            if bank.used and bool((by != 0).any()):
+                used = bank.keys[:, : bank.used]
+                used.copy_(self._turned(used.float(), by.expand(-1, bank.used)))
+            spans[bank.index, :1] = bank.slots.amax(1, keepdim=True) + 1
+            spans[bank.index, 1:] = length
+        if bool((spans[:, 0] < spans[:, 1]).any()):
+            self.lost = spans if self.lost is None else torch.cat([self.lost, spans], 1)
+
+    def select(self, lanes: Tensor) -> None:
+        for name, rows in self._by_lane().items():
+            setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
+
+    def _by_lane(self) -> dict[str, Tensor]:
+        """Return what there is by lane."""
+        return {name: rows for name in self.by_lane if (rows := getattr(self, name)) is not None}
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return nbytes(self.tally, *self._by_lane().values())
+
+    def state(self) -> dict[str, Tensor]:
+        return self._by_lane() | {"tally": self.tally, "length": torch.tensor([self.length])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        for name in self.by_lane:
+            setattr(self, name, state.get(name))
+        self.tally, self.length = state["tally"], int(state["length"][0])
+
+    def check(self, extent: Extent) -> None:
+        fits("tally", self.tally, (2,), torch.float64)
+        if self.length != extent.slots:
+            raise Misfit(f"merging is not of {extent.slots} slots")
+        self._counted("moved", extent)
+        if self.lost is not None:
+            self._counted("lost", extent, None)
+            within("lost", self.lost.shape[1] % 2, 0, 1)
+
+    def _counted(self, name: str, extent: Extent, columns: int | None = 1) -> None:
+        """Raise Misfit where what is called ``name`` is there, and not (lanes, ``columns``) numbers of slots."""
+        if (counted := getattr(self, name)) is not None:
+            within(name, fits(name, counted, (extent.lanes, columns), torch.int32), 0, extent.slots + 1)

@@ -1,0 +1,169 @@
+"""One pass of merging neighbours: which disjoint pairs of a row merge, and what they become. Pure functions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROUNDS = 12
+"""Rounds of taking all local minima; after so many, what is undecided waits for the next pass."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
+
+    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
+    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way,
+    None where the store does not note it. clues: what else it knows of each entry
+    (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at
+    all.
+    """
+
+    keys: tuple[Tensor, Tensor]
+    values: tuple[Tensor, Tensor]
+    attention: tuple[Tensor, Tensor]
+    output: Tensor | None
+    clues: tuple[Tensor, Tensor] | None
+    real: Tensor
+
+
+class PairMerging(ABC):
+    """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
+    0 for none."""
+
+    sinks: int
+    cap: int
+
+    @abstractmethod
+    def share(self, pairs: Pairs) -> Tensor:
+        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
+        outside [0, 1], or no number, is clamped and counted."""
+
+
+@dataclass
+class OrderedEntries:
+    """What a pass works on: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
+
+    counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
+    entries, any), what else the store knows of each; a merged entry has the sum of both.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    counts: Tensor
+    attention: Tensor
+    known: Tensor
+    clues: Tensor | None = None
+
+    def at(self, index: Tensor) -> OrderedEntries:
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return OrderedEntries(**{name: _gathered(part, index) for name, part in parts if part is not None})
+
+    def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> OrderedEntries:
+        """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
+        return replace(self, **{name: _written(getattr(self, name), at, new, real) for name, new in merged.items()})
+
+
+class Merged(NamedTuple):
+    """Entries after a pass, and of how many pairs they come: (2,), all, and those whose share had to be clamped."""
+
+    entries: OrderedEntries
+    tally: Tensor
+
+
+def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Tensor:
+    """Return which pairs of entries to merge, (lanes, n) bool, ``wanted`` (lanes, 1) at most: those with the least
+    attention, of entries that queries have seen, at slots from ``start`` on."""
+    may = entries.known & (entries.slots >= start)
+    cost = (entries.attention + entries.attention.roll(-1, 1)).masked_fill(~(may & may.roll(-1, 1)), torch.inf)
+    cost[:, -1] = torch.inf
+    return cheapest_pairs(cost, wanted)
+
+
+def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
+    """Return which pairs to take: (lanes, n) bool, pair i being entries i and i + 1.
+
+    cost: (lanes, n), inf for pairs that must not be. wanted: (lanes, 1), how many at most. No two of the chosen share
+    an entry, and they are those that a greedy choice by cost would take, first come first served where costs tie: a
+    pair that is cheaper than both its neighbours is greedy's, so all such are taken at once, their neighbours struck,
+    and so on.
+    """
+    chosen = torch.zeros(cost.shape, dtype=torch.bool, device=cost.device)
+    left = cost.clone()
+    for _ in range(ROUNDS):
+        padded = torch.nn.functional.pad(left, (1, 1), value=float("inf"))
+        least = (left < padded[:, :-2]) & (left <= padded[:, 2:]) & (left < float("inf"))
+        chosen |= least
+        beside = torch.nn.functional.pad(least, (1, 1))
+        left = left.masked_fill(least | beside[:, :-2] | beside[:, 2:], float("inf"))
+    order = cost.masked_fill(~chosen, float("inf")).argsort(dim=1, stable=True).argsort(1)
+    return chosen & (order < wanted)
+
+
+def merge(
+    entries: OrderedEntries,
+    chosen: Tensor,
+    how: PairMerging,
+    turned: Callable[[Tensor, Tensor], Tensor],
+    output: Tensor | None,
+) -> Merged:
+    """Merge the ``chosen`` pairs, (lanes, n) bool, and close the gaps.
+
+    turned: returns keys (lanes, n, dim) as they would be so many positions (lanes, n) later. output: the layer's mean
+    one, (lanes, 1, value_dim), for methods that work by it.
+    """
+    pairs = int(chosen.sum(1).max())
+    at = (~chosen).int().argsort(dim=1, stable=True)[:, :pairs]
+    real = chosen.gather(1, at)
+    one, two = entries.at(at), entries.at(at + real)  # where it is no pair, the entry and itself
+    dtype, keys = entries.keys.dtype, one.keys.float()
+    second, values = turned(two.keys.float(), -one.counts), (one.values.float(), two.values.float())
+    clues = None if one.clues is None or two.clues is None else (one.clues, two.clues)
+    share = how.share(Pairs((keys, second), values, (one.attention, two.attention), output, clues, real))
+    bad = real[..., None] & ~((share >= 0) & (share <= 1))
+    share = share.nan_to_num(nan=0.5).clamp(0, 1)
+    counts = one.counts + two.counts
+    total = one.counts[..., None] * values[0] + two.counts[..., None] * values[1]
+    counts = counts.clamp(max=how.cap) if how.cap else counts
+    result = entries.after(
+        at,
+        real,
+        keys=(share * keys + (1 - share) * second).to(dtype),
+        values=(total / counts.clamp(min=1)[..., None]).to(dtype),
+        slots=two.slots,
+        counts=counts,
+        attention=one.attention + two.attention,
+        **({} if clues is None else {"clues": clues[0] + clues[1]}),
+    )
+    gone = torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
+    result.slots, result.counts = result.slots.masked_fill(gone, -1), result.counts.masked_fill(gone, 0)
+    if how.cap:
+        # A count that was cut brings what is before it nearer.
+        nearer = _from_end(entries.counts) - _from_end(result.counts)
+        if bool(nearer.any()):
+            result.keys = turned(result.keys.float(), nearer).to(dtype)
+    tally = torch.stack([real.sum(), bad.any(2).sum()])
+    return Merged(result.at(result.slots.argsort(dim=1, stable=True)), tally)
+
+
+def _from_end(counts: Tensor) -> Tensor:
+    """Return the sum of the counts from each entry on."""
+    return counts.flip(1).cumsum(1).flip(1)
+
+
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def _written(rows: Tensor, index: Tensor, new: Tensor, real: Tensor) -> Tensor:
+    """Return ``rows`` with ``new`` at ``index`` where ``real``."""
+    wide = index if rows.ndim == 2 else index[..., None].expand_as(new)
+    mask = real if rows.ndim == 2 else real[..., None]
+    return rows.scatter(1, wide, torch.where(mask, new, rows.gather(1, wide)))

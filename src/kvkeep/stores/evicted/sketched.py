@@ -1,0 +1,250 @@
+"""Evicted entries in a count sketch: attention sees what each of them is estimated to be (KVReviver)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.memory.extent import Extent, Misfit, alike, fits
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.step.torch import FOLDED
+from kvkeep.stores.evicted.sketch import PAGE, CountSketch, Estimates, places
+from kvkeep.stores.slots import compact
+
+SWAPS = 8
+"""Entries of a lane that are compared at a time."""
+
+
+class Hashed:
+    """Where the entries at every slot are in a sketch, for all layers of one cache: what is hashed are positions."""
+
+    def __init__(self, ledger: Ledger, rows: int) -> None:
+        self.ledger, self.rows = ledger, rows
+        self._known: dict[int, Tensor] = {}  # by slots of a row: (rows, batch, slots of the sequence)
+
+    def at(self, slots: Tensor, size: int) -> Tensor:
+        """Return where the entries at ``slots`` (lanes, n) are in rows of ``size`` slots, (rows, lanes, n) int32;
+        anywhere for -1."""
+        length = self.ledger.length
+        known = self._known.get(size)
+        if known is None or known.shape[2] != length:
+            positions = self.ledger.positions.view().squeeze(-1)
+            known = self._known[size] = places(positions, self.rows, size).int()
+        heads = slots.shape[0] // self.ledger.batch
+        row = torch.arange(slots.shape[0], device=slots.device)[:, None] // heads * length
+        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(self.rows, *slots.shape)
+
+    def clear(self) -> None:
+        self._known = {}
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(*self._known.values())
+
+
+class Sketched(EvictedStore):
+    """Sketches of keys and values. An entry of a lane is in them or not, by slot.
+
+    slots: of a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its slots.
+    keys: "unsigned", "averaged", or "signed" as values always are. swap: an entry comes back, as it is estimated, when
+    it ranks above that many times the lowest resident one (KVReviver, Algorithm 3); what comes back is an estimate, and
+    so is what is deleted. 0: none does. leads: it accounts for what the sketches of all layers share.
+    """
+
+    def __init__(
+        self, hashed: Hashed, slots: int, estimate: str, by: str, keys: str, swap: float, meter: Meter, leads: bool
+    ) -> None:
+        self.hashed, self.size, self.estimate, self.by, self.keys = hashed, slots, estimate, by, keys
+        self.swap_at, self.meter, self.leads = swap, meter, leads
+        self.listens = swap > 0  # type: ignore[misc]
+        self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys, of values
+        self.inside: Tensor | None = None  # (lanes, slots and one more for none) bool
+        self.scores: Tensor | None = None  # (lanes, slots and one more for none) float32, where it listens
+        self._yielded: list[Tensor] = []  # slots of the pieces that were last yielded
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        if self.sketches is None:
+            self.sketches = self._new(left.keys, left.values)
+        at, there = self.hashed.at(left.slots, self.size), left.slots >= 0
+        for sketch, vectors in zip(self.sketches, left[:2], strict=True):
+            sketch.insert(at, vectors, there)
+        self.inside = _put(self.inside, left.slots, True)
+        if self.listens:
+            assert left.scores is not None
+            self.scores = _put(self.scores, left.slots, left.scores)
+
+    def _new(self, of_keys: Tensor, of_values: Tensor) -> tuple[CountSketch, CountSketch]:
+        rows, size, tallies = self.hashed.rows, self.size, self.estimate != "plain"
+        signed, averaged = self.keys == "signed", self.keys == "averaged"
+        keys = CountSketch(len(of_keys), rows, size, of_keys.shape[-1], signed, tallies, averaged, like=of_keys)
+        values = CountSketch(len(of_values), rows, size, of_values.shape[-1], True, tallies, like=of_values)
+        return keys, values
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield estimates of all entries in the sketches, unwritten."""
+        self._yielded = []
+        if self.inside is None:
+            return
+        slots = compact(self.inside[:, :-1])
+        keys, values = self._estimates(slots)
+        size = max(1, slots.shape[1]) if query.shape[2] <= FOLDED else PAGE
+        holes = bool((slots < 0).any())
+        with self.meter.holding(keys.at, keys.cells, values.cells):
+            for start in range(0, slots.shape[1], size):
+                stop = start + size
+                if self.listens:
+                    self._yielded.append(slots[:, start:stop])
+                yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], holes=holes)
+
+    def _estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
+        """Return what the entries at ``slots`` (lanes, n) are estimated to be."""
+        assert self.sketches is not None and self.inside is not None
+        at = self.hashed.at(slots, self.size)
+        count = None if self.estimate == "plain" else self.inside.sum(1)
+        shrink = self.estimate == "shrunk"
+        keys, values = (sketch.estimates(at, self.by, count, shrink, self.meter) for sketch in self.sketches)
+        return keys, values
+
+    def _delete(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the entries at ``slots`` (lanes, n) out of the sketches and return what they were estimated to be."""
+        assert self.sketches is not None
+        at, there, found = self.hashed.at(slots, self.size), slots >= 0, []
+        for sketch, estimates in zip(self.sketches, self._estimates(slots), strict=True):
+            found.append(estimates.dense(sketch.cells.dtype))
+            sketch.delete(at, found[-1], there)
+        self.inside = _put(self.inside, slots, False)
+        return found[0], found[1]
+
+    # -- entries come back --------------------------------------------------------------------------
+
+    def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
+        if not weights or self.scores is None:
+            return
+        slots, self._yielded = torch.cat(self._yielded, 1), []
+        observed = resident.observed(slots, _got(self.scores, slots), torch.cat([*weights], 1), queries)
+        self.scores = _put(self.scores, slots, observed)
+
+    def swap(self, resident: WorkingSet, length: int) -> None:
+        if self.inside is None or self.scores is None:
+            return
+        columns = resident.columns
+        count = min(SWAPS, columns, self.inside.shape[1] - 1)
+        for _ in range(0, columns, max(1, count)):
+            inside, scores = self.inside[:, :-1], self.scores[:, :-1]
+            slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
+            ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)
+            ranks, best = _highest(ranks, count)
+            chosen = (resident.lowest(count) * self.swap_at < ranks) & (ranks > float("-inf"))
+            if not chosen.any():
+                return
+            slots = best.masked_fill(~chosen, -1)
+            resident.swap_in(slots, *self._delete(slots), _got(self.scores, slots))
+            if not chosen.all(1).any():
+                return
+
+    def forget(self, slots: Tensor) -> None:
+        if self.inside is not None:
+            there = _got(self.inside, slots).bool()
+            self._delete(slots.masked_fill(~there, -1))
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        codes = super().states(lanes, length)
+        if self.inside is not None:
+            inside = self.inside[:, :-1][:, :length].cpu()
+            codes[:, : inside.shape[1]].masked_fill_(inside, EntryState.SKETCHED)
+        return codes
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        """Delete what the forgotten entries are estimated to be; by how much that is wrong stays as noise."""
+        if self.inside is not None and self.inside[:, length:-1].any():
+            slots = compact(self.inside[:, length:-1])
+            self._delete(torch.where(slots < 0, slots, slots + length))
+        self.hashed.clear()
+
+    def select(self, lanes: Tensor) -> None:
+        self.hashed.clear()
+        if self.sketches is None or self.inside is None:
+            return
+        lanes = lanes.to(self.inside.device)
+        for sketch in self.sketches:
+            sketch.select(lanes)
+        self.inside = self.inside.index_select(0, lanes)
+        self.scores = None if self.scores is None else self.scores.index_select(0, lanes)
+
+    def state(self) -> dict[str, Tensor]:
+        if self.sketches is None or self.inside is None:
+            return {}
+        saved = {"inside": self.inside} | ({} if self.scores is None else {"scores": self.scores})
+        for name, sketch in zip(("keys", "values"), self.sketches, strict=True):
+            saved |= {f"{name}.{number}": part for number, part in enumerate(sketch.state())}
+        return saved
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        if "inside" not in state:
+            return
+        self.inside, self.scores = state["inside"], state.get("scores")
+        self.sketches = self._new(state["keys.0"], state["values.0"])
+        for name, sketch in zip(("keys", "values"), self.sketches, strict=True):
+            sketch.restore([state[key] for key in sorted(state) if key.startswith(f"{name}.")])
+
+    def check(self, extent: Extent) -> None:
+        if self.sketches is None or self.inside is None:
+            return
+        fits("inside", self.inside, (extent.lanes, None), torch.bool)
+        if bool(self.inside[:, extent.slots :].any()) or (self.scores is None and self.listens):
+            raise Misfit("'inside' has slots that there are not")
+        if self.scores is not None:
+            fits("scores", self.scores, self.inside.shape, torch.float32)
+        widths = zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True)
+        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
+        for sketch, new in zip(self.sketches, fresh, strict=True):
+            alike("cells", sketch.state(), new.state(), ())
+            fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)
+
+    @property
+    def compressed_bytes(self) -> int:
+        return 0 if self.sketches is None else sum(sketch.nbytes for sketch in self.sketches)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of flags and scores, and of the places of every slot."""
+        return nbytes(self.inside, self.scores) + (self.hashed.nbytes if self.leads else 0)
+
+
+def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and where they are. Of those that rank the same the
+    first, which is the older entry, comes first: entries that share slots are estimated alike."""
+    bits = (ranks + 0.0).view(torch.int32)  # no negative zeros
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # the order of floats, as integers
+    best = (ordered - torch.arange(ranks.shape[1], device=ranks.device)).topk(count, dim=1).indices
+    return ranks.gather(1, best), best
+
+
+def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:
+    """Write ``what`` at ``slots`` (lanes, n), -1 for none, of a table (lanes, slots and one more for none), which grows
+    as it needs to; None: a new one, of zeros."""
+    needed = int(slots.max()) + 2 if slots.numel() else 1
+    if table is None or table.shape[1] < needed:
+        size = max(256, needed + needed // 2)
+        dtype = torch.bool if isinstance(what, bool) else what.dtype
+        grown = torch.zeros(slots.shape[0], size, dtype=dtype, device=slots.device)
+        if table is not None:
+            grown[:, : table.shape[1] - 1] = table[:, :-1]
+        table = grown
+    index = torch.where(slots < 0, table.shape[1] - 1, slots).long()
+    table.scatter_(1, index, what)
+    table[:, -1] = 0
+    return table
+
+
+def _got(table: Tensor, slots: Tensor) -> Tensor:
+    """Return what a table has at ``slots`` (lanes, n), the zero of its last column for none."""
+    return table.gather(1, torch.where((slots < 0) | (slots >= table.shape[1]), table.shape[1] - 1, slots).long())

@@ -1,0 +1,475 @@
+"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, gone. As more come, the least attended fall a tier.
+
+Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
+arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
+mean 0 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys
+keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
+Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
+
+**How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
+tensors; which groups these are is each head's own. See :data:`ABOVE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.site import PredictedBytes
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.geometry import LayerGeometry
+from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
+from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.portable import summed
+from kvkeep.step.plan import Span
+from kvkeep.stores.evicted.coded import CodedKeys, Codes, encode, multiplied
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.evicted.waiting import Waiting, waiting_bytes
+from kvkeep.stores.slots import codes_of, without
+
+
+class Bits(NamedTuple):
+    """Bits of a number in keys and in values."""
+
+    keys: int
+    values: int
+
+
+TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
+"""Bits of the tiers; a model whose numbers have 16 bits begins with the second."""
+
+ABOVE = (2.15, 0.95, 0.4, 0.0)
+"""How far above the depth at which entries are gone each tier ends, as a share of all groups. An entry is worth a tier
+while its squared share of the attention times the squared error that is spared exceeds a price in bytes. The attention
+of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens); so tiers end at differences of
+ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries have."""
+
+PARTS = ("attention", "channels", "waiting")
+"""What can be left out, to see what it is good for."""
+
+
+class EntryGroups(NamedTuple):
+    """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
+    GROUP), slots -1 for none."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scores: Tensor
+
+    @property
+    def groups(self) -> int:
+        return self.slots.shape[1]
+
+
+@dataclass(frozen=True)
+class NormalisedValues(Codes):
+    """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
+    deviation (lanes, 1, dim) of the channels."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.codes.shape[0], 1, self.codes.shape[1], self.mean.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Channels of a part: all."""
+        return self.mean.shape[2]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        mixed = multiplied(weights * self.scale.float().transpose(1, 2), self.codes, self.bits)
+        mixed += weights @ self.offset.float()
+        return mixed.mul_(self.deviation).add_(weights.sum(-1, keepdim=True) * self.mean)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self._numbers().mul_(self.deviation).add_(self.mean).to(dtype)
+
+
+class Channels(NamedTuple):
+    """Mean and deviation of the channels of values, (lanes, 1, value_dim) float32."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def of(cls, entries: EntryGroups) -> Channels:
+        """Return those of some entries, empty places left out."""
+        there = (entries.slots.flatten(1) >= 0)[..., None]
+        number = there.sum(1, keepdim=True).clamp(min=1)
+        values = entries.values.flatten(1, 2).float()
+        mean = summed(values * there, 1) / number
+        deviation = (summed(((values - mean) * there).square(), 1) / number).sqrt().clamp(min=1e-3)
+        return cls(mean, torch.where(there.any(1, keepdim=True), deviation, 1.0))
+
+
+class Tier:
+    """Groups of one layer at ``bits``: parts (lanes, groups, ...)."""
+
+    def __init__(self, bits: Bits) -> None:
+        self.bits = bits
+        self.parts: list[Tensor] = []
+        self.holes = False  # whether some slots are -1
+
+    @property
+    def groups(self) -> int:
+        return self.parts[0].shape[1] if self.parts else 0
+
+    def settle(
+        self, slots: Tensor, scores: Tensor, coming: EntryGroups, count: int, channels: Channels, meter: Meter
+    ) -> tuple[Tensor, Tensor, EntryGroups]:
+        """Keep the ``count`` most attended groups of those held, whose slots and scores (lanes, groups, GROUP) are
+        given, and those ``coming``. Return the slots and scores of what is held now, and what falls."""
+        groups = self.groups
+        if not groups and not count:
+            return slots, scores, coming
+        encoded = self.encode(coming.keys, coming.values, channels)
+        parts = [torch.cat(pair, 1) for pair in zip(self.parts, encoded, strict=True)] if groups else encoded
+        slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
+        if slots.shape[1] <= count:
+            layout = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
+            self.parts = parts if groups else [part.clone(memory_format=layout) for part in parts]
+            return slots, scores, EntryGroups(*(part[:, :0] for part in coming))
+        with meter.holding(*parts):
+            order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
+            falling, staying = order[:, count:], order[:, :count]
+            keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
+            if coming.groups:  # what passes by falls from what it was
+                new = (falling - groups).clamp(min=0)
+                passes = (falling >= groups)[..., None, None]
+                keys = torch.where(passes, picked([coming.keys], new)[0], keys)
+                values = torch.where(passes, picked([coming.values], new)[0], values)
+            left = EntryGroups(keys, values, *picked([slots, scores], falling))
+            self.parts = picked(parts, staying)
+        return *picked([slots, scores], staying), left  # type: ignore[return-value]
+
+    def encode(self, keys: Tensor, values: Tensor, channels: Channels) -> list[Tensor]:
+        """Return the parts of groups of keys and values (lanes, groups, GROUP, dim)."""
+        even, bits = (values.float() - channels.mean[:, None]) / channels.deviation[:, None], self.bits
+        return [*encode(keys.transpose(2, 3), bits.keys), *encode(even, bits.values)]
+
+    def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys, values = self._coded(parts, channels)
+        return keys.dense(dtype).unflatten(1, (-1, GROUP)), values.dense(dtype).unflatten(1, (-1, GROUP))
+
+    def read(self, channels: Channels) -> tuple[CodedKeys, NormalisedValues]:
+        """Return keys and values for attention."""
+        return self._coded(self.parts, channels)
+
+    def _coded(self, parts: list[Tensor], channels: Channels) -> tuple[CodedKeys, NormalisedValues]:
+        rows = (part.flatten(1, 2) for part in parts[3:])
+        keys = CodedKeys(*parts[:3], self.bits.keys)  # type: ignore[call-arg, arg-type]
+        return keys, NormalisedValues(*rows, self.bits.values, *channels)  # type: ignore[call-arg, arg-type]
+
+
+class Tiers(EvictedStore):
+    """One layer's tiers, and the entries that wait to be a group. ``limit``: bytes of a lane for groups; ``width``:
+    bytes of a number of the model's; ``without``: one of :data:`PARTS`, or none. It listens: scores of what left go on,
+    so that a group ranks by the attention it gets; without attention a score is a slot, and the newest rank highest.
+
+    Slots and scores of everything lie in one tensor each, (lanes, entries), tier by tier; the last GROUP are of what
+    waits.
+    """
+
+    listens = True
+
+    def __init__(self, limit: int, key_dim: int, value_dim: int, width: int, meter: Meter, without: str = "") -> None:
+        self.meter, self.without = meter, without
+        self.prices = prices(key_dim, value_dim, width)
+        self.limit = limit - channel_bytes(value_dim)
+        self.tiers = [Tier(bits) for bits in tiers(width)]
+        self.waiting = Waiting(width, without != "waiting")
+        self.slots: Tensor | None = None
+        self.scores: Tensor | None = None
+        self.gaps = False  # whether some of their slots are -1
+        self.channels: Channels | None = None
+        self._spans: list[Span] | None = None  # tiers and what waits, while these are the tensors
+
+    # -- entries come, and fall ---------------------------------------------------------------------
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        assert left.scores is not None
+        scores = left.scores if self.without != "attention" else left.slots.to(left.scores)
+        fresh = [left.keys, left.values, left.slots, scores]
+        if self.slots is None or self.scores is None:
+            size = left.keys.shape[0], GROUP
+            self.slots, self.scores = left.slots.new_full(size, -1), left.scores.new_zeros(size)
+        self.gaps |= left.holes and bool((left.slots < 0).any())
+        start = self.waiting.count
+        count = start + left.slots.shape[1]
+        if not self.waiting.parts:
+            self._begin(fresh)
+        if count >= GROUP:
+            if start:
+                keys, values = (part.dense(left.keys.dtype) for part in self.waiting.read(start))
+                waited = keys, values, self.slots[:, -GROUP:][:, :start], self.scores[:, -GROUP:][:, :start]
+                fresh = [torch.cat([old, new], 1) for old, new in zip(waited, fresh, strict=True)]
+            if count >= 2 * GROUP:  # those attended alike fall alike
+                order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
+                fresh = picked(fresh, order)
+            grouped = count // GROUP * GROUP
+            with self.meter.holding(*fresh[:2]):
+                self._fall(EntryGroups(*(part[:, :grouped].unflatten(1, (-1, GROUP)) for part in fresh)))
+                self._begin(fresh)
+            fresh, start, count = [part[:, grouped:] for part in fresh], 0, count - grouped
+        self.waiting.add(*fresh[:2])
+        self.slots[:, -GROUP:][:, start:count], self.scores[:, -GROUP:][:, start:count] = fresh[2:]
+
+    def _begin(self, fresh: Sequence[Tensor]) -> None:
+        """Let a group begin to wait, of numbers like keys, values and slots at hand."""
+        self._spans = None
+        self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
+
+    def _fall(self, coming: EntryGroups) -> None:
+        assert self.slots is not None and self.scores is not None
+        if self.channels is None:
+            self.channels = Channels.of(coming)
+            if self.without == "channels":
+                self.channels = Channels(self.channels.mean.zero_(), self.channels.deviation.fill_(1.0))
+        counts = tier_counts(self.limit, self.prices, self.groups + coming.groups)
+        spare = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
+        every: list[tuple[Tensor, Tensor]] = []
+        for tier, count in zip(self.tiers, counts, strict=True):
+            stop = start + tier.groups * GROUP
+            slots, scores = (part[:, start:stop].unflatten(1, (-1, GROUP)) for part in (self.slots, self.scores))
+            start, spare = stop, spare + count
+            if coming.groups or tier.groups > spare:
+                slots, scores, coming = tier.settle(slots, scores, coming, spare, self.channels, self.meter)
+            every.append((slots.flatten(1), scores.flatten(1)))
+            spare -= tier.groups
+        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
+        for tier, holes in zip(self.tiers, empty, strict=True):
+            tier.holes = holes
+        every.append((self.slots[:, -GROUP:], self.scores[:, -GROUP:]))
+        self.slots, self.scores = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
+
+    @property
+    def groups(self) -> int:
+        return sum(tier.groups for tier in self.tiers)
+
+    # -- what attention sees ------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[Tier | None, Tensor]]:
+        """Yield what holds entries, with a view of its slots (lanes, n): tiers, and None for what waits."""
+        start = 0
+        if self.slots is None:
+            return
+        for tier in self.tiers:
+            if tier.groups:
+                stop = start + tier.groups * GROUP
+                yield tier, self.slots[:, start:stop]
+                start = stop
+        if self.waiting.count:
+            yield None, self.slots[:, start : start + self.waiting.count]
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        for tier, slots in self._places():
+            if tier is None:
+                yield Piece(*self.waiting.read(self.waiting.count), slots, holes=self.gaps)
+                continue
+            assert self.channels is not None
+            keys, values = tier.read(self.channels)
+            # What attention writes out of them for a moment: codes as numbers.
+            size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
+            self.meter.hold(size)
+            yield Piece(keys, values, slots, holes=tier.holes)
+            self.meter.hold(-size)
+
+    def spans(self) -> Sequence[Span] | None:
+        if self.gaps or any(tier.holes for tier in self.tiers):
+            return None
+        if not self.waiting.parts:
+            return ()
+        if self._spans is None:
+            pairs: list[tuple[Any, Any]] = [self.waiting.read()]
+            if self.channels is not None:
+                pairs = [*(tier.read(self.channels) for tier in self.tiers if tier.groups), *pairs]
+            self._spans = [Span(*pair, 0, pair[0].shape[2]) for pair in pairs]
+        self._spans[-1].stop = self.waiting.count
+        return self._spans if self.waiting.count else self._spans[:-1]
+
+    def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
+        if not weights or self.slots is None or self.scores is None or self.without == "attention":
+            return
+        used = self.groups * GROUP + self.waiting.count
+        slots, scores = (part[:, :used] for part in (self.slots, self.scores))
+        scores.copy_(resident.observed(slots, scores, torch.cat([*weights], 1), queries))
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        states = EntryState.QUANTISED, EntryState.RESIDENT
+        return codes_of(lanes, length, ((slots, states[tier is None]) for tier, slots in self._places()))
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def _strike(self, slots: Tensor) -> None:
+        """Replace the slots, some of which are gone now."""
+        self.gaps = True
+        for tier in self.tiers:
+            tier.holes = True
+        self.slots = slots
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        if self.slots is not None:
+            self._strike(self.slots.masked_fill(self.slots >= length, -1))
+
+    def forget(self, slots: Tensor) -> None:
+        if self.slots is not None:
+            self._strike(without(self.slots, slots))
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        """Return all tensors by the name of what holds them."""
+        named = {str(number): tier.parts for number, tier in enumerate(self.tiers) if tier.groups}
+        if self.slots is not None and self.scores is not None:
+            named["waiting"] = self.waiting.parts
+            named["places"] = [self.slots, self.scores]
+        if self.channels is not None:
+            named["channels"] = [*self.channels]
+        return named
+
+    def _put(self, named: dict[str, list[Tensor]]) -> None:
+        """Replace all tensors, as :meth:`_tensors` gave them."""
+        self._spans = None
+        for number, tier in enumerate(self.tiers):
+            tier.parts = named.get(str(number), tier.parts)
+        if "places" in named:
+            self.waiting.parts = named["waiting"]
+            self.slots, self.scores = named["places"]
+        if "channels" in named:
+            self.channels = Channels(*named["channels"])
+
+    def select(self, lanes: Tensor) -> None:
+        tensors = self._tensors().items()
+        self._put({name: [one.index_select(0, lanes.to(one.device)) for one in parts] for name, parts in tensors})
+
+    def state(self) -> dict[str, Tensor]:
+        saved = {f"{name}.{number}": one for name, parts in self._tensors().items() for number, one in enumerate(parts)}
+        return saved | {"counts": torch.tensor([self.waiting.count, *(tier.holes for tier in self.tiers)])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        named: dict[str, list[Tensor]] = {}
+        for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
+            named.setdefault(key.partition(".")[0], []).append(state[key])
+        self._put(named)
+        self.waiting.count, *holes = state["counts"].tolist()
+        self.gaps = True  # there may be
+        for tier, flag in zip(self.tiers, holes, strict=True):
+            tier.holes = bool(flag)
+
+    def check(self, extent: Extent) -> None:
+        within("counts", self.waiting.count, 0, GROUP)
+        if self.slots is None:
+            if self.waiting.count or self.groups:
+                raise Misfit("groups are there before their first entries")
+            return
+        places = (extent.lanes, (self.groups + 1) * GROUP)
+        extent.numbered("slots", self.slots, places)
+        fits("scores", self.scores, places, torch.float32)
+        dims = extent.key_dim, extent.value_dim
+        alike("waiting", self.waiting.parts, self.waiting.form(extent.lanes, *dims), (extent.lanes,))
+        if self.channels is None:
+            within("groups", self.groups, 0, 1)
+            return
+        for one in self.channels:
+            fits("channels", one, (extent.lanes, 1, extent.value_dim), torch.float32)
+        for tier in self.tiers:
+            if tier.groups:
+                keys, values = (torch.zeros(extent.lanes, 1, GROUP, dim) for dim in dims)
+                made = tier.encode(keys, values, self.channels)
+                alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
+
+    @property
+    def compressed_bytes(self) -> int:
+        channels = () if self.channels is None else self.channels
+        return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting.parts)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return nbytes(self.slots, self.scores)
+
+
+# -- how much there is room for ---------------------------------------------------------------------------
+
+
+def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
+    """Return how many of so many groups of a lane are in each tier: the deepest that ``limit`` bytes allow, at
+    ``prices`` bytes a group."""
+
+    ends_above = ABOVE[-len(prices) :]
+
+    def reach(depth: float) -> list[int]:
+        ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ends_above]
+        return [end - above for end, above in zip(ends, [0, *ends], strict=False)]
+
+    def size(depth: float) -> int:
+        return sum(count * price for count, price in zip(reach(depth), prices, strict=True))
+
+    low, high = 0.0, 1.0 + ABOVE[0]
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if size(middle) <= limit else (low, middle)
+    return reach(low if size(high) > limit else high)
+
+
+def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
+    """Return the bytes of one layer's tiers, of ``limit`` bytes a lane, once so many entries of a lane ``left`` by and
+    by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
+    if not sum(left):
+        return PredictedBytes()
+    costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
+    groups_held, waiting, peak = [0] * len(costs), 0, 0
+    for count in left:
+        coming, waiting = divmod(waiting + count, GROUP)
+        if not coming:
+            continue
+        spare = 0
+        for number, wanted in enumerate(tier_counts(limit - channels, costs, sum(groups_held) + coming)):
+            spare += wanted
+            kept = min(groups_held[number] + coming, spare)
+            coming += groups_held[number] - kept
+            groups_held[number], spare = kept, spare - kept
+        peak = max(peak, sum(count * cost for count, cost in zip(groups_held, costs, strict=True)))
+    groups, numbers = sum(groups_held), layer.key_dim + layer.value_dim
+    coded = sum(count * cost for count, cost in zip(groups_held, costs, strict=True))
+    size = coded + numbers * waiting_bytes(width, without != "waiting")
+    return PredictedBytes(
+        compressed=layer.kv_heads * (size + (channels if groups else 0)),
+        bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
+        workspace=layer.kv_heads * (size + 2 * (max(left) + GROUP) * numbers * width + 4 * numbers * GROUP * groups),
+        entries=GROUP * groups + waiting,
+        shrunk=layer.kv_heads * (peak - coded),
+    )
+
+
+def prices(key_dim: int, value_dim: int, width: int) -> list[int]:
+    """Return the bytes of one group of a lane in each tier."""
+    return [group_bytes(key_dim, value_dim, bits) for bits in tiers(width)]
+
+
+def tiers(width: int) -> tuple[Bits, ...]:
+    """Return the tiers of a model whose numbers have ``width`` bytes: those of fewer bits."""
+    return tuple(bits for bits in TIERS if bits.keys < 8 * width)
+
+
+def group_bytes(key_dim: int, value_dim: int, bits: Bits) -> int:
+    """Return the bytes of one group of one lane."""
+    return key_dim * (GROUP * bits.keys // 8 + 4) + GROUP * (value_dim * bits.values // 8 + 4)
+
+
+def channel_bytes(value_dim: int) -> int:
+    """Return the bytes of what one lane's channels are brought to."""
+    return 8 * value_dim
+
+
+def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
+    """Gather ``index`` (lanes, n) along the second axis of each."""
+    return [
+        one.gather(1, index.view(*index.shape, *[1] * (one.ndim - 2)).expand(-1, -1, *one.shape[2:])) for one in tensors
+    ]

@@ -1,0 +1,98 @@
+"""The reader of most methods: a step attends to what is resident, and to all that the store of evicted entries has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend, attend_scored, received
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.recall import Reader
+from kvkeep.step import native
+from kvkeep.step.plan import LayerStep
+from kvkeep.stores.layer import Layer
+
+
+class ReadEvicted(Reader):
+    """Attends over what comes back, what is resident and what is new."""
+
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Attend, and let the selector and the store learn what each entry received."""
+        store, resident = layer.evicted, layer.resident
+        settled = layer.attends_settled(step)
+        if settled:
+            layer.settle()
+        elif step.brings_entries:
+            store.begin(resident)
+        found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
+        output = self._attended(layer, step, settled) if found is None else found
+        store.attended(step, output, resident)
+        if step.last:
+            layer.finish()
+        return output
+
+    def plan(self, layer: Layer) -> LayerStep | None:
+        step: LayerStep | None = layer.resident.plan()
+        return step
+
+    def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:
+        """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
+        some of it is masked or formed, or the library does not read it."""
+        store, resident = layer.evicted, layer.resident
+        if step.mask is not None or step.latent or layer.ledger.visible is not None:
+            return None
+        resident_spans, evicted = resident.spans(), store.spans()
+        if not resident_spans or evicted is None:
+            return None
+        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *resident_spans)):
+            return None
+        spans = [*evicted, *resident_spans]
+        done = native.Call(step.query, spans, step.scaling).attend()
+        assert done is not None
+        if resident.observes or store.listens:
+            scored = spans if store.listens else resident_spans
+            received = native.Call(step.query, scored, step.scaling).received(
+                done[1], greatest=resident.selector.reduce == "max"
+            )
+            *others, weights = received.split([span.entries for span in scored], 1)
+            if resident.observes:
+                resident.learn(weights)
+            if store.listens:
+                store.observe(others, 1, resident)
+        return done[0]
+
+    def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
+        """Attend by segments, whatever there is of them."""
+        store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
+        ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
+        resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
+        pieces = store.pieces(step.query, resident, layer.length)
+        evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
+        if store.listens:
+            evicted = list(evicted)  # its pieces are held until it has learnt what they received
+        complete = store.listens or store.merges or not store.keeps
+        one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
+        if settled and step.queries == 1 and complete and one_bank and resident.observes:
+            found = attend_scored(step.query, [*evicted, *resident_segments], step.scaling, resident.selector.reduce)
+            output, (*others, weights) = found
+            resident.learn(weights)
+            if store.listens:
+                store.observe(others, 1, resident)
+            return output
+        new = () if settled else (step.arriving(),)
+        output, lse = attend(step.query, chain(evicted, resident_segments, new), step.scaling, origin=layer.origin)
+        resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
+        if store.listens:
+            observe_evicted(layer, step, lse, evicted)
+        return output
+
+
+def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
+    """Let a store that listens learn what its pieces received of a step, by the log-sum-exp of everything."""
+    resident = layer.resident
+    window, lse = resident.selector.observation_window or None, resident.unpadded(lse)
+    reduce = resident.selector.reduce
+    weights = [received(step.query, piece, lse, step.scaling, window, reduce) for piece in evicted]
+    layer.evicted.observe(weights, min(step.queries, window or step.queries), resident)

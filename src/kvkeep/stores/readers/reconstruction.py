@@ -1,0 +1,61 @@
+"""The reader of a reconstruction: while a text is read once more, what each of its entries receives of that.
+
+KVzip (arXiv:2505.23416, section 3): an entry is scored by the most attention that any query of the repeated text, of
+any head that shares it, pays to it. A long text is repeated in pieces, and the attention of a piece's queries is then
+taken over three kinds of entries alone: the first ones of the text, those of the piece as they were read first, and
+those of the piece as it is read now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend, received
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import Piece
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.rehearsal import Rehearsal
+
+
+class ReconstructionReader(Rehearsal):
+    """Attends to all that a layer has read, exactly, and to what is new, which nobody keeps.
+
+    scores: (lanes, slots) float32, the most that each entry received. piece: slots that are repeated now. sinks: first
+    entries beside them whose attention a later piece's is compared with.
+    """
+
+    def __init__(self, layer: Layer, sinks: int) -> None:
+        self.sinks, self.piece = sinks, (0, layer.length)
+        self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
+
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        past = (segment for _, segment in self._past(layer, step))
+        output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
+        self._score(layer, step, lse)
+        return output
+
+    def _past(self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
+        """Yield all that was read, or what of it ``keep`` says, (1, slots) bool."""
+        wide = step.wide(layer.length)
+        evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
+        for piece in chain(evicted, layer.resident.pieces()):
+            yield piece, layer.segment(piece, step, wide, keep)
+
+    def _score(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
+        (start, stop), keep = self.piece, None
+        if start or stop < layer.length:
+            keep = torch.zeros(1, layer.length, dtype=torch.bool, device=layer.device)
+            keep[:, : min(self.sinks, start)] = keep[:, start:stop] = True
+            compared = (segment for _, segment in self._past(layer, step, keep))
+            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
+        lse = layer.ledger.unpadded(lse, layer.heads)
+        for piece, segment in self._past(layer, step, keep):
+            low, high = max(piece.first, start), min(piece.first + piece.keys.shape[2], stop)
+            if low < high:
+                weights = received(step.query, segment, lse, step.scaling, None, "max")
+                scores = self.scores[:, low:high]
+                torch.maximum(scores, weights[:, low - piece.first : high - piece.first], out=scores)

@@ -1,0 +1,72 @@
+"""A rehearsal: passes in which a cache's layers attend, and whose entries nobody keeps."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.recall import Reader
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.windows import noted
+
+
+class Rehearsal(Reader):
+    """The reader of a layer in such passes."""
+
+    def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        """Nothing is kept, so nothing needs room."""
+
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        output = self.attended(layer, step)
+        if step.last:
+            self.waiting, layer.pending = step.new, None
+        return output
+
+    @abstractmethod
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        self.waiting = 0
+
+
+@contextmanager
+def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[], None]]:
+    """Within the block, what ``cache`` reads is attended by ``readers``, one for each full layer, in one piece; nobody
+    keeps it or is told of it. Yields a function that forgets what was read so far, as the end of the block does.
+    Gradients flow where they are enabled."""
+    stream, layers = cache.stream, cache.stream.bounded
+    stream.roll_back()
+    length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
+    before = {name: getattr(stream, name) for name in _SET}
+    readers_before = [layer.reader for layer in layers]
+    stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
+    for layer, reader in zip(layers, readers, strict=True):
+        layer.reader = reader
+
+    def forget() -> None:
+        for layer in layers:
+            layer.pending, layer.reader.waiting = None, 0
+        for window in windows:
+            window.restore()
+        cache.ledger.truncate(length)
+
+    try:
+        yield forget
+    finally:
+        stream.open = False
+        forget()
+        for layer, reader in zip(layers, readers_before, strict=True):
+            layer.reader = reader
+        for name, value in before.items():
+            setattr(stream, name, value)
+
+
+_SET = ("rehearsing", "chunk", "on_progress", "pass_hooks", "earlier_outputs", "last_outputs")
+"""What a pass sets on a stream, and what a rehearsal does."""

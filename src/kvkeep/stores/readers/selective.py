@@ -1,0 +1,226 @@
+"""The reader of selective recall: a step attends to what is resident, and to the most promising pages of the backing.
+
+Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
+(:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. So before anything is recalled it is
+known how much of the attention a page can have at most; a :class:`PageChoice` says which pages are worth it, by lane,
+and what is left out is bounded by
+
+    S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
+
+with n the page's entries that are not resident and ``lse`` of everything attended exactly in the end. A store that
+keeps evicted entries in a smaller form is attended besides, but for what was recalled: it stands in for the pages left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.site import Site
+from kvkeep.memory.extent import Extent
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.readers.bounds import PAGE, Bounds
+from kvkeep.stores.readers.read_evicted import observe_evicted
+from kvkeep.stores.slots import compact
+
+FEW = 8
+"""Queries at most for which pages are chosen; a longer step recalls everything."""
+
+
+class PageChoice(Protocol):
+    """Which pages are recalled. fetches: after a step, entries come back to be resident."""
+
+    fetches: ClassVar[bool]
+
+    def choose(self, excess: Tensor) -> Tensor | None:
+        """Return which pages each lane recalls, (lanes, pages) bool, or None for none. ``excess``: (lanes, heads,
+        queries, pages), the logarithm of the most that a page can add to what is attended already, whose sum is 1."""
+
+    def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
+        """Return which slots come back after a step, (lanes, n) int64, -1 for none; only where it :attr:`fetches`.
+
+        bounds: (lanes, pages), the logarithm of the most that any query gave to any entry of a page. tokens: so far,
+        (lanes, 1). halves: of a limit, returns how many entries each lane can take in, (lanes, 1). away: (lanes, slots
+        of whole pages) bool, which slots can come back."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What one layer can have left out. last: the largest bound on the attention any query of the last step gave to
+    entries left out; worst: the same over all steps. recalled: entries recalled in a step, and away: entries there were
+    to recall, both for one KV head of one row, mean over the steps of few queries."""
+
+    layer: int
+    last: float
+    worst: float
+    recalled: float
+    away: float
+
+
+class Selective(Backed):
+    """Recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer ones, where the caller masks by
+    hand, and where attention is latent (bounds of what is cached say nothing about scores then), it recalls
+    everything."""
+
+    def __init__(self, site: Site, choice: PageChoice) -> None:
+        super().__init__(site)
+        self.choice, self.bounds = choice, Bounds()
+        self.meter = site.meter
+        self.last = self.worst = 0.0
+        self._recalled = self._away = 0.0
+        self._steps = 0
+
+    @property
+    def certificate(self) -> Certificate:
+        steps = max(1, self._steps)
+        return Certificate(self.index, self.last, self.worst, self._recalled / steps, self._away / steps)
+
+    # -- a forward pass -----------------------------------------------------------------------------
+
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        if step.brings_entries:
+            self.last = 0.0
+        wide = step.wide(layer.length)
+        few = step.queries <= FEW and wide is None and not step.latent
+        lost = self.first > 0
+        if not few and not lost:
+            output, lse = self.everything(layer, step)
+            attended_exactly(layer, step, output, lse)
+            if step.last:
+                layer.finish()
+            return output
+        settled = few and layer.attends_settled(step)
+        if settled:
+            layer.settle()
+        resident, store = layer.resident, layer.evicted
+        resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        near = resident_segments if settled else [*resident_segments, step.arriving()]
+        if few:
+            output, lse, recalled = self._chosen_pages(layer, near, step)
+        else:
+            recalled = ~resident.resident_slots()
+            recalled[:, : self.first] = False
+            past = self.segments(layer, step, recalled, wide)
+            output, lse = attend(step.query, chain(near, past), step.scaling)
+        if lost:
+            self._note(1.0)  # nothing bounds what was lost
+        evicted: list[Segment] = []
+        if store.keeps:  # what was not recalled is attended as the store has it
+            keep = None if recalled is None else ~recalled
+            pieces = store.pieces(step.query, resident, layer.length)
+            evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
+            if evicted:
+                output, lse = attend(step.query, evicted, step.scaling, (output, lse))
+        resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
+        if store.listens:
+            observe_evicted(layer, step, lse, evicted)
+        if step.last:
+            layer.finish()
+            if few and self.choice.fetches:
+                self._fetch(layer, step, lse)
+        return output
+
+    def _chosen_pages(
+        self, layer: Layer, near: list[Segment], step: AttentionInputs
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend over ``near`` and what is recalled; note the bound on the rest. Return output, log-sum-exp, and what
+        was recalled, (lanes, slots) bool, None for nothing."""
+        output, lse = attend(step.query, near, step.scaling)
+        away = self._away_by_page(layer)
+        if away is None:
+            return output, lse, None
+        counts = away.unflatten(1, (-1, PAGE)).sum(2)
+        bounds = self.bounds.upper(step.query).mul_(step.scaling)
+        bounds += counts.log()[:, None, None]
+        taken, wanted = self.choice.choose(bounds - self._counted(layer, lse)[..., None]), None
+        if taken is not None:
+            wanted = (away & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
+            if wanted.any():
+                output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
+            bounds.masked_fill_(taken[:, None, None], float("-inf"))
+        left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
+        self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
+        if step.brings_entries:
+            self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(away)
+            self._away += int(counts.sum()) / len(away)
+            self._steps += 1
+        return output, lse, wanted
+
+    def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
+        """Bring back what a step may have missed, for the next one."""
+        away = self._away_by_page(layer)
+        if away is None:
+            return
+        bounds = (
+            self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
+        )
+        first = layer.ledger.first_by(layer.heads)
+        tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
+        self.bring(layer, self.choice.fetch(bounds, tokens, layer.resident.halves, away))
+
+    def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
+        """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
+        return layer.resident.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
+
+    def _away_by_page(self, layer: Layer) -> Tensor | None:
+        """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""
+        if not layer.length:
+            return None
+        away = self.away(layer)
+        if not away.any():
+            return None
+        return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
+
+    def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
+        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read
+        as it lies and masked."""
+        if int(wanted.sum(1).max()) > layer.length // 2:
+            yield from self.segments(layer, step, wanted)
+            return
+        slots = compact(wanted)
+        keys, values = self.picked(slots)
+        with self.meter.holding(keys, values):
+            yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
+
+    def _note(self, bound: float) -> None:
+        self.last = max(self.last, bound)
+        self.worst = max(self.worst, self.last)
+
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        super().settling(layer, keys, values)
+        self.bounds.extend(keys)
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        super().truncate(layer, length)
+        self.bounds.truncate(min(length, layer.length))
+
+    def select(self, layer: Layer, lanes: Tensor) -> None:
+        self.bounds.select(lanes)
+
+    def state(self) -> dict[str, Tensor]:
+        numbers = [self.last, self.worst, self._recalled, self._away, self._steps]
+        return self.bounds.state() | {"certificate": torch.tensor(numbers, dtype=torch.float64)}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        self.bounds.restore(state, length)
+        self.last, self.worst, self._recalled, self._away, steps = state["certificate"].tolist()
+        self._steps = int(steps)
+
+    def check(self, extent: Extent) -> None:
+        super().check(extent)
+        self.bounds.check(extent)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return self.bounds.nbytes

@@ -1,0 +1,379 @@
+"""Banks: packed tensors of the lanes that have as many columns.
+
+A lane is one KV head of one row of the batch. Lanes choose for themselves which entries stay, so they hold different
+slots, in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed tensor
+(lanes, columns, dim): a head or a row that holds less takes less memory, nothing is masked away. Nothing moves when an
+entry leaves: the new one is written over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.memory.places import Place
+from kvkeep.memory.rows import up
+from kvkeep.step.plan import Destination, LayerStep, Span
+
+BLOCK = 128
+"""Columns by which a bank grows until it has its budget."""
+
+SAVED = ("keys", "values", "slots", "scores", "extra", "newest", "sinks", "lanes")
+MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
+
+
+@dataclass
+class Bank:
+    """Lanes whose entries lie in one tensor.
+
+    lanes: which, None for all of them. keys, values: (lanes, columns + tail, dim). slots: (lanes, columns) int32, -1
+    for an empty column. scores: float32, what the selector made of each entry. used: columns that may hold something;
+    vacant: the most columns among them that are empty in any lane. sinks: the first keys as they came, where positions
+    are within the cache. Where entries stand for several tokens: extra, for how many besides their own (float32, 0 in
+    empty columns), and newest, the last slot in them where that is not their own.
+    """
+
+    lanes: Tensor | None
+    budget: int
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scores: Tensor | None = None
+    extra: Tensor | None = None
+    newest: Tensor | None = None
+    sinks: Tensor | None = None
+    used: int = 0
+    vacant: int = 0
+    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # of keys and values, which stay
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this bank's share of something that all lanes have."""
+        return rows if self.lanes is None else rows[self.lanes]
+
+    @property
+    def index(self) -> Any:
+        return slice(None) if self.lanes is None else self.lanes
+
+    @property
+    def columns(self) -> int:
+        return self.slots.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for name in SAVED if (tensor := getattr(self, name)) is not None]
+
+    def scored(self) -> Tensor:
+        """Return the scores, zeros where there were none yet."""
+        if self.scores is None:
+            self.scores = torch.zeros(self.slots.shape, device=self.slots.device)
+        return self.scores
+
+    def score(self, scores: Tensor) -> None:
+        """Replace the scores of the columns in use."""
+        if self.used == self.columns:
+            self.scores = scores
+        else:
+            self.scored()[:, : self.used] = scores
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Return :attr:`extra` and :attr:`newest`, zeros where nothing was merged yet."""
+        if self.extra is None or self.newest is None:
+            self.extra = torch.zeros(self.slots.shape, device=self.slots.device)
+            self.newest = torch.zeros_like(self.slots)
+        return self.extra, self.newest
+
+    def piece(self, tail: int = 0) -> Piece:
+        """Return the columns in use, and the first ``tail`` of the tail behind them."""
+        stop, holes = self.used + tail, self.vacant > 0
+        extra = None if self.extra is None else self.extra[:, : self.used]
+        keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
+        return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
+
+    def step(self, slot: int) -> LayerStep:
+        """Return where the entry of ``slot`` goes, in each lane: to the first column that is not in use, unless the
+        caller gives ranks."""
+        if self.scores is not None:
+            self.scores = self.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+        append = Destination(self.keys, self.values, self.used, self.slots, self.scores, self.extra, self.newest)
+        return LayerStep(append, slot)
+
+    def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
+        """Return the same without what lies beside keys and values, and the first ``seen`` columns as attention reads
+        them: the same objects every time."""
+        if self._next is None:
+            self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
+        step, span = self._next
+        step.append.row, step.slot, span.stop = self.used, slot, seen
+        return step, span
+
+    def counts(self) -> Tensor:
+        """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""
+        there = (self.slots[:, : self.used] >= 0).float()
+        return there if self.extra is None else there * (1 + self.extra[:, : self.used])
+
+    def at(self, columns: Tensor, scored: bool) -> EvictedEntries:
+        """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
+        index = columns[..., None]
+        keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
+        scores, extra, newest = (
+            None if one is None else one.gather(1, columns)
+            for one in (self.scored() if scored else None, self.extra, self.newest)
+        )
+        return EvictedEntries(keys, values, self.slots.gather(1, columns), scores, extra, newest)
+
+    def empty_entries(self, scored: bool) -> EvictedEntries:
+        """Return room for what leaves one column of each lane."""
+        keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
+        slots, scores, extra, newest = (
+            None if one is None else one.new_empty(len(one), 1)
+            for one in (self.slots, self.scored() if scored else None, self.extra, self.newest)
+        )
+        assert slots is not None
+        return EvictedEntries(keys, values, slots, scores, extra, newest)
+
+    def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
+        lanes = extent.lanes if self.lanes is None else len(self.lanes)
+        extent.numbered("slots", self.slots, (lanes, None))
+        within("columns", self.columns, 0, self.budget + 1)
+        if extent.entries(self.keys, self.values, lanes) != self.columns + (tail if self.columns else 0):
+            raise Misfit("'slots' are not those of the keys")
+        for name, dtype in (("scores", torch.float32), ("extra", torch.float32), ("newest", torch.int32)):
+            if getattr(self, name) is not None:
+                fits(name, getattr(self, name), (lanes, self.columns), dtype)
+        if self.newest is not None:
+            within("newest", self.newest, -1, extent.slots)
+        if self.sinks is not None:
+            fits("sinks", self.sinks, (lanes, sinks or 0, extent.key_dim), self.keys.dtype)
+        within("used columns", self.used, 0, self.columns + 1)
+        occupied = self.slots >= 0
+        twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~occupied).sum(1).sub(1).clamp(min=0).sum()
+        vacant = int((~occupied[:, : self.used]).sum(1).max()) if self.used and lanes else 0
+        if twice or bool(occupied[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
+            raise Misfit("'slots' are twice the same, or where none are used")
+
+    def recount(self) -> None:
+        """Find out anew how many columns are in use, and how many of them are empty."""
+        occupied = self.slots >= 0
+        filled = occupied.any(0).nonzero()
+        self.used = int(filled.max()) + 1 if filled.numel() else 0
+        self.count_vacant()
+
+    def count_vacant(self) -> None:
+        """Find out anew how many of the columns in use are empty, in the lane that has most."""
+        self.vacant = int((self.slots[:, : self.used] < 0).sum(1).max()) if self.used else 0
+
+
+class Banks:
+    """The banks of one layer. ``budgets``: entries of each lane, or where rows are alike of each KV head; one number:
+    of each of them. ``tail``: columns behind those, for entries that wait for a decision."""
+
+    def __init__(self, budgets: Sequence[int], home: Place, ledger: Ledger, meter: Meter, tail: int = 0) -> None:
+        self.budgets, self.home, self.ledger, self.meter, self.tail = tuple(budgets), home, ledger, meter, tail
+        self.heads = 0  # KV heads of a row
+        self.banks: list[Bank] = []
+
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self.banks)
+
+    def __len__(self) -> int:
+        return len(self.banks)
+
+    @property
+    def lanes(self) -> int:
+        """KV heads of all rows held."""
+        return sum(bank.slots.shape[0] for bank in self.banks)
+
+    @property
+    def columns(self) -> int:
+        return max(bank.columns for bank in self.banks)
+
+    def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Let every lane have the columns that its row's entries need with the new ``keys`` and ``values`` (lanes, n,
+        dim) after ``length`` slots, up to its budget; lanes that need as many lie together."""
+        if not self.banks:
+            self._found(keys, values)
+        count = keys.shape[1]
+        if all(bank.columns == bank.budget or bank.used + count <= bank.columns for bank in self.banks):
+            return
+        homes, counts = self._homes(), self.ledger.counts
+        groups: dict[tuple[int, int], list[int]] = {}
+        for lane, (bank, _) in homes.items():
+            needed = length + count if counts is None else counts[lane // self.heads]
+            columns = min(bank.budget, max(bank.used, up(needed, BLOCK)))
+            groups.setdefault((bank.budget, columns), []).append(lane)
+        now = {(bank.budget, bank.columns): bank.lanes for bank in self.banks}
+        if now.keys() == groups.keys() and all(
+            lanes is None or lanes.tolist() == sorted(groups[key]) for key, lanes in now.items()
+        ):
+            return
+        lanes, old, self.banks = self.lanes, self.banks, []
+        for (budget, columns), members in sorted(groups.items()):
+            fresh = self._bank(sorted(members), lanes, budget, columns, (old[0].keys, old[0].values))
+            _move(homes, sorted(members), fresh)
+            self.banks.append(fresh)
+        with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):
+            old.clear()
+
+    def _found(self, keys: Tensor, values: Tensor) -> None:
+        """Make one empty bank for each different budget of a head."""
+        lanes = keys.shape[0]
+        self.heads = lanes // self.ledger.batch
+        budgets = self.budgets * (lanes // len(self.budgets))
+        for budget in sorted(set(budgets)):
+            members = [lane for lane in range(lanes) if budgets[lane] == budget]
+            self.banks.append(self._bank(members, lanes, budget, 0, (keys, values)))
+
+    def _bank(self, members: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
+        device = like[0].device
+        # Zeros, because an empty column is multiplied with a weight of zero.
+        rows = columns + self.tail if columns else 0
+        keys, values = (self.home.allocate((len(members), rows, part.shape[-1]), part.dtype).zero_() for part in like)
+        slots = torch.full((len(members), columns), -1, dtype=torch.int32, device=device)
+        return Bank(
+            None if len(members) == lanes else torch.tensor(members, device=device), budget, keys, values, slots
+        )
+
+    def _homes(self) -> dict[int, tuple[Bank, int]]:
+        """Return for every lane its bank and its place there."""
+        return {
+            lane: (bank, number)
+            for bank in self.banks
+            for number, lane in enumerate(range(self.lanes) if bank.lanes is None else bank.lanes.tolist())
+        }
+
+    def gathered(self, parts: Sequence[EvictedEntries | None]) -> EvictedEntries | None:
+        """Return what left each bank (None: nothing) as one, of all lanes; lanes that gave less have empty places."""
+        there = [(bank, left) for bank, left in zip(self.banks, parts, strict=True) if left is not None]
+        if not there or there[0][0].lanes is None:
+            return there[0][1] if there else None
+        shape = self.lanes, max(left.slots.shape[1] for _, left in there)
+        like = there[0][1][:-1]
+        joined = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
+        joined[2] = there[0][1].slots.new_full(shape, -1)
+        for bank, left in there:
+            for kept, part in zip(joined, left[:-1], strict=True):
+                if kept is not None and part is not None:
+                    kept[bank.lanes, : part.shape[1]] = part
+        full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
+        gathered = EvictedEntries(*joined)  # type: ignore[arg-type]
+        return gathered._replace(holes=not full or any(left.holes for _, left in there))
+
+    def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
+        device = self.banks[0].slots.device if self.banks else None
+        flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
+        for bank in self.banks:
+            index = bank.slots.long()
+            if unmerged and bank.extra is not None:
+                index = index.masked_fill(bank.extra > 0, -1)
+            of_bank = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=device)
+            of_bank.scatter_(1, torch.where(index < 0, length, index), True)
+            flags[bank.index] = of_bank
+        return flags[:, :length]
+
+    def truncate(self, length: int) -> None:
+        """Leave empty columns where slots from ``length`` on were. An entry that one of them was merged into goes, too,
+        with all that it stands for: what was added up cannot be taken apart."""
+        for bank in self.banks:
+            gone = bank.slots >= length
+            if bank.newest is not None:
+                gone |= bank.newest >= length
+            bank.slots.masked_fill_(gone, -1)
+            for counted in (bank.extra, bank.newest):
+                if counted is not None:
+                    counted.masked_fill_(bank.slots < 0, 0)
+            bank.recount()
+
+    def select(self, index: Tensor) -> None:
+        if not self.banks:
+            return
+        chosen, homes = index.tolist(), self._homes()
+        if len(self.budgets) > self.heads:
+            self.budgets = tuple(self.budgets[lane] for lane in chosen)
+        old, self.banks = self.banks, []
+        for bank in old:
+            members = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
+            if not members:
+                continue
+            fresh = self._bank(members, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
+            _move({new: homes[chosen[new]] for new in members}, members, fresh)
+            self.banks.append(fresh)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes(bank.keys, bank.values, bank.sinks) for bank in self.banks)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.nbytes
+
+    def state(self) -> dict[str, Tensor]:
+        saved: dict[str, Tensor] = {}
+        for number, bank in enumerate(self.banks):
+            saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
+            for name in SAVED:
+                if (tensor := getattr(bank, name)) is not None:
+                    saved[f"{number}.{name}"] = tensor
+        return saved
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.banks = []
+        while f"{len(self.banks)}.layout" in state:
+            number = len(self.banks)
+            self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
+            parts = {name: state.get(f"{number}.{name}") for name in SAVED}
+            self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
+
+    def check(self, extent: Extent, sinks: int | None) -> None:
+        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget; ``sinks``: whose keys
+        may be kept as they came."""
+        if not self.banks and not extent.slots:
+            return
+        found: list[int] = []
+        for bank in self.banks:
+            if bank.lanes is not None:
+                within("lanes", fits("lanes", bank.lanes, (None,), torch.int64), 0, extent.lanes)
+            found += range(extent.lanes) if bank.lanes is None else bank.lanes.tolist()
+            bank.check(extent, self.tail, sinks)
+        budgets = self.budgets * (extent.lanes // len(self.budgets))
+        wanted = {lane: budgets[lane] for lane in range(extent.lanes)}
+        homes = {lane: bank.budget for lane, (bank, _) in self._homes().items()}
+        if sorted(found) != [*range(extent.lanes)] or homes != wanted or self.heads * self.ledger.batch != extent.lanes:
+            raise Misfit("resident entries are not of all KV heads")
+
+
+def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -> None:
+    """Copy lanes ``members`` from where they were into ``fresh``."""
+    sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
+    for number, lane in enumerate(members):
+        bank, place = homes[lane]
+        _, places, numbers = sources.setdefault(id(bank), (bank, [], []))
+        places.append(place)
+        numbers.append(number)
+    fresh.used = min(fresh.columns, max(bank.used for bank, _, _ in sources.values()))
+    for bank, places, numbers in sources.values():
+        used = min(fresh.columns, bank.used)
+        for name in MOVED:
+            rows = getattr(bank, name)
+            if rows is None:
+                continue
+            if getattr(fresh, name) is None:
+                setattr(fresh, name, rows.new_zeros(len(members), fresh.columns))
+            getattr(fresh, name)[numbers, :used] = rows[places, :used]
+        if bank.sinks is not None:
+            fresh.sinks = (
+                bank.sinks.new_zeros(len(members), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
+            )
+            fresh.sinks[numbers] = bank.sinks[places]
+        fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)
+
+
+def bank_columns(budget: int, tokens: int) -> int:
+    """Return the columns of a lane with ``budget`` entries once ``tokens`` came."""
+    return min(budget, up(tokens, BLOCK))

@@ -1,0 +1,140 @@
+"""Positions within the cache: what lets a stream outlast the positions a model was trained for.
+
+StreamingLLM (arXiv:2309.17453, section 3.2) gives each entry its place in the cache as its position. Rotary attention
+sees differences of positions only. So nothing has to be rotated anew at every step except the few sinks: they follow
+the window, ``gap`` places behind what they would be in the text. All positions are told to the model relative to
+``base``, which moves on when they reach the model's last one; entries are then turned back once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.memory.extent import Misfit, within
+from kvkeep.memory.meter import storage_bytes
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.resident.banks import Bank
+
+
+class CachePositions:
+    """Gives a cache of ``entries`` entries, the first ``sinks`` of them fixed, positions below ``limit``."""
+
+    def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
+        self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit
+        self.base = 0  # what is taken off every position
+        self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
+        self._next = self.gap
+        self._turned = self.gap > 0  # (rows or 1,): whose sinks have been turned, and are held as they came
+        self._before = self._turned  # the same, before this step
+        self._placed: set[int] = set()  # layers that this step has seen
+        self._bases: dict[int, int] = {}  # the base that a layer's entries are turned for
+        self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # of this step, by layer type and bank
+        self._moved = False
+
+    def begin(self, ordinals: Tensor, length: int) -> Tensor:
+        """Return what to tell the model instead of ``ordinals`` (batch or 1, new): each row's tokens numbered from 0.
+
+        length: slots before these.
+        """
+        count = ordinals.shape[1]
+        if length + count - self.base > self.limit:
+            self.base = length - self.entries
+        current = self._next.to(ordinals.device)
+        self._next = torch.maximum(current, ordinals[:, -1] + 1 - self.entries)
+        # A single token makes room before it is attended, a chunk afterwards.
+        self.gap = self._next if count == 1 else current
+        if not self._moved and length + (count == 1) > self.entries:
+            self._moved = bool((self.gap > 0).any())  # slots may be padding
+        self._before = self._turned.to(ordinals.device)
+        self._turned = self._before | (self.gap > 0)
+        self._placed.clear()
+        self._angles.clear()
+        return ordinals - self.base
+
+    def place(self, layer: Layer) -> None:
+        """Turn the keys of ``layer`` to where this step wants them."""
+        if self._moved and layer.index not in self._placed:
+            self._placed.add(layer.index)
+            for bank in layer.resident.banks:
+                self._keep(layer, bank)
+        if (lag := self.base - self._bases.get(layer.index, 0)) > 0:
+            self._bases[layer.index] = self.base
+            for bank in layer.resident.banks:
+                rest = bank.keys[:, None, self.sinks : bank.used]
+                by = torch.full(rest.shape[1:3], -lag, device=rest.device)
+                rest.copy_(self.adapter.turn(layer.index, rest, self.adapter.angles(layer.index, rest, by)))
+        if not self._moved:
+            return
+        for number, bank in enumerate(layer.resident.banks):
+            angles = self._of(layer, number)
+            bank.keys[:, : self.sinks] = self.adapter.turn(layer.index, bank.sinks[:, None], angles)[:, 0]
+
+    def _keep(self, layer: Layer, bank: Bank) -> None:
+        """Keep the sinks of a bank as they came, of lanes whose sinks have not been turned: they may not all be there
+        yet."""
+        came = bank.keys[:, None, : self.sinks]
+        if base := self._bases.get(layer.index, 0):
+            by = torch.full(came.shape[1:3], base, device=came.device)
+            came = self.adapter.turn(layer.index, came, self.adapter.angles(layer.index, came, by))
+        if bank.sinks is None:
+            bank.sinks = came[:, 0].clone()
+        else:
+            turned = _by_lane(layer, bank, self._before)
+            bank.sinks = torch.where(turned[:, None, None], bank.sinks, came[:, 0])
+
+    def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
+        """Return the angles that bring a bank's sinks to the window; layers of one type share them."""
+        key = self.adapter.layer_type(layer.index), number
+        if key not in self._angles:
+            bank = layer.resident.banks.banks[number]
+            by = _by_lane(layer, bank, self.gap - self.base)
+            self._angles[key] = self.adapter.angles(layer.index, bank.keys, by[:, None].expand(-1, self.sinks))
+        return self._angles[key]
+
+    @property
+    def nbytes(self) -> int:
+        flags = self._turned, self._before
+        return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
+
+    def select(self, index: Tensor) -> None:
+        for name in ("_next", "gap", "_turned"):  # after a first pass rows may differ in one and not in another
+            if len(rows := getattr(self, name)) > 1:
+                setattr(self, name, rows[index.to(rows.device)])
+
+    def state(self) -> Tensor:
+        """Return what must be saved: the base, whether anything moved, bases by layer, and of every row the gap and
+        whether its sinks were turned."""
+        bases = [number for layer in sorted(self._bases.items()) for number in layer]
+        turned = self._turned.expand(len(self._next)).tolist()
+        return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist(), *turned])
+
+    def restore(self, state: Tensor) -> None:
+        self.base, moved, count, *rest = state.tolist()
+        self._moved, bases = bool(moved), rest[:count]
+        self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
+        self._next, *turned = torch.tensor(rest[count:]).chunk(2)
+        self.gap = self._next
+        self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
+
+    def check(self, rows: int, length: int, layers: int) -> None:
+        within("the base of positions", self.base, 0, length + 1)
+        for layer, base in self._bases.items():
+            within("a layer's number", layer, 0, layers)
+            within("a layer's base", base, 0, self.base + 1)
+        within("the gap behind the sinks", self._next, 0, length + 1)
+        if len(self._next) not in (1, rows) or len(self._turned) not in (1, rows) or length - self.base > self.limit:
+            raise Misfit("the gap behind the sinks is not that of all rows")
+
+    def holds_on_to(self, length: int) -> bool:
+        """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
+        return self._moved and length < self.sinks
+
+    def truncate(self, length: int) -> None:
+        self._next = self._next.clamp(max=max(0, length - self.sinks))
+
+
+def _by_lane(layer: Layer, bank: Bank, rows: Tensor) -> Tensor:
+    """Return a bank's share of something that every row has, or (1,) that all have."""
+    return rows if len(rows) == 1 else bank.of(rows.repeat_interleave(layer.heads))

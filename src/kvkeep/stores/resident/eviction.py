@@ -1,0 +1,202 @@
+"""Eviction: new entries of a bank are appended, take the place of the lowest-ranked one, or compete with all.
+
+A single new entry takes the place of the lowest-ranked one before it is attended, so a decoding step attends over the
+budget's entries, itself included. The entries of a chunk are attended first, and then compete with the resident ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.contracts.selector import Candidates, Selector
+from kvkeep.memory.ledger import Ledger
+from kvkeep.step import native
+from kvkeep.step import torch as plain
+from kvkeep.step.plan import Destination
+from kvkeep.stores.resident.banks import Bank, Banks
+
+# Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
+LOWEST, _STEP = -3e38, 1e33
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """New entries of one bank."""
+
+    keys: Tensor
+    """(lanes, n, dim)"""
+    values: Tensor
+    """(lanes, n, dim)"""
+    numbers: Callable[[], Tensor]
+    """Returns their slots, (lanes, n) int32, -1 for padding."""
+    first: int
+    """The slot of the first of them, padding included."""
+    unpadded: bool
+    """None is padding."""
+    scores: Tensor | None
+    """(lanes, n) float32; None where nothing scored them yet."""
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """Their slots: asked for only where somebody does, a decoded token in most steps needs none."""
+        return self.numbers()
+
+    @property
+    def count(self) -> int:
+        return self.keys.shape[1]
+
+
+class Ranking:
+    """What a selector is shown of the entries of one layer, and how it ranks them. ``scored``: every entry has a score,
+    also where the selector asks for none."""
+
+    def __init__(self, selector: Selector, banks: Banks, ledger: Ledger, layer: int, scored: bool) -> None:
+        self.selector, self.banks, self.ledger, self.layer, self.scored = selector, banks, ledger, layer, scored
+
+    def candidates(
+        self, bank: Bank | None, slots: Tensor, scores: Tensor | None, length: int, new: int = 0
+    ) -> Candidates:
+        """Return entries of a bank as the selector is shown them, of ``length`` slots in all; None: of all lanes."""
+        first = self.ledger.first_by(self.banks.heads)
+        by_lane: Tensor | int = 0 if first is None else first if bank is None else bank.of(first)
+        columns = self.banks.columns if bank is None else bank.columns
+        return Candidates(slots, scores, by_lane, length, new, columns, self.banks.heads, self.layer)
+
+    def arrived(self, bank: Bank, new: Arriving) -> Tensor | None:
+        """Return the scores of new entries: those they have, or those they come with; None where nobody asks."""
+        if new.scores is not None:
+            return new.scores
+        if not self.selector.scores_arrivals:
+            return torch.zeros(new.keys.shape[:2], device=new.keys.device) if self.scored else None
+        return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
+
+    def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
+        """Return the entries in the first ``columns`` of a bank and the new ones as one list; ``scores``: of the new
+        ones, None where there are none yet."""
+        if scores is None and self.selector.observation_window != 0:
+            scores = torch.zeros(new.slots.shape, device=new.keys.device)
+        both = None if scores is None else torch.cat([bank.scored()[:, :columns], scores], 1)
+        slots = torch.cat([bank.slots[:, :columns], new.slots], 1)
+        entries = self.candidates(bank, slots, both, new.first + new.count, new.count)
+        if not self.selector.needs_kv:
+            return entries
+        return replace(
+            entries,
+            keys=torch.cat([bank.keys[:, :columns], new.keys], 1),
+            values=torch.cat([bank.values[:, :columns], new.values], 1),
+        )
+
+    def of(self, bank: Bank, length: int) -> Tensor:
+        """Return the ranks of a bank's columns, (lanes, columns), of any dtype; those of empty columns mean nothing."""
+        scores = bank.scored() if self.selector.observation_window != 0 else bank.scores
+        entries = self.candidates(bank, bank.slots, scores, length)
+        if self.selector.needs_kv:
+            entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
+        return self.selector.rank(entries)
+
+    def with_holes(self, bank: Bank, length: int) -> Tensor:
+        bank.scored()
+        return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
+
+    def order(self, bank: Bank, length: int) -> Tensor:
+        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order in which they leave; of
+        those that rank the same, the older first."""
+        by_slot = bank.slots.argsort(dim=1, stable=True)
+        return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
+
+
+def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
+    """Write new entries, none of them padding, where there is room for all of them."""
+    span = slice(bank.used, bank.used + new.count)
+    bank.keys[:, span], bank.values[:, span], bank.slots[:, span] = new.keys, new.values, new.slots
+    bank.used = span.stop
+    if scores is not None or bank.scores is not None:
+        bank.scored()[:, span] = 0.0 if scores is None else scores
+
+
+def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
+    """Write a single new entry over the lowest-ranked one: the step of every decoded token. Return that one if it is
+    ``wanted``."""
+    rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
+    bank.vacant -= holes
+    scores = ranking.arrived(bank, new)
+    if scores is not None or ranking.scored:
+        bank.scored()
+    step = bank.step(new.first)
+    step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
+    step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
+    left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
+    if left is not None:
+        step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
+    keys, values = new.keys[:, 0], new.values[:, 0]
+    executor = native if native.inserts(step, keys, values) else plain
+    executor.insert(step, keys, values)
+    return left
+
+
+def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
+    """Rank what is held and what is new together; as many leave as came. Return them if they are ``wanted``."""
+    lanes, count, columns, device = new.keys.shape[0], new.count, bank.columns, new.keys.device
+    scores = ranking.arrived(bank, new)
+    entries = ranking.joined(bank, new, columns, scores)
+    rank = ranking.selector.rank(entries).float()
+    # Empty columns go before any entry, and padding among the new before empty columns.
+    rank[:, :columns] = torch.where(
+        bank.slots < 0, torch.arange(columns, device=device) * _STEP + LOWEST, rank[:, :columns]
+    )
+    rank[:, columns:].masked_fill_(new.slots < 0, float("-inf"))
+    # The older leaves where two rank the same, wherever they lie.
+    by_slot = entries.slots.argsort(1)
+    order = rank.gather(1, by_slot).argsort(dim=1, stable=True)[:, :count]
+    leaving = by_slot.gather(1, order).sort(1).values
+    refused = leaving >= columns
+    gone = leaving
+    if (
+        new.unpadded and not bank.vacant and bank.used < columns
+    ):  # of the empty, all of them; they are nothing to gather
+        gone = leaving[(leaving < bank.used) | refused].view(lanes, -1)
+    left = _leaving(bank, new, gone, entries.scores if ranking.scored else None) if wanted else None
+    stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=device).scatter_(1, leaving, False)
+    order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # the new that stay, in order, first
+    lane, number = (~refused).nonzero(as_tuple=True)
+    target, source = leaving[lane, number], order[lane, number]
+    bank.keys[lane, target], bank.values[lane, target] = new.keys[lane, source], new.values[lane, source]
+    bank.slots[lane, target] = new.slots[lane, source]
+    bank.used = columns
+    if scores is not None:
+        bank.scored()[lane, target] = scores[lane, source]
+    for counted in (bank.extra, bank.newest):
+        if counted is not None:
+            counted[lane, target] = 0
+    bank.count_vacant()
+    return left
+
+
+def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
+    """Return the entries at ``leaving`` (lanes, n) of what is held and what is new, one after the other."""
+    refused = leaving >= bank.columns
+    old, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
+
+    def picked(one: Tensor, other: Tensor | None) -> Tensor:
+        shape = (1,) * (one.ndim - 2)
+        kept = one.gather(1, old.view(*old.shape, *shape).expand(-1, -1, *one.shape[2:]))
+        if other is None:  # of new entries: nothing was merged into them
+            return kept.masked_fill(refused, 0)
+        coming = other.gather(1, fresh.view(*fresh.shape, *shape).expand(-1, -1, *other.shape[2:]))
+        return torch.where(refused.view(*refused.shape, *shape), coming, kept)
+
+    return EvictedEntries(
+        picked(bank.keys, new.keys),
+        picked(bank.values, new.values),
+        picked(bank.slots, new.slots),
+        None if scores is None else scores.gather(1, leaving),
+        None if bank.extra is None else picked(bank.extra, None),
+        None if bank.newest is None else picked(bank.newest, None),
+        not new.unpadded or bank.vacant > 0,
+    )

@@ -1,0 +1,135 @@
+"""The newest entries, in rings: the oldest leaves, in all lanes alike and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.resident import Resident
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.memory.extent import Extent, Misfit, within
+from kvkeep.memory.places import Device
+from kvkeep.memory.rows import Ring, concatenated
+from kvkeep.step.plan import Destination, LayerStep, Span
+
+
+class Newest(Resident):
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget; those before are the ``store``'s, which
+    takes them in order."""
+
+    def __init__(self, site: Site, store: EvictedStore) -> None:
+        home = Device(site.device)
+        self.store = store
+        self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
+        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # while the rings are these
+
+    @property
+    def length(self) -> int:
+        return self._keys.length
+
+    @property
+    def evicted(self) -> int:
+        return self._keys.first
+
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
+        """Yield what is held: one piece where the order does not matter, two at most where it does."""
+        keys, values = self._keys.everything(), self._values.everything()
+        if not ordered and keys is not None and values is not None:
+            yield Piece(keys[:, None], values[:, None], first=self.evicted)
+            return
+        span = (self.evicted, self.length)
+        for (first, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
+            yield Piece(key[:, None], value[:, None], first=first)
+
+    def plan(self) -> LayerStep | None:
+        keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
+        if keys is None or values is None:
+            return None
+        if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
+            return None
+        if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
+            step = LayerStep(Destination(keys, values))
+            self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
+        step, (before, after) = self._next
+        evicts = self.length - self.evicted == capacity
+        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring the row of the oldest
+        evicted = self.store.plan(step, evicts)
+        if evicted is None:
+            return None
+        if step.evict is not None:
+            step.evict.slots = None  # which is known
+        first = self.evicted + evicts
+        before.start = first % capacity
+        before.stop = min(before.start + self.length + 1 - first, capacity)
+        after.stop = self.length + 1 - first - before.entries
+        step.attend = [*evicted, before, after] if after.stop else [*evicted, before]
+        return step
+
+    def commit(self) -> None:
+        evicted = self.evicted
+        self._keys.advance()
+        self._values.advance()
+        if self.evicted > evicted:
+            self.store.commit(evicted)
+
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
+        """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
+        overwritten."""
+        self._next = None  # which would keep rings that are outgrown
+        stop = first + keys.shape[1]
+        kept = max(self.evicted, stop - self._keys.capacity)
+        span = (self.evicted, min(kept, first))
+        for (slot, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
+            self._give(slot, key, value)
+        if (skipped := kept - first) > 0:  # a chunk longer than the budget
+            self._give(first, keys[:, :skipped], values[:, :skipped])
+        self._keys.append(keys)
+        self._values.append(values)
+        return None
+
+    def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
+        slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
+        self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
+        # From here on the store has them, whatever becomes of the rest of this step.
+        self._keys.first = self._values.first = first + keys.shape[1]
+
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
+        return (torch.arange(self.length) >= self.evicted)[None]
+
+    def truncate(self, length: int) -> None:
+        self._keys.truncate(length)
+        self._values.truncate(length)
+
+    def select(self, lanes: Tensor) -> None:
+        self._next = None
+        self._keys.select(lanes)
+        self._values.select(lanes)
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
+
+    def state(self) -> dict[str, Tensor]:
+        if self.length == self.evicted:
+            return {}
+        span = (self.evicted, self.length)
+        return {"keys": concatenated(self._keys, *span), "values": concatenated(self._values, *span)}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        count = state["keys"].shape[-2] if state else 0
+        for rows, name in ((self._keys, "keys"), (self._values, "values")):
+            rows.first = rows.length = length - count
+            if count:
+                rows.append(state[name])
+
+    def check(self, extent: Extent) -> None:
+        count = self._keys.length - self._keys.first
+        within("resident entries", count, 0, min(extent.slots, self._keys.capacity) + 1)
+        if count and extent.entries(self._keys.data, self._values.data) < count:
+            raise Misfit("resident entries are missing")
+        if self.store.taken not in (None, self.evicted):
+            raise Misfit("entries are missing or there twice")

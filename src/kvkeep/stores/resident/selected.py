@@ -1,0 +1,353 @@
+"""Selected entries: what a selector chose to stay, in banks, each lane within its own hard budget."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, received
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.selector import Asking, Selector
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.memory.extent import Extent, Misfit
+from kvkeep.memory.places import Device
+from kvkeep.models.adapter import Adapter
+from kvkeep.step.plan import LayerStep, Span
+from kvkeep.stores.resident.banks import Bank, Banks
+from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest
+
+
+class Selected(WorkingSet):
+    """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
+
+    ``tail``: columns behind those, for entries that wait for a decision of the round. ``adapter``: of the model, for a
+    selector that looks ahead.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        selector: Selector,
+        budgets: Sequence[int],
+        store: EvictedStore,
+        tail: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
+        self.adapter = adapter
+        self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
+        scored = store.listens or store.merges or store.makes_room
+        self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
+        self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
+        self.length = 0
+        self._hand = 0  # entries in hand: they arrived, and are not kept yet
+        self._scores: dict[int, Tensor] = {}  # theirs, by bank
+
+    # -- what attention reads -----------------------------------------------------------------------
+
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
+        for bank in self.banks:
+            if bank.used and bank.columns:
+                yield bank.piece()
+
+    def whole_text(self) -> Piece | None:
+        """Return everything so far as one piece in the order of the text; None where it is not all here, or not so."""
+        bank = self.banks.banks[0] if len(self.banks) == 1 else None
+        if bank is None or not self.length or self._seen_by_all() != self.length:
+            return None
+        stop = self.length
+        if not bool((bank.slots[:, :stop] == torch.arange(stop, device=bank.slots.device)).all()):
+            return None
+        return Piece(bank.keys[:, None, :stop], bank.values[:, None, :stop])
+
+    def _seen_by_all(self) -> int:
+        """Return how many columns hold all entries, where they lie behind each other and a later query sees all of
+        them; else 0."""
+        bank = self.banks.banks[0]
+        if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
+            return 0
+        return bank.used if bank.columns else 0
+
+    # -- attention that was received ----------------------------------------------------------------
+
+    def unpadded(self, lse: Tensor) -> Tensor:
+        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
+        return self.ledger.unpadded(lse, self.banks.heads)
+
+    @property
+    def observes(self) -> bool:
+        """Whether the selector or the store asks for attention, and there is something to choose from."""
+        return self.window != 0 and any(bank.budget for bank in self.banks)
+
+    def learn(self, weights: Tensor) -> None:
+        self._learn(self.banks.banks[0], weights, 1)
+
+    def observe(
+        self,
+        step: AttentionInputs,
+        lse: Tensor,
+        segments: Sequence[Segment],
+        new: tuple[Tensor, Tensor] | None,
+        first: int,
+    ) -> None:
+        # Layers that share entries observe one after the other.
+        if not self.observes:
+            return
+        arriving = None if new is None else self._arriving(*new, first)
+        window = self.window
+        queries = step.queries if window is None else min(window, step.queries)
+        remaining, lse, incoming = iter(segments), self.unpadded(lse), None if new is None else step.arriving()
+        asking = None if arriving is None else self._asking(step, arriving)
+        reduce = self.selector.reduce
+        for number, bank in enumerate(self.banks):
+            parts = []
+            if bank.used:
+                parts.append(received(step.query, next(remaining), lse, step.scaling, window, reduce))
+            if incoming is None or arriving is None:
+                if parts:
+                    self._learn(bank, parts[0], queries)
+                continue
+            mask = incoming.mask if incoming.mask is None or incoming.mask.shape[0] == 1 else bank.of(incoming.mask)
+            part = Segment(bank.of(incoming.key), incoming.value, mask, incoming.causal, bank.lanes)
+            parts.append(received(step.query, part, lse, step.scaling, window, reduce))
+            fresh = self._of(bank, number, arriving)
+            entries = self.ranking.joined(bank, fresh, bank.used, self.ranking.arrived(bank, fresh))
+            if asking is not None:
+                queries_of_bank = Asking(bank.of(asking.queries), bank.of(asking.slots), asking.scaling)
+                entries = replace(entries, asking=queries_of_bank)
+            scores = self.selector.observe(entries, torch.cat(parts, 1), queries)
+            bank.score(scores[:, : bank.used].clone())  # no view: the new ones' would be kept with it
+            self._scores[number] = scores[:, bank.used :]
+
+    def _asking(self, step: AttentionInputs, new: Arriving) -> Asking | None:
+        """Return the queries of a step with ``new`` entries, as the selector looks ahead; None where it does not."""
+        if self.adapter is None:
+            return None
+        slots = new.slots[:, new.count - step.queries :]
+        distance = torch.arange(step.queries, 0, -1, device=slots.device)  # how far the next position is ahead of each
+        turned = self.adapter.ahead(self.ranking.layer, step.query, distance, self.selector.ahead)
+        return Asking(turned, slots, step.scaling)
+
+    def _learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
+        slots, scores = bank.slots, bank.scored()
+        if bank.used < bank.columns:
+            slots, scores = slots[:, : bank.used], scores[:, : bank.used]
+        entries = self.ranking.candidates(bank, slots, scores, self.length)
+        if self.selector.needs_kv:
+            entries = replace(entries, keys=bank.keys[:, : bank.used], values=bank.values[:, : bank.used])
+        bank.score(self.selector.observe(entries, weights, queries))
+
+    # -- entries come and go ------------------------------------------------------------------------
+
+    def arrive(self, keys: Tensor, values: Tensor) -> None:
+        self._scores, self._hand = {}, keys.shape[1]
+        self.banks.reserve(keys, values, self.length)
+
+    def spans(self) -> Sequence[Span] | None:
+        used = self._seen_by_all()
+        return [self.banks.banks[0].next_step(self.length, used)[1]] if used else None
+
+    def plan(self) -> LayerStep | None:
+        bank, selector = self.banks.banks[0], self.selector
+        if not bank.columns or self._seen_by_all() != bank.used:
+            return None
+        if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
+            return None
+        evicts = bank.used == bank.columns
+        if evicts and bank.columns < bank.budget:
+            return None
+        step, span = bank.next_step(self.length, bank.used + (not evicts))
+        evicted = self.store.plan(step, evicts)
+        if evicted is None:
+            return None
+        step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
+        return step
+
+    def commit(self) -> None:
+        bank = self.banks.banks[0]
+        if bank.used == bank.columns:
+            self.store.commit(None)
+        bank.used = min(bank.columns, bank.used + 1)
+        self.length += 1
+
+    @property
+    def group(self) -> Hashable | None:
+        bank = self.banks.banks[0]
+        scored = bank.used == bank.columns or self.window != 0
+        return (*bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
+
+    def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
+        """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
+
+        def slots() -> Tensor:
+            """Return those of all lanes."""
+            numbers = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device)
+            if (visible := self.ledger.visible_by(self.banks.heads)) is None:
+                return numbers.expand(len(keys), -1)
+            return torch.where(visible[:, 0, 0, first : first + keys.shape[1]], numbers, -1)
+
+        return Arriving(keys, values, slots, first, self.ledger.whole(self.ledger.length - first), None)
+
+    def _of(self, bank: Bank, number: int, new: Arriving) -> Arriving:
+        keys, values = bank.of(new.keys), bank.of(new.values)
+        return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.unpadded, self._scores.get(number))
+
+    def score_arriving(self, scores: Tensor) -> None:
+        """Give entries in hand the scores that they come with, (lanes, n) float32."""
+        self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
+
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
+        new, left = self._arriving(keys, values, first), []
+        for number, bank in enumerate(self.banks):
+            left.append(self._admit(bank, self._of(bank, number, new)))
+        observed = bool(self._scores)
+        self._scores, self._hand = {}, 0
+        self.length = first + new.count
+        self.store.settled(observed, self)
+        return self.banks.gathered(left)
+
+    def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
+        """Keep the new entries of one bank; return what left."""
+        store = self.store
+        if not bank.columns:  # a budget of nothing, or a row of padding so far
+            scores = self.ranking.arrived(bank, new) if store.listens else None
+            wanted = store.keeps and not store.merges
+            return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
+        if new.unpadded and bank.used + new.count <= bank.columns:
+            append(bank, new, self.ranking.arrived(bank, new))
+            return None
+        if store.makes_room:
+            store.make_room(bank, new, self)
+            return None
+        if store.merges:
+            bank.counted()
+        if new.unpadded and new.count == 1:
+            return replace_lowest(bank, new, self.ranking, store.keeps)
+        return compete(bank, new, self.ranking, store.keeps)
+
+    # -- what stores and readers ask of it ------------------------------------------------------------
+
+    @property
+    def columns(self) -> int:
+        return self.banks.columns
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The entries of each lane, or where rows are alike of each KV head; one number: of each of them."""
+        return self.banks.budgets
+
+    def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
+        if self.selector.needs_kv:
+            return scores
+        entries = self.ranking.candidates(None, slots, scores, self.length + self._hand, queries)
+        return self.selector.observe(entries, weights, queries)
+
+    def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:
+        ranks = self.selector.rank(self.ranking.candidates(None, slots, scores, self.length)).float()
+        return ranks.masked_fill(slots < 0, float("-inf"))
+
+    def lowest(self, count: int) -> Tensor:
+        ranks = torch.full((self.banks.lanes, count), float("inf"), device=self.banks.banks[0].slots.device)
+        for bank in self.banks:
+            of_bank = self.ranking.with_holes(bank, self.length)
+            of_bank = of_bank.topk(min(count, bank.columns), dim=1, largest=False).values
+            ranks[bank.index, : of_bank.shape[1]] = of_bank
+        return ranks
+
+    def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
+        left = []
+        for bank in self.banks:
+            chosen = bank.of(slots)[:, : bank.columns]
+            columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
+            if self.store.keeps:
+                gone = bank.at(columns, self.ranking.scored)
+                left.append(gone._replace(slots=gone.slots.masked_fill(chosen < 0, -1)))
+            lane, number = (chosen >= 0).nonzero(as_tuple=True)
+            column = columns[lane, number]
+            own_keys, own_values = bank.of(keys), bank.of(values)
+            bank.keys[lane, column], bank.values[lane, column] = own_keys[lane, number], own_values[lane, number]
+            bank.slots[lane, column] = chosen[lane, number].int()
+            arrived = None if scores is None else bank.of(scores)
+            if arrived is None and self.selector.scores_arrivals:
+                entries = self.ranking.candidates(bank, chosen, None, self.length, chosen.shape[1])
+                arrived = self.selector.arrive(entries, own_keys)
+            if bank.scores is not None:
+                bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+            if arrived is not None:
+                bank.scored()[lane, column] = arrived[lane, number].float()
+            elif bank.scores is not None:
+                bank.scores[lane, column] = 0.0
+            if len(column):
+                bank.used = max(bank.used, int(column.max()) + 1)
+            bank.count_vacant()
+        if left and (gathered := self.banks.gathered(left)) is not None:
+            self.store.take(gathered, self)
+
+    def evict(self, count: int) -> None:
+        """Evict the ``count`` lowest-ranked entries of every lane now."""
+        left = []
+        for bank in self.banks:
+            leaving = self.ranking.order(bank, self.length)
+            empty = (bank.slots < 0).sum(1, keepdim=True)
+            place = torch.arange(bank.columns, device=leaving.device) < empty + count
+            if self.store.keeps:
+                width = min(bank.columns, int(empty.max()) + count)
+                gone = bank.at(leaving[:, :width], self.ranking.scored)
+                left.append(gone._replace(slots=gone.slots.masked_fill(~place[:, :width], -1)))
+            empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
+            bank.slots.masked_fill_(empty, -1)
+            bank.count_vacant()
+        if left and (gathered := self.banks.gathered(left)) is not None:
+            self.store.take(gathered, self)
+
+    @property
+    def least_columns(self) -> int:
+        """The fewest entries that a lane has room for."""
+        return min((bank.columns for bank in self.banks), default=0)
+
+    def halves(self, limit: int) -> Tensor:
+        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
+        limits = torch.empty(self.banks.lanes, 1, dtype=torch.int64, device=self.banks.banks[0].slots.device)
+        for bank in self.banks:
+            limits[bank.index] = min(limit, bank.columns // 2)
+        return limits
+
+    def resident_slots(self, unmerged: bool = False) -> Tensor:
+        return self.banks.resident_slots(self.length, unmerged)
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> None:
+        self._scores, self._hand = {}, 0
+        if length < self.length:
+            self.length = length
+            self.banks.truncate(length)
+
+    def select(self, lanes: Tensor) -> None:
+        self.banks.select(lanes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.banks.nbytes
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return self.banks.bookkeeping_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        return self.banks.state()
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        self.length = length
+        self.banks.restore(state)
+
+    def check(self, extent: Extent) -> None:
+        self.banks.check(extent, self.selector.sinks_in_cache(True))
+        if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
+            raise Misfit("'scores' are missing")
