@@ -154,7 +154,7 @@ def test_a_machine_is_measured_when_asked_to(run: Run, model_folder: Path, monke
     )  # fmt: skip
     monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda *given: machine)
     code, out, err = run("calibrate", "--dtype", "float32")
-    assert code == 0 and "less than a minute" in err and "memory, GB/s" in out and "saved in" in out, err
+    assert code == 0 and "less than a minute" in err and "memory, GB/s" in out and "kept in" in out, err
     found = json.loads(run("calibrate", "--dtype", "float32", "--json")[1])
     assert Machine.load(found["path"]) == machine and found["machine"]["name"] == "made up"
     code, _, err = run("plan", "-m", str(model_folder), "-n", "500", "--memory", "100KB")

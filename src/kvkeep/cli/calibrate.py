@@ -1,4 +1,4 @@
-"""``kvkeep calibrate``: measure this machine, for the predictions of plans."""
+"""``kvkeep calibrate``: measure this machine, for the times that plans predict."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 def calibrate(
     dtype: Annotated[
-        str,
-        typer.Option(
-            help="Number format of the computations: bfloat16 (GGUF files, packed weights), float32 or float16."
-        ),
+        str, typer.Option(help="What models compute in: bfloat16 (GGUF files, packed weights), float32 or float16.")
     ] = "bfloat16",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Measure this machine in less than a minute, and save the rates for 'plan' and 'capacity'.
+    """Measure this machine in less than a minute, and keep what was found.
 
-    Without a measurement they estimate times from the processor's instruction set. Close other programs first.
+    Until then predicted times are estimates from the processor's instruction set. Close other programs first.
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -50,7 +47,7 @@ def calibrate(
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype)
     note(f"Measuring {described(place, kind)}; this takes less than a minute ...")
     if busy():
-        note("other programs keep this machine busy; it will be measured slower than it is")
+        note("other programs keep this machine busy: what is measured is slower than it could be")
     start = time.monotonic()
     with err.status("") as status:
         path = measure_here(place, kind, lambda part: status.update(f"measuring {part}"))
@@ -59,11 +56,11 @@ def calibrate(
         print_json({"machine": asdict(machine), "seconds": seconds, "path": str(path)})
         return
     show(_table(machine, estimated(place, kind)))
-    out.print(f"Measured in {seconds:.0f} s and saved in {path}. Plans use these rates from now on.", soft_wrap=True)
+    out.print(f"Measured in {seconds:.0f} s, and kept in {path}. Plans use it from now on.", soft_wrap=True)
 
 
 def _table(machine: Machine, guess: Machine) -> Table:
-    """Return the main rates beside the estimates that they replace."""
+    """Return the rates that matter most, beside the estimates that they replace."""
     table = Table(box=None, header_style="bold")
     table.add_column("")
     for heading in ("measured", "estimated before"):
@@ -74,7 +71,7 @@ def _table(machine: Machine, guess: Machine) -> Table:
 
 
 def _product(machine: Machine, rows: int) -> float:
-    """Return the operations per second of a product of ``rows`` rows with a square matrix."""
+    """Return operations a second of a product of ``rows`` rows with a square matrix."""
     return 2 * rows * WIDTH**2 / machine.multiply(rows, WIDTH, WIDTH**2)
 
 
@@ -84,7 +81,7 @@ _RATES: dict[str, Callable[[Machine], float]] = {
     "products of 256 rows, 10⁹ operations/s": lambda one: _product(one, 256) / 1e9,
     "attention of one row, 10⁹ operations/s": lambda one: one.attention[0][1] / 1e9,
     "memory, GB/s": lambda one: one.memory / 1e9,
-    "files in the page cache, GB/s": lambda one: one.disk / 1e9,
-    "files on disk, GB/s": lambda one: one.disk_cold / 1e9,
-    "overhead of a layer, ms": lambda one: 1e3 * one.layer_s,
+    "files that are in memory, GB/s": lambda one: one.disk / 1e9,
+    "files that are not, GB/s": lambda one: one.disk_cold / 1e9,
+    "a layer beside its parts, ms": lambda one: 1e3 * one.layer_s,
 }

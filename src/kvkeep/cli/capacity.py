@@ -1,4 +1,4 @@
-"""``kvkeep capacity``: how many sessions a machine can serve, and what fetching one costs, by method and length."""
+"""``kvkeep capacity``: how many sessions a machine carries, and what the network has to, by method and length."""
 
 from __future__ import annotations
 
@@ -34,50 +34,37 @@ SESSIONS = (1, 8, 64)
 
 
 def capacity(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="A model, or a config.json; weights are not loaded.")
-    ] = "smollm2",
+    model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
     context: Annotated[
-        str,
-        typer.Option("--context", "-n", help="Tokens of a session with its answer; several are separated by commas."),
+        str, typer.Option("--context", "-n", help="Tokens of a session, answer included; several by commas.")
     ] = "8192",
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-x",
-            help="Caches by their names in 'kvkeep plan' (h2o, 'kv-direct kv@host'); separated by commas, or repeated.",
+            help="Caches as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'). By commas, or repeated.",
             show_default="one of each kind",
             autocompletion=completion.methods,
         ),
     ] = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            "--budget",
-            "-b",
-            help="Cache budget of each session: entries per layer (512), bytes (64MB), or a share (25%).",
-        ),
-    ] = "4096",
+    budget: Annotated[str, typer.Option("--budget", "-b", help="Of every session, as everywhere.")] = "4096",
     machine: Annotated[
-        str | None,
-        typer.Option(help="File with the rates or the data sheet of another machine.", show_default="this machine"),
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory for all caches (64GB).", show_default="90 % of the memory, less the weights"),
+        typer.Option(help="Bytes for all caches (64GB).", show_default="what the weights leave of nine tenths"),
     ] = None,
-    gbit: Annotated[
-        str, typer.Option(help="Speeds of the network that sessions are fetched over, in Gbit/s, separated by commas.")
-    ] = ("1,10,100"),
+    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, by commas.")] = (
+        "1,10,100"
+    ),
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
-    acceptance: Annotated[
-        float, typer.Option(min=0, max=1, help="Assumed share of drafted tokens that are accepted.")
-    ] = 0.95,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of drafted tokens that are accepted.")] = 0.95,
     weights: options.Weights = "auto",
     json: options.Json = False,
 ) -> None:
-    """Predict how many sessions a machine can hold and serve, and how long it takes to fetch one from elsewhere."""
+    """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
     Budget.parse(budget)
     options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
@@ -132,7 +119,7 @@ def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
         found = []
     if not found or not all(0 < number < 1e12 and (not whole or number.is_integer()) for number in found):
         kind = "whole numbers" if whole else "numbers"
-        raise UsageError(f"The {what} '{text}' is not understood; give {kind} above 0, separated by commas.")
+        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, by commas.")
     return found
 
 

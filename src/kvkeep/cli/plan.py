@@ -1,4 +1,4 @@
-"""``kvkeep plan``: predicted memory and times of every cache, without loading weights."""
+"""``kvkeep plan``: predicted bytes and seconds of every cache, without loading weights."""
 
 from __future__ import annotations
 
@@ -23,51 +23,42 @@ if TYPE_CHECKING:
     from kvkeep.plan.shape import Shape
 
 BUDGET = "12.5%"
-"""The default budget of --check."""
+"""Of the caches that --check measures, where none is given."""
 
 
 def plan(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="A model, or a config.json; weights are not loaded.")
-    ] = "smollm2",
-    context: Annotated[
-        str, typer.Option("--context", "-n", help="Prompt tokens; with --check several, separated by commas.")
-    ] = "4096",
+    model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
+    context: Annotated[str, typer.Option("--context", "-n", help="Prompt tokens; several with --check.")] = "4096",
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory for the cache (64MB), without the weights.", show_default="half of the free memory"),
+        typer.Option(help="Bytes for the cache (64MB), weights not counted.", show_default="half of what is free"),
     ] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Plan only exact methods.")] = False,
-    acceptance: Annotated[float, typer.Option(help="Assumed share of drafted tokens that are accepted.")] = 0.95,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 256,
+    exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
+    acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
     machine: Annotated[
-        str | None,
-        typer.Option(help="File with the rates or the data sheet of another machine.", show_default="this machine"),
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all rows, not only the frontier.")] = False,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Also draw a figure: a .png, .svg or .pdf file.")
-    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
     budget: Annotated[
-        str | None, typer.Option("--budget", "-b", help="With --check: cache budget.", show_default=BUDGET)
+        str | None, typer.Option("--budget", "-b", help="For --check: the cache budget.", show_default=BUDGET)
     ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="With --check: only rows whose name contains one of these, separated by commas.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="With --check: number of measurements of each row.")] = 1,
+    only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
     weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Predict memory and speed of every cache that fits in a given memory, and recommend one."""
+    """Predict bytes and times of every cache that fits in a memory, and recommend one."""
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
-        raise UsageError("A plan is for one context; give one number, or several with --check.")
+        raise UsageError("A plan takes one context; --check takes several.")
     if budget is not None and not check:
-        raise UsageError("A plan tries every budget; leave --budget out, or add --check.")
+        raise UsageError("A plan tries every budget; one of your own is for --check, so leave --budget out.")
     if check and machine is not None:
-        raise UsageError("Predictions for another machine cannot be checked on this one; leave --machine out.")
+        raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
     Budget.parse(budget)
@@ -104,7 +95,7 @@ def _print(planned: Planned, everything: bool, output: str | None) -> None:
 def _contexts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise UsageError(f"The context '{text}' is not a number of tokens; give a whole number (4096).")
+        raise UsageError(f"A context of '{text}' is not understood: give a whole number of tokens (4096).")
     return [int(part) for part in parts]
 
 
