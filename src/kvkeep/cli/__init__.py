@@ -73,15 +73,17 @@ def main() -> None:
     from kvkeep.cli import standard_streams
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
-        print(
-            f"kvkeep: the command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
+    from kvkeep.cli.lazy import application
+
     try:
         standard_streams.prepare()
         check_environment()
-        _run()
+        try:
+            application(COMMANDS, LAB)(prog_name="kvkeep")
+        except SystemExit:
+            sys.stdout.flush()
+            raise
     except KvkeepError as error:
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -94,17 +96,6 @@ def main() -> None:
             raise
         first = str(error).strip().partition("\n")[0] or "MemoryError"
         _fail(f"There is not enough memory ({first}); use a smaller budget, text or model.", 1)
-
-
-def _run() -> None:
-    """Run the command and flush standard output, also after an error."""
-    from kvkeep.cli.lazy import application
-
-    try:
-        application(COMMANDS, LAB)(prog_name="kvkeep")
-    except SystemExit:
-        sys.stdout.flush()
-        raise
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

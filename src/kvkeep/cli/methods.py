@@ -62,9 +62,9 @@ def methods(
         )
     out.print(
         f"\n* Start with {START}: its answers are exact, and evicted entries are kept on disk."
-        "\nSELECTOR+FATE+RECALL is also a method. Fate and recall are optional, and each part takes parameters:"
+        "\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
-        "\nWith +oneshot at the end, a prompt is processed in one pass and compressed afterwards: h2o+oneshot"
+        "\nWith +oneshot at the end, a prompt is read at once and compressed afterwards: h2o+oneshot"
         "\n'kvkeep methods --table combinations' lists all combinations, and why some are refused."
     )
     for kind, registry in found.items():

@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, show
+from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.cli.planning import shape_and_rates
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
@@ -20,7 +19,6 @@ from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.plan.planner import Planned
-    from kvkeep.plan.shape import Shape
 
 BUDGET = "12.5%"
 """Of the caches that --check measures, where none is given."""
@@ -70,7 +68,12 @@ def plan(
         place = _device(device)
         shape, rates = shape_and_rates(model, machine, weights, place)
     if check:
-        _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
+        from kvkeep.plan.rates import machine_here
+
+        checks = optional("kvkeep_lab.cli.checked_plan", "lab")
+        loaded = options.ModelOptions(model, weights, device).load()
+        rates = machine_here(place, loaded.model.dtype)
+        checks.check_plan(loaded, shape, rates, contexts, budget or BUDGET, only, rounds, json=json)
         return
     if amount is None:
         amount = _free(place) if machine is None else rates.cache_bytes(shape.weight_bytes)
@@ -150,78 +153,3 @@ def _table(planned: Planned, everything: bool) -> Table:
             mark,
         )
     return table
-
-
-# -- predictions against measurements ---------------------------------------------------------------------
-
-
-def _check(
-    model: str,
-    shape: Shape,
-    contexts: list[int],
-    budget: str,
-    only: str | None,
-    rounds: int,
-    weights: str,
-    device: str | None,
-    json: bool,
-) -> None:
-    from kvkeep.models.loading import load
-    from kvkeep.plan.rates import machine_here
-
-    check = optional("kvkeep_lab.plan_check", "lab").check
-    wanted = None if only is None else [part.strip() for part in only.split(",")]
-    loaded = load(model, weights=weights, device=device, progress=note)
-    rates = machine_here(_device(device), loaded.model.dtype)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        rows = check(
-            loaded.model,
-            shape,
-            rates,
-            contexts,
-            budget,
-            wanted=lambda label: wanted is None or any(part in label for part in wanted),
-            rounds=rounds,
-            progress=lambda label, done, total: progress.update(task, description=label, completed=done, total=total),
-        )
-    good, measured = sum(row.good for row in rows), sum(not row.error for row in rows)
-    if json:
-        listed = [
-            {**asdict(row), "step_error": row.step_error, "prefill_error": row.prefill_error, "good": row.good}
-            for row in rows
-        ]
-        print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
-        return
-    note(f"{rates.name} ({rates.source})")
-    show(_checked(rows))
-    out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
-
-
-def _checked(rows: list[Any]) -> Table:
-    table = Table(box=None, header_style="bold")
-    headings = ["context", "cache", "bytes", "measured", "prompt s", "measured", "%", "ms a token", "measured", "%"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
-    for row in rows:
-        if row.error or row.measured_step_s is None or row.measured_prefill_s is None:
-            table.add_row(f"{row.context:,}", row.label, row.error)
-            continue
-        table.add_row(
-            f"{row.context:,}",
-            row.label,
-            size(row.predicted_bytes),
-            size(row.measured_bytes),
-            f"{row.predicted_prefill_s:.2f}",
-            f"{row.measured_prefill_s:.2f}",
-            _percent(row.prefill_error),
-            f"{1e3 * row.predicted_step_s:.1f}",
-            f"{1e3 * row.measured_step_s:.1f}",
-            _percent(row.step_error),
-        )
-    return table
-
-
-def _percent(error: float | None) -> str:
-    return "-" if error is None else f"{100 * error:+.0f}"
