@@ -35,7 +35,7 @@ OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
 KNOWN = {name for registry in parts().values() for name in registry}
 """All parts; the lab's are tested where it is installed."""
 
-ELSEWHERE = {"kvpress": "tests/policies/test_kvpress.py: it needs a package, or a double of one"}
+ELSEWHERE = {"kvpress": "tests/lab/test_presses.py: it needs a package, or a double of one"}
 """Registered parts that are in no case here, and where they are tested."""
 
 

@@ -63,16 +63,16 @@ def test_heavy_hitters_of_a_prompt_read_at_once_are_those_of_its_whole_attention
 
 def test_the_planner_counts_the_whole_prompt() -> None:
     geometry = KeepCache(tiny("llama"), "h2o", BUDGET).geometry
-    whole, chunked = (sizes(geometry, Candidate(name), LENGTH, BUDGET) for name in ("h2o+oneshot", "h2o"))
+    whole, chunked = (sizes(geometry, Candidate.parse(name), LENGTH, BUDGET) for name in ("h2o+oneshot", "h2o"))
     entry = geometry.full_bytes_per_token // len(geometry.layers)
-    assert (whole.hand, chunked.hand) == (LENGTH * entry, BUDGET * entry)
+    assert (whole.chunk_bytes, chunked.chunk_bytes) == (LENGTH * entry, BUDGET * entry)
     assert whole.resident == chunked.resident
 
 
 def test_what_it_does_not_go_with_is_said() -> None:
     for text, words in (
         ("full+oneshot", "Nothing is evicted, so nothing has to be compressed"),
-        ("kvzip+oneshot", "It compresses what has been read already"),
+        ("kvzip+oneshot", "It reads the whole text before it compresses"),
         ("kvslimmer-published+oneshot", "at once it would be one chunk"),
         ("h2o+oneshot+verified", "Unknown fate 'oneshot'"),
         ("h2o+oneshot:3", "Unknown fate 'oneshot'"),

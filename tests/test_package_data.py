@@ -35,4 +35,4 @@ def test_a_wheel_of_kvkeep_leaves_out_sources_of_the_native_library_alone() -> N
     left_out = {path for path in data(folder) if path.suffix in (".cpp", ".h")}
     assert left_out and {path.parent for path in left_out} == {folder / "native"}
     kept = {path.relative_to(folder).as_posix() for path in data(folder) - left_out}
-    assert {"py.typed", "cli/demo.txt", "serve/page/index.html"} <= kept
+    assert {"py.typed", "cli/demo.txt", "policies/papers.toml", "serve/page/index.html"} <= kept

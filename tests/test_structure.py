@@ -19,6 +19,7 @@ from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
 from kvkeep.policies.methods import Method, combined, parts, resolve
 from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.specs import required
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +72,7 @@ def combinations() -> Iterator[Method]:
     for name, recall in recalls.items():
         tail = f"+{name}" if name else ""
         for selector, fate in itertools.product(known["selectors"], known["fates"]):
-            if selector != "kvpress":  # which is none without the name of a press
+            if not required(known["selectors"][selector]):
                 chosen = known["selectors"][selector](), known["fates"][fate](), recall()
                 yield combined(f"{selector}+{fate}{tail}", *chosen)
         for preset in registry.PRESETS:

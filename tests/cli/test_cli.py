@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from families import tiny
 
-from kvkeep.cli.asked import asked
+from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.models.folders import cache_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -125,7 +125,7 @@ def test_a_share_is_of_the_models_positions_at_most() -> None:
     model = tiny("llama", positions=128)
     cases = ("kv-direct", "50%", 10, 32), ("kv-direct", "50%", 10**15, 64), ("streaming-llm", "20%", 200, 50)
     for method, share, answer, entries in cases:
-        assert asked(method, share).cache(model, 54 + answer, answer).entries == entries
+        assert CacheOptions(method, share).parse().build(model, 54 + answer, answer).entries == entries
 
 
 def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:
@@ -184,12 +184,15 @@ def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.M
         assert code == 2 and out == "" and err.count("\n") == 1 and "pip install 'kvkeep[lab]'" in err
 
 
-ODD = 'from kvkeep.cli import output, streams; streams.prepare(); output.note("é"); output.write("é")'
+ODD = """from kvkeep.cli import output, standard_streams
+standard_streams.prepare()
+output.note("é")
+output.write("é")"""
 
 
 BAR = """import sys
-from kvkeep.cli import output, streams
-streams.prepare()
+from kvkeep.cli import output, standard_streams
+standard_streams.prepare()
 with output.reading(9) as advance:
     advance(3)
 output.note("nobody hears")

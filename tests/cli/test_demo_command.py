@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.cli import output
-from kvkeep.cli.demo import LOSSY, NEXT, OWN_TEXT, PASSWORD, PLANTED, QUESTION, plant
+from kvkeep.cli.demo import LICENCE, LOSSY, NEXT, PASSWORD, PLANTED, QUESTION, plant
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -28,7 +28,7 @@ def command(tmp_path: Path, words: str, model_folder: Path, monkeypatch: pytest.
 
 
 def test_own_text_is_the_licence_with_one_paragraph_more() -> None:
-    text = OWN_TEXT.read_text("utf-8")
+    text = LICENCE.read_text("utf-8")
     assert text == (Path(__file__).parents[2] / "LICENSE").read_text("utf-8") and PASSWORD not in text
     before, after = plant(text).split(f"{PLANTED}\n\n")
     assert before + after == text and before.endswith("\n\n") and 0.15 < len(before) / len(text) < 0.2
@@ -38,7 +38,7 @@ def test_the_picture_shows_what_is_printed() -> None:
     """Its fixed words, that is: times and bytes are those of one run."""
     picture = (Path(__file__).parents[2] / "docs" / "pictures" / "demo.svg").read_text("utf-8")
     shown = " ".join(html.unescape(re.sub("<[^>]+>", " ", picture)).split())
-    place = plant(OWN_TEXT.read_text("utf-8"))
+    place = plant(LICENCE.read_text("utf-8"))
     wanted = [command for _, command in NEXT] + [f"planted {place.index(PLANTED) / len(place):.0%} into it", QUESTION]
     assert [words for words in wanted if words not in shown] == []
 
@@ -56,7 +56,7 @@ def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:
 
 
 def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple[str, ...]) -> None:
-    for budget, reason in (("1", "the smallest is 16"), ("auto", "'kvkeep plan' chooses one")):
+    for budget, reason in (("1", "the smallest is 16"), ("auto", "'kvkeep plan' recommends one")):
         code, out, err = run(*command, "--budget", budget)
         assert code == 2 and not out and reason in err
     code, out, err = run(*command, "--question", "the " * 400)

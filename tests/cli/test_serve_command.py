@@ -11,8 +11,8 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep.cli.serve import alone
-from kvkeep.cli.serve.defaults import fitting, planned
+from kvkeep.cli.serve import single_process
+from kvkeep.cli.serve.defaults import default_cache, describe_default
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
@@ -29,7 +29,7 @@ PLAIN = Machine.from_sheet(
 def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> None:
     common = ("serve", "--model", str(model_folder), "--memory", "50MB")
     for wrong, sentence in (
-        (("-x", "full", "--host", "256.0.0.1"), "Nothing can listen"),
+        (("-x", "full", "--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("-x", "stock"), "cannot be used here"),
         (("-x", "h2o"), "budget"),
     ):
@@ -45,15 +45,16 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
     assert positions is not None
     whole = engine.geometry.kv_bytes_per_token * positions
     roomy, tight = (
-        planned(loaded, 2 * conversations * whole // share, conversations) for conversations, share in ((3, 1), (3, 4))
+        default_cache(loaded, 2 * conversations * whole // share, conversations)
+        for conversations, share in ((3, 1), (3, 4))
     )
     assert roomy == {"method": "full"} and "budget" in tight
     for given in (roomy, tight):
-        told = fitting(Engine(loaded, 6 * whole, **given))
+        told = describe_default(Engine(loaded, 6 * whole, **given))
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
-    assert "(exact): " in told and int(told.split("(exact): ")[1].split(" ")[0]) >= 3
+    assert "(exact); " in told and int(told.split("(exact); ")[1].split(" ")[0]) >= 3
     with pytest.raises(UsageError, match="fewer --conversations"):
-        planned(loaded, 6 * whole, 10**6)
+        default_cache(loaded, 6 * whole, 10**6)
 
 
 def test_it_listens_before_anything_is_measured(
@@ -71,17 +72,17 @@ def test_it_listens_before_anything_is_measured(
         raise AssertionError("the machine was measured")
 
     monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
-    monkeypatch.setattr(alone, "_server", lambda *given, **options: Server())
-    monkeypatch.setattr(alone, "_drain", lambda *given: None)
+    monkeypatch.setattr(single_process, "_Server", lambda config: Server())
+    monkeypatch.setattr(single_process, "_stop_on_signals", lambda *given: None)
     common = ("serve", "--model", str(model_folder), "--port", "0", "--sessions", str(tmp_path))
     code, _, err = run(*common)
     assert code == 0 and len(listening) == 1, err
-    assert "for 8 conversations of" in err and "'full' (exact): 8 conversations of" in err
+    assert "for 8 conversations of" in err and "'full' (exact); 8 conversations of" in err
     code, _, err = run(*common, "--memory", "400KB")
     assert code == 0 and "the planner chose" in err and "estimated; run `kvkeep calibrate" in err
     code, _, err = run(*common, "-x", "full", "--conversations", "3", "--no-measure")
     assert (
-        code == 0 and "for 3 conversations of" in err and "(exact): 3 conversations" in err and "estimated" not in err
+        code == 0 and "for 3 conversations of" in err and "(exact); 3 conversations" in err and "estimated" not in err
     )
     monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: 4 * 10**6)
     code, _, err = run(*common, "--conversations", "1000", "-x", "full")

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cases import CASES, new_cache, taken
 from conftest import tokenizer
-from families import tiny
+from families import FAMILIES, tiny
+from helpers import prompt, stock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -60,6 +63,47 @@ def test_interrupting_the_prompt_keeps_whole_chunks() -> None:
 def test_sampling_is_repeatable() -> None:
     one, again, other = (written(temperature=1.0, seed=seed).tokens for seed in (1, 1, 2))
     assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [(name, family) for name in ("full", "kv", "snapkv+verified, kv") for family in FAMILIES if taken(name, family)],
+)
+def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
+    name: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled. The noise is torch's own, so what is drawn afterwards is the same, too."""
+    model, settings = tiny(family), {"repetition_penalty": 1.3, "top_k": 9, "no_repeat_ngram_size": 3, "min_p": 0.01}
+    for own in ({}, settings):
+        for setting, value in own.items():
+            monkeypatch.setattr(model.generation_config, setting, value)
+        for temperature in (0.0, 0.8):
+            cache, ids = new_cache(name, family), prompt(1, CASES[name].length, 3)
+            found = generate(
+                model, tokenizer(), ids[0].tolist(), cache, max_new_tokens=9, temperature=temperature, seed=3
+            )
+            after = None if CASES[name].drafts else torch.rand(1)
+            torch.manual_seed(3)
+            how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+            wanted = model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=stock(family), max_new_tokens=9, **how
+            )
+            assert found.sequence == wanted[0].tolist()
+            assert after is None or torch.equal(after, torch.rand(1))
+
+
+def test_a_limit_of_the_models_own_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny("llama").generation_config, "max_time", 1e-9)
+    result = written()
+    assert (len(result.tokens), result.stopped) == (1, "ended")
+
+
+def test_a_cache_that_has_read_another_text_is_refused() -> None:
+    cache = KeepCache(tiny("llama"))
+    first = written(cache)
+    with pytest.raises(UsageError, match="another text"):
+        written(cache, [7, *first.sequence])
+    assert written(cache, [*first.sequence, 7]).tokens == written(None, [*first.sequence, 7]).tokens
 
 
 def test_prompts_are_within_the_positions_and_writing_ends_with_them() -> None:

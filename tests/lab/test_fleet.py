@@ -18,14 +18,14 @@ from kvkeep_lab.fleet.scenario import BOUND, Scenario
 from kvkeep_lab.fleet.simulation import Simulation, simulate
 from transformers import AutoConfig
 
+from kvkeep.cli.capacity import CACHES
 from kvkeep.errors import UsageError
-from kvkeep.plan.capacity import METHODS, parse
+from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost
-from kvkeep.plan.grant import grant
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import shape_of
-from kvkeep.plan.sizes import sizes
+from kvkeep.plan.sizes import grant, sizes
 
 MACHINES = Path(__file__).parents[2] / "docs" / "machines"
 STEP = 1e-3
@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
 
         def watched(replica: object, admit: Callable[..., None] = admit, granted: list[float] = granted) -> None:
             admit(replica)
-            granted.append(replica.granted + replica.held)  # type: ignore[attr-defined]
+            granted.append(replica.granted + replica.idle_bytes)  # type: ignore[attr-defined]
 
         one._admit = watched  # type: ignore[method-assign]
         found = one.run()
@@ -120,11 +120,11 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 5
         assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
         for replica in one.replicas:
-            assert replica.held == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
+            assert replica.idle_bytes == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
             assert all(idle.home is replica for idle in replica.idle.values())
             let_in = set(replica.sessions) - set(replica.waiting)
             assert replica.granted == pytest.approx(sum(session.grant for session in let_in))
-        under_way = sum(HARD.seconds - session.asked for session in where)
+        under_way = sum(HARD.seconds - session.arrived for session in where)
         assert found.in_system * HARD.seconds == pytest.approx(found.answered * found.answer_s + under_way)  # Little's
         again = simulate(BUSY, replace(HARD, route=route, warmup=0))
         assert again == found != simulate(BUSY, replace(HARD, route=route, warmup=0, seed=1))
@@ -216,14 +216,14 @@ def test_a_method_that_drafts_has_no_pace() -> None:
         Pace.planned(None, None, 0, "snapkv+verified", 512)  # type: ignore[arg-type]
 
 
-ACCEPTED = [name for name in METHODS if not parse(name).method.recall.drafts]
+ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.drafts]
 
 
 @pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
 @pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
 def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: float | None) -> None:
     """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
-    machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), parse(name)
+    machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
     pace = Pace.planned(shape, machine, 10**11, name, 4096)
     for tokens in (3_000, 9_000, 45_000, 120_000):
@@ -231,7 +231,7 @@ def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: 
         held = sizes(shape.geometry, candidate, tokens, own, shared=machine.shared)
         one, many = (cost(shape, candidate, held, machine, ACCEPTANCE, count) for count in (1, 24))
         near = partial(pytest.approx, rel=0.1)
-        assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.own)
+        assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.fixed)
         assert pace.step(24) + 24 * pace.past(tokens) == near(many.step) and pace.prompt(tokens) == near(one.prefill)
         resting = held.resident + held.compressed
         assert pace.held(tokens) == near(resting + held.device + (held.host if machine.shared else 0))

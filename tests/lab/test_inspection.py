@@ -39,9 +39,9 @@ class Watched(Recorder):
         super().__init__(cache)
         self.seen: list[torch.Tensor] = []
 
-    def look(self) -> None:
+    def record(self) -> None:
         before = len(self.steps)
-        super().look()
+        super().record()
         if len(self.steps) > before:
             self.seen.append(torch.cat([layer[0] for layer in self.cache.entry_states()]))
 

@@ -73,7 +73,7 @@ def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.Mo
         return [Stream(0.0, [1.0, 2.0], 2)], 10
 
     monkeypatch.setattr(Ours, "running", running)
-    monkeypatch.setattr(serving, "_asked", answers)
+    monkeypatch.setattr(serving, "_answers", answers)
     trial = Trial(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"))
     study = Bench(serve=True, contexts=[40, 50], sessions=[1, 2], steps=3, memory="20MB", budget="20")
     study = study.model_copy(update={"methods": ["h2o", "full", "window"]})

@@ -14,6 +14,7 @@ from kvkeep import BudgetError, KeepCache, KvkeepError, UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.sizes import sizes
+from kvkeep.policies.methods import resolve
 
 
 @memoised
@@ -47,18 +48,18 @@ def compare(family: str, candidate: Candidate, tokens: int, budget: int, steps: 
     assert memory.checkpoint_bytes == {"device": predicted.device, "host": predicted.host, "disk": predicted.disk}
     if candidate.method.fate.predictable:
         assert memory.peak_workspace_bytes <= predicted.workspace
-    assert memory.peak_cache_bytes <= predicted.resident + predicted.compressed + predicted.hand
+    assert memory.peak_cache_bytes <= predicted.resident + predicted.compressed + predicted.chunk_bytes
     if candidate.method.selector.in_order and steps:  # a step comes after what the last chunk evicted
         assert memory.peak_workspace_bytes == predicted.workspace
 
 
 def candidate_of(name: str) -> Candidate:
     """A case as the planner knows it, where its options leave that."""
-    case, made = CASES[name], Candidate(CASES[name].spec)
+    case, made = CASES[name], Candidate(resolve(CASES[name].spec))
     if not made.method.checkpoints:
         return made
     kind = made.method.kind or case.options.get("checkpoint") or "kv"
-    return Candidate(case.spec, kind, case.options.get("where", "disk"))
+    return Candidate(made.method, kind, case.options.get("where", "disk"))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.reading is None])

@@ -119,7 +119,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
         *(("h2o-fisher", text, r"scores\.txt") for text in ("1 2 3", "1\n2\nx\n4", "0\n0\n0\n0", "1\n2\n-3\n4")),
         ("duo-attention", "0.1 0.2\n", "scores for 1 layers of 2 heads"),
         *(
-            (name, "secret word\n", r"scores\.txt': it is no table of numbers\.$")
+            (name, "secret word\n", r"scores\.txt': it is not a table of numbers\.$")
             for name in ("duo-attention", "h2o-fisher")
         ),
         *((name, None, r"scores\.txt': no such file or directory\.$") for name in ("duo-attention", "h2o-fisher")),

@@ -13,6 +13,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.policies.methods import methods, resolve
 from kvkeep.policies.registry import SELECTORS
 from kvkeep.policies.selectors.snapkv import SnapKV
+from kvkeep.policies.specs import required
 
 
 def test_a_name_is_its_method() -> None:
@@ -20,7 +21,7 @@ def test_a_name_is_its_method() -> None:
         assert method.name == name and resolve(name) == method and method.summary and method.source is not None
 
 
-@pytest.mark.parametrize("selector", [name for name in SELECTORS if name != "kvpress"])  # which needs a parameter
+@pytest.mark.parametrize("selector", [name for name, made in SELECTORS.items() if not required(made)])
 def test_a_selector_alone_drops(selector: str) -> None:
     for said in (selector, f"{selector}+drop"):
         method = resolve(said)

@@ -12,11 +12,11 @@ from families import FAMILIES
 from helpers import prompt, step
 
 from kvkeep.engine import batch as batches
+from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.answer import Piece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve import engine as engines
-from kvkeep.serve import job as jobs
 from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import EngineStopping
@@ -107,7 +107,7 @@ def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
 def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exact method's by few tokens a step, another's as it is cut alone; and each has its turn."""
     monkeypatch.setattr(batches, "PART", 16)
-    for module in (batches, jobs):
+    for module in (batches, schedulers):
         monkeypatch.setattr(module, "CHUNK", 48)
     engine, steps = serving(), list[int]()
     monkeypatch.setattr(engine.watch, "stepped", lambda sessions, tokens: steps.append(tokens - sessions + 1))
@@ -225,7 +225,7 @@ def test_an_engine_that_fails_tells_everybody_and_takes_no_more(
     def broken(*given: Any) -> Any:
         raise TypeError("a mistake")
 
-    monkeypatch.setattr(engines, "forward", broken)
+    monkeypatch.setattr(schedulers, "forward", broken)
     engine._run()
     assert "TypeError at " in caplog.text and "mistake" not in caplog.text
     assert isinstance(one.events[-1], KvkeepError) and isinstance(engine.fault, TypeError)

@@ -21,7 +21,7 @@ import pytest
 from answering import small
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
-from kvkeep.cli.serve.listening import Listening, https
+from kvkeep.cli.serve.address import Address, https
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine.answer import Piece, TokenLogprob
 from kvkeep.errors import UsageError
@@ -79,7 +79,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
         (["--keys", str(file)], "has no keys"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
         (["--cors", "chat.example"], "is not an origin"),
-        (["--certificate", str(file)], "takes both"),
+        (["--certificate", str(file)], "needs both"),
         (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
     ):
         code, _, err = run("serve", *wrong)
@@ -265,7 +265,7 @@ def test_heads_slashes_and_wrong_methods() -> None:
     wrong = reply("/v1/chat/completions", method="HEAD", headers=bearer())
     assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "POST", b"")
     hosts = ("0.0.0.0", "::", "::1", "chat")
-    assert [Listening(one, 0).near for one in hosts] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
+    assert [Address(one, 0).local_host for one in hosts] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
 
 
 def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
@@ -294,7 +294,7 @@ def test_https_by_a_certificate(tmp_path: Path) -> None:
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-out", names[0], "-keyout", names[1]]
     subprocess.run(make, check=True, capture_output=True)
-    with pytest.raises(UsageError, match="takes both"):
+    with pytest.raises(UsageError, match="needs both"):
         https(names[0], None)
     with serving(tls=https(names[0], names[1])) as (address, _):
         context = ssl.create_default_context(cafile=names[0])

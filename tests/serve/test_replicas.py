@@ -21,8 +21,8 @@ from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
-from kvkeep.cli.serve import replicated
-from kvkeep.cli.serve.listening import Listening
+from kvkeep.cli.serve.address import Address
+from kvkeep.cli.serve.ray_serve import serve_replicas
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
@@ -301,8 +301,8 @@ def test_proxies_that_a_cluster_has_are_told_as_they_are(
     service: Any = SimpleNamespace(memory=10**6, model="tiny", cache={"method": "full"})
 
     def said(**given: Any) -> str:
-        asked = Listening(**{"host": "127.0.0.1", "port": 8000, **given})
-        replicated.answer(service, Scale.parse("2", 1, 8), "auto", asked, 0.0, [])
+        asked = Address(**{"host": "127.0.0.1", "port": 8000, **given})
+        serve_replicas(service, Scale.parse("2", 1, 8), "auto", asked, 0.0, "", "")
         return capsys.readouterr().err
 
     tls = {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}
@@ -324,10 +324,10 @@ def test_what_cannot_be_replicated_is_one_sentence(
 ) -> None:
     common = ("serve", "--model", str(model_folder), "--memory", "50MB", "-x", "full")
     for wrong, sentence in (
-        (("--ray", "auto"), "are for --replicas"),
+        (("--ray", "auto"), "is used with --replicas only"),
         (("--replicas", "none"), "is not a number of replicas"),
         (("--replicas", "2", "--ray", "auto"), "give --sessions"),
-        (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--port", "0"), "name one, and not 0"),
+        (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--port", "0"), "give one with --port"),
         (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--grace", "10"), "leave --grace out"),
     ):
         code, _, err = run(*common, *wrong)

@@ -27,6 +27,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import batch
 from kvkeep.engine.answer import Answer
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import engine_request
@@ -60,10 +61,10 @@ class Leaving:
                 self.places[place] += 1
             cancel(job)
 
-        def halted(job: Job) -> Answer:  # its row is free; its turn is saved before it ends
+        def halted(job: Job, scheduler: Scheduler) -> Answer:  # its row is free; its turn is saved before it ends
             if job in self._rows:
                 self.steps.append(self._count - self._left[job])
-            return halt(job)
+            return halt(job, scheduler)
 
         def ended(job: Job, last: Any) -> None:
             if self._left.pop(job, None) is not None:

@@ -79,8 +79,8 @@ class Answer:
 def written(loaded: Loaded, prompt: Prompt, case: Case, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt, ends of text ignored, and the cache that they were written with."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
-    asked: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
-    return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **asked), cache
+    options: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
+    return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **options), cache
 
 
 def judged(
@@ -88,7 +88,7 @@ def judged(
 ) -> Answer:
     """Return how an answer, written with ``cache``, stands beside the stock cache's."""
     pairs = list(zip(result.tokens, reference.tokens, strict=False))
-    differs_at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    differs_at = next((place for place, (ours, their_timing) in enumerate(pairs) if ours != their_timing), None)
     gap = noise = None
     if differs_at is not None:
         gap, noise = _margin(model, list(prompt.ids), list(reference.tokens), differs_at, pairs[differs_at][0])
@@ -100,13 +100,18 @@ def judged(
             for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
             if sliding
         )
-    took, theirs = result.timing, reference.timing
-    seconds = took.prefill_s, took.decode_s, took.prefill_s / theirs.prefill_s, took.decode_s / theirs.decode_s
+    timing, their_timing = result.timing, reference.timing
+    seconds = (
+        timing.prefill_s,
+        timing.decode_s,
+        timing.prefill_s / their_timing.prefill_s,
+        timing.decode_s / their_timing.decode_s,
+    )
     about = key, case.label, prompt.kind, len(prompt.ids), len(result.tokens)
-    same, held = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes
+    same, held_bytes = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes
     rounds = None if result.rounds is None else asdict(result.rounds)
-    held += result.memory.compressed_bytes
-    return Answer(*about, same, differs_at, gap, noise, *seconds, held, budget, rounds)
+    held_bytes += result.memory.compressed_bytes
+    return Answer(*about, same, differs_at, gap, noise, *seconds, held_bytes, budget, rounds)
 
 
 @torch.no_grad()
@@ -117,6 +122,6 @@ def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: 
     cache = DynamicCache(config=model.config)
     parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)
     steps = torch.stack([model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1].float() for part in parts])
-    whole = model(text, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
-    noise = (steps - whole).gather(1, steps.topk(2).indices).abs().max()
+    at_once = model(text, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+    noise = (steps - at_once).gather(1, steps.topk(2).indices).abs().max()
     return float(steps[place, answer[place]] - steps[place, ours]), float(noise)

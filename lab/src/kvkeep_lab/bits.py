@@ -40,12 +40,16 @@ def greatest_difference(
     mask[0, :PADDING] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     worst = []
-    for ids, own, padding in ((text, None, (0,)), (rows, mask, (PADDING, 0))):
-        held, start, parts = cache(), 0, []
+    for ids, padding_mask, padding in ((text, None, (0,)), (rows, mask, (PADDING, 0))):
+        past, start, parts = cache(), 0, []
         while start < ids.shape[1]:
             stop = min(start + chance.choice(SIZES), ids.shape[1])
-            given = {} if own is None else {"attention_mask": own[:, :stop], "position_ids": positions[:, start:stop]}
-            parts.append(model(ids[:, start:stop].to(device), past_key_values=held, **given).logits)
+            given = (
+                {}
+                if padding_mask is None
+                else {"attention_mask": padding_mask[:, :stop], "position_ids": positions[:, start:stop]}
+            )
+            parts.append(model(ids[:, start:stop].to(device), past_key_values=past, **given).logits)
             start = stop
         logits = torch.cat(parts, 1)
         found = torch.stack([row[first : first + len(reference)] for row, first in zip(logits, padding, strict=True)])

@@ -149,12 +149,12 @@ def roofline(
 
 def _seconds(action: Callable[[], object], device: torch.device, prepare: Callable[[], object]) -> float:
     action()
-    took = []
+    seconds = []
     for _ in range(9):
         prepare()
         synchronize(device)
         start = time.perf_counter()
         action()
         synchronize(device)
-        took.append(time.perf_counter() - start)
-    return min(took)  # a bound: what else the machine does is no part of it
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)  # a bound: what else the machine does is no part of it

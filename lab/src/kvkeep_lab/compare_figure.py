@@ -55,8 +55,8 @@ def nats(value: float | None) -> str:
 def _budgets(lines: Sequence[Line]) -> list[str]:
     """Return the budgets as asked, by the bytes that were held within them."""
     names = dict.fromkeys(line.budget for line in lines if line.budget)
-    held = {name: median(line.held_bytes for line in lines if line.budget == name) for name in names}
-    return sorted(held, key=lambda name: held[name])
+    middle = {name: median(line.held_bytes for line in lines if line.budget == name) for name in names}
+    return sorted(middle, key=lambda name: middle[name])
 
 
 def _floor(lines: Sequence[Line]) -> float:
@@ -85,14 +85,14 @@ def _lines(figure: Any, lines: Sequence[Line], budgets: Sequence[str], floor: fl
     apart = 0.03 if any(len(line.rows) > 1 for line in lines) else 0.0  # so that intervals lie side by side
     for number, name in enumerate(names):
         mine = sorted((line for line in lines if line.method == name), key=lambda line: line.held_bytes)
-        held = [line.held_bytes / 1e6 * math.exp(apart * (number - (len(names) - 1) / 2)) for line in mine]
+        megabytes = [line.held_bytes / 1e6 * math.exp(apart * (number - (len(names) - 1) / 2)) for line in mine]
         style = styled(number, name, None) | {"linestyle": "-" if number < len(COLOURS) else "--"}
         style |= {"clip_on": False, "zorder": 3, "capsize": 2.5, "elinewidth": 1}
         for axes, (means, reach) in (
             (left, _reach(mine, "match", 100)),
             (right, _reach(mine, "kl_mean", floor=floor)),
         ):
-            axes.errorbar(held, means, reach, **style)
+            axes.errorbar(megabytes, means, reach, **style)
     across = "keys and values held, for the budget asked"
     dress(left, "Match, free-running (%)", across, x="log")
     dress(right, "Mean KL, teacher-forced (nats)", across, x="log", y="log")
@@ -114,10 +114,10 @@ def _ticks(lines: Sequence[Line], budgets: Sequence[str]) -> tuple[list[float], 
     """Return where the bytes axis is marked, in MB, and the labels: each budget at its median, and whatever was held
     without a budget where there is room for it."""
     marks = {median(line.held_bytes for line in lines if line.budget == name) / 1e6: name for name in budgets}
-    for held in sorted((line.held_bytes / 1e6 for line in lines if line.budget is None), reverse=True):
-        if all(abs(math.log(held / other)) > 0.4 for other in marks):
-            marks[held] = "no budget"
-    return list(marks), [f"{held:.3g} MB\n{name}" for held, name in marks.items()]
+    for megabytes in sorted((line.held_bytes / 1e6 for line in lines if line.budget is None), reverse=True):
+        if all(abs(math.log(megabytes / other)) > 0.4 for other in marks):
+            marks[megabytes] = "no budget"
+    return list(marks), [f"{megabytes:.3g} MB\n{name}" for megabytes, name in marks.items()]
 
 
 def _bars(left: Any, right: Any, lines: Sequence[Line], floor: float) -> None:
@@ -153,7 +153,7 @@ def _positions(pair: Any, lines: Sequence[Line], floor: float, where: str = "") 
     style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
     style["norm"] = LogNorm(floor, max(highest, 10 * floor))
     for axes, (name, strips) in zip(pair, named, strict=True):
-        image = axes.imshow([[max(value, floor) for value in own] for own in strips], **style)
+        image = axes.imshow([[max(value, floor) for value in strip] for strip in strips], **style)
         for number in range(1, len(lines)):
             axes.axhline(number - 0.5, color="white", linewidth=2)
         axes.set_title(f"KL{where}, {name} (nats)", loc="left", fontsize=10)

@@ -28,13 +28,13 @@ class Passage:
 
 @dataclass(frozen=True)
 class Line:
-    """One method at one budget, with the row of every passage on which it was measured: one at least. whole: of each,
-    the bytes of an unbounded cache in bfloat16."""
+    """One method at one budget, with the row of every passage on which it was measured: one at least. full_bytes: of
+    each, the bytes of an unbounded cache in bfloat16."""
 
     method: str
     budget: str | None
     rows: tuple[Row, ...]
-    whole: tuple[int, ...]
+    full_bytes: tuple[int, ...]
 
     @property
     def label(self) -> str:
@@ -86,9 +86,9 @@ class Line:
     @property
     def share(self) -> float | None:
         """These bytes as a share of the unbounded cache's in bfloat16, on average; None where that is not known."""
-        if not all(self.whole):
+        if not all(self.full_bytes):
             return None
-        return fmean(row.held_bytes / whole for row, whole in zip(self.rows, self.whole, strict=True))
+        return fmean(row.held_bytes / full for row, full in zip(self.rows, self.full_bytes, strict=True))
 
     def positions(self, name: str) -> list[float]:
         """Return the mean of a list of numbers, one for each position, over the passages."""
@@ -97,9 +97,9 @@ class Line:
     def as_dict(self) -> dict[str, Any]:
         """Return method, budget, how many passages, and the estimates, as plain types."""
         found = {name: self.estimate(name) for name in MEASURES}
-        own = {"method": self.method, "budget": self.budget, "class": self.exactness, "n": len(self.rows)}
+        facts = {"method": self.method, "budget": self.budget, "class": self.exactness, "n": len(self.rows)}
         estimates = {name: None if one is None else asdict(one) for name, one in found.items()}
-        return {**own, **estimates, "held_bytes": self.held_bytes}
+        return {**facts, **estimates, "held_bytes": self.held_bytes}
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Comparisons:
         of: dict[tuple[str, str | None], list[tuple[Row, int]]] = {}
         for one in self.passages:
             for row in one.found.rows:
-                own = of.setdefault((row.method, row.budget), [])
-                own += [] if row.error else [(row, one.found.whole_bytes)]
+                measured = of.setdefault((row.method, row.budget), [])
+                measured += [] if row.error else [(row, one.found.whole_bytes)]
         return [Line(*case, *zip(*found, strict=True)) for case, found in of.items() if found]
 
     @property

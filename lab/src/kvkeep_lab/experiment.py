@@ -137,8 +137,8 @@ class ExperimentBase(BaseModel, ABC):
         setting, listed = hashed(common), []
         for model, seed in product(self.models, self.seeds):
             for variant in self._variants(model):
-                own = {"model": model, "seed": seed, **variant}
-                listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
+                of_cell = {"model": model, "seed": seed, **variant}
+                listed.append(Cell(hashed({**common, **of_cell}), setting, **{"method": self.subject.name, **of_cell}))
         return listed
 
     def with_(self, **changes: Any) -> Self:
@@ -149,7 +149,9 @@ class ExperimentBase(BaseModel, ABC):
         """Return the smoke version."""
         changed = _merged(self.model_dump(mode="json"), self.smoke)
         if (tune := changed.get("tune")) is not None:  # for the methods that are left
-            tune["candidates"] = {name: own for name, own in tune["candidates"].items() if name in changed["methods"]}
+            tune["candidates"] = {
+                name: candidates for name, candidates in tune["candidates"].items() if name in changed["methods"]
+            }
         return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
 
     def sources(self, data: Path | None) -> list[Path]:
@@ -328,8 +330,8 @@ def _sentence(error: ValidationError, where: str) -> str:
     problems = error.errors()
     first = problems[0]
     place = ".".join(str(part) for part in first["loc"])
-    own = first.get("ctx", {}).get("error")
+    cause = first.get("ctx", {}).get("error")
     reason = {"extra_forbidden": "there is no such setting", "missing": "it is missing"}.get(first["type"])
-    reason = reason or (str(own) if own is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}")
+    reason = reason or (str(cause) if cause is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}")
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{where[:1].upper()}{where[1:]} is wrong at '{place}': {reason.rstrip('.')}{rest}."

@@ -105,11 +105,11 @@ class KeepLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return tokens, the special ones as the tokenizer adds them unless ``string`` begins with the first."""
-        own = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         first = self.tokenizer.bos_token
         if add_special_tokens is None and first and string.startswith(first):
-            own = {"add_special_tokens": False}
-        return list(self.tokenizer(string, verbose=False, **own).input_ids)
+            options = {"add_special_tokens": False}
+        return list(self.tokenizer(string, verbose=False, **options).input_ids)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the conversation as the model's template writes it."""
@@ -138,12 +138,12 @@ class KeepLM(TemplateLM):
             _, before, tokens = request
             if not before or not tokens:
                 raise UsageError("A context and what follows it have a token each at least; the task has an empty one.")
-            room = self.max_length + 1 - len(tokens)  # the last token is not read
-            if room < 1:
+            longest = self.max_length + 1 - len(tokens)  # the last token is not read
+            if longest < 1:
                 raise UsageError(
                     f"What is to be scored has {len(tokens)} tokens, and the model has {self.max_length} positions."
                 )
-            return before[-room:]
+            return before[-longest:]
 
         yield from ((before, list(group)) for before, group in groupby(requests, context))
 
@@ -166,10 +166,10 @@ class KeepLM(TemplateLM):
                 raise UsageError("The model 'kvkeep' answers greedily; give --gen_kwargs do_sample=False.")
             until = handle_stop_sequences(list(given["until"]), self.tokenizer.decode([self.eot_token_id]))
             new = int(given["max_gen_toks"])
-            if (room := self.max_length - new) < 1:
+            if (longest := self.max_length - new) < 1:
                 raise UsageError(f"The model has {self.max_length} positions, no room for {new} tokens of an answer.")
             ends = [end for end in until if end]
-            answer = self.subject.write(self.tok_encode(text)[-room:], new, partial(_ended, ends))
+            answer = self.subject.write(self.tok_encode(text)[-longest:], new, partial(_ended, ends))
             self.costs.append(answer.cost)
             found.append(postprocess_generated_text(answer.text, until, None))
             self.cache_hook.add_partial("generate_until", (text, wanted), found[-1])

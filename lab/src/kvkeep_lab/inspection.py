@@ -78,7 +78,7 @@ class Recorder:
         self.steps: list[Step] = []
         self._state = torch.zeros(0, 0, dtype=torch.int8)
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record a step if there was one since the last look."""
         layers = entry_states(self.cache)
         now = torch.cat(layers) if layers else self._state
@@ -156,7 +156,7 @@ def inspect(
     recorder = Recorder(cache)
 
     def between_steps() -> bool:
-        recorder.look()
+        recorder.record()
         return interrupted() if interrupted else False
 
     generation = generate(model, tokenizer, prompt, cache, interrupted=between_steps, **options)

@@ -23,12 +23,12 @@ def memory_rate(device: torch.device) -> float:
     in use."""
     tensor = torch.ones(RATE_BYTES // 4, device=device)
     ways = (lambda: tensor.dot(tensor), tensor.sum, tensor.amax)
-    took = []
+    seconds = []
     for way in ways * _TRIES:
         start = time.perf_counter()
         way().item()  # waits for the device
-        took.append(time.perf_counter() - start)
-    return tensor.nbytes / min(took)
+        seconds.append(time.perf_counter() - start)
+    return tensor.nbytes / min(seconds)
 
 
 def weight_bytes(model: Any) -> int | None:
@@ -41,8 +41,8 @@ def weight_bytes(model: Any) -> int | None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and embedding is not None:
         of_head = {_home(part) for part in (*head.parameters(), *head.buffers())}
-        own = {_home(part) for part in (*embedding.parameters(), *embedding.buffers())} - of_head
-        parts = [part for part in parts if _home(part) not in own]
+        of_embedding = {_home(part) for part in (*embedding.parameters(), *embedding.buffers())} - of_head
+        parts = [part for part in parts if _home(part) not in of_embedding]
     return sum({_home(part): part.nbytes for part in parts}.values())
 
 
@@ -51,12 +51,12 @@ def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
     tokens where the cache is exact (rebuilt ones, too), else no more than the cache holds for attention, in full or in
     a smaller form."""
     memory = memory_of(cache)
-    held = memory.resident_bytes + memory.compressed_bytes
+    held_bytes = memory.resident_bytes + memory.compressed_bytes
     if not isinstance(cache, KeepCache):
-        return held
+        return held_bytes
     geometry = cache.geometry
     everything = rows * (tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens))
-    return everything if cache.exactness is Exactness.EXACT else min(everything, held)
+    return everything if cache.exactness is Exactness.EXACT else min(everything, held_bytes)
 
 
 def step_limit_ms(weights: int | None, entries: int | None, rate: float | None) -> float | None:

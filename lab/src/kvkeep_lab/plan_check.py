@@ -87,13 +87,13 @@ def check(
     for (candidate, context, entries), row in zip(planned, rows, strict=True):
         try:
             # The bench counts what is held after its steps, and times steps that are on the mean half of them later.
-            held = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
+            holding = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
             after = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared, steps=steps)
-            costs = cost(shape, candidate, held, machine, ACCEPTANCE)
+            costs = cost(shape, candidate, holding, machine, ACCEPTANCE)
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
             continue
-        predicted = after.resident + after.compressed + after.checkpoints
+        predicted = after.total
         measured = row.held_bytes + sum(row.memory["checkpoint_bytes"].values())
         steps_s = costs.step, None if row.step_ms is None else row.step_ms / 1e3
         found = predicted, measured, *steps_s, costs.prefill, row.prefill_s, row.error

@@ -73,8 +73,8 @@ def process_table(rows: Sequence[InProcess], title: str) -> Table:
     for row in rows:
         if row.held is not None and row.before is not None:
             above = row.held - row.before
-            own = row.resident_bytes or None, row.elsewhere_bytes or None
-            sizes = map(megabytes, (row.held.pss, above.anonymous, above.mapped, *own))
+            in_cache = row.resident_bytes or None, row.elsewhere_bytes or None
+            sizes = map(megabytes, (row.held.pss, above.anonymous, above.mapped, *in_cache))
             times = [fixed(row.step_ms, 1), fixed(row.dropped_ms, 1), fixed(row.per_pass)]
             table.rows.append([f"{row.context:,}", f"`{row.label}`", *sizes, *times])
     return table
@@ -121,7 +121,7 @@ def measure(name: str, weights: str, device: str, threads: int, case: Case, step
     cache = new_cache(loaded.model, case.method, **case.options)
     begun, _ = _written(loaded, ids[0].tolist(), cache, 1)
     warm, warm_ms = _written(loaded, begun.sequence, cache, steps)
-    held, memory = held_now(), warm.memory
+    holding, memory = held_now(), warm.memory
     drops = _Drops(mapped_below(cache_folder() / "checkpoints"))
     dropped_ms = _written(loaded, warm.sequence, cache, steps, drops)[1] if drops.files else None
     rounds = warm.rounds
@@ -129,7 +129,7 @@ def measure(name: str, weights: str, device: str, threads: int, case: Case, step
         case.label,
         case.length,
         before,
-        held,
+        holding,
         memory.resident_bytes,
         memory.compressed_bytes + sum(memory.checkpoint_bytes.values()),
         warm_ms,
@@ -168,5 +168,5 @@ def _written(
     answer = generate(
         loaded.model, loaded.tokenizer, sequence, cache, max_new_tokens=new, interrupted=drops, ignore_eos=True
     )
-    took = time.perf_counter() - start - (drops.seconds - apart)
-    return answer, 1e3 * took / max(len(answer.tokens), 1)
+    seconds = time.perf_counter() - start - (drops.seconds - apart)
+    return answer, 1e3 * seconds / max(len(answer.tokens), 1)

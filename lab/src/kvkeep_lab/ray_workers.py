@@ -40,8 +40,8 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
         raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep-lab[ray]'.") from error
     files = _contents(job.sources)
     size = sum(map(len, files.values()))
-    own = max(os.cpu_count() or 1, job.workers)
-    with connected(None if address == "local" else address, own, data=2 * size):
+    available = max(os.cpu_count() or 1, job.workers)
+    with connected(None if address == "local" else address, available, data=2 * size):
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = 0 if job.device == "cpu" else int(sum(machine.get("GPU", 0) for machine in machines))
         count = job.workers or gpus or len(machines)

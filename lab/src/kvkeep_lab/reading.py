@@ -12,9 +12,9 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.watching import Attended, watching
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
+from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import Reader, peer_of
 
 _AT_ONCE = 128
@@ -49,10 +49,10 @@ def whole_bytes(model: Any, context: int) -> int:
 
 @torch.no_grad()
 def watch(
-    model: Any, ids: Tensor, look: Callable[[Attended], None], progress: Callable[[str, float, float], None]
+    model: Any, ids: Tensor, observe: Callable[[Attended], None], progress: Callable[[str, float, float], None]
 ) -> None:
-    """Read ``ids`` (1, tokens) once, and hand ``look`` the attention of every layer that sees all of it; layers with a
-    sliding window forget by themselves and are left out. Raises UnsupportedModelError where there is no other."""
+    """Read ``ids`` (1, tokens) once, and hand ``observe`` the attention of every layer that sees all of it; layers with
+    a sliding window forget by themselves and are left out. Raises UnsupportedModelError where there is no other."""
     decoder = bind(model).decoder
     geometry = ModelGeometry.from_config(model.config)
     full = [layer.index for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
@@ -61,7 +61,7 @@ def watch(
 
     def see(attended: Attended) -> None:
         if attended.layer in full:
-            look(attended)
+            observe(attended)
             progress("layers", full.index(attended.layer) + 1, len(full))
 
     with watching(see):
@@ -115,8 +115,8 @@ def continued(
     for part in given.split(_AT_ONCE if at_once else 1, dim=1):
         start = time.perf_counter()
         logits = model(part, past_key_values=cache, use_cache=True).logits.float().cpu()  # (rows, part, vocabulary)
-        took = (time.perf_counter() - start) / part.shape[1]
-        yield from ((logits[:, position], took) for position in range(part.shape[1]))
+        seconds = (time.perf_counter() - start) / part.shape[1]
+        yield from ((logits[:, position], seconds) for position in range(part.shape[1]))
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def run(
     residuals cannot be projected, StoreError where files cannot be written.
     """
     bench = _Bench(model, counts, folder)
-    took: dict[_Case, list[tuple[float, int, int]]] = {}
+    samples: dict[_Case, list[tuple[float, int, int]]] = {}
     interrupted = False
     steps = [(turn, count) for turn in range(rounds) for count in counts]
     try:
@@ -105,14 +105,14 @@ def run(
             progress(f"{name}, {count} tokens", done, len(steps))
             again = bench.rerun(count) if slow and count <= SLOW_TO and turn < 2 else ()
             for case, sample in chain(bench.samples(count, turn), again):
-                took.setdefault(case, []).append(sample)
+                samples.setdefault(case, []).append(sample)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         bench.close()
     shape = (bench.hidden, bench.width, bench.itemsize)
     limit = bench.roofline.break_even(bench.hidden, bench.itemsize)
-    report = Report(name, *shape, bench.layers, bench.roofline, limit, list(bench.rows(name, took)), interrupted)
+    report = Report(name, *shape, bench.layers, bench.roofline, limit, list(bench.rows(name, samples)), interrupted)
     if interrupted:
         raise Interruption(report)
     return report
@@ -126,7 +126,7 @@ class _Case(NamedTuple):
 
 
 @dataclass
-class _Held:
+class _Operands:
     """What lies in one place: hidden (1, n, d), entries (keys and values, (1, kv_heads, n, dim)), the same apart, one
     tensor each; buffers of their shapes on the device; and positions (1, n)."""
 
@@ -155,11 +155,11 @@ class _Bench:
         self.storages = {name: Storage(name, self.device, folder) for name in places(self.device)}
         self.sweep = Sweep(self.device)
         self.roofline = roofline(self.storages, self.sweep, self.device, self.dtype, self.hidden, self.width)
-        self._held = {
+        self._operands = {
             (name, count): self._hold(storage, count) for count in counts for name, storage in self.storages.items()
         }
 
-    def _hold(self, storage: Storage, count: int) -> _Held:
+    def _hold(self, storage: Storage, count: int) -> _Operands:
         """Lay residuals and entries of ``count`` tokens in a storage; all layers read the same, of the same shape."""
         hidden = torch.randn(1, count, self.hidden, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(self.device, self.dtype)
@@ -169,11 +169,11 @@ class _Bench:
         if storage.name == "device":
             apart = [[part[..., slot : slot + 1, :].clone() for slot in range(count)] for part in entries]
         targets = [torch.zeros_like(part) for part in entries]
-        return _Held(storage.put(hidden), [storage.put(part) for part in entries], apart, targets, positions)
+        return _Operands(storage.put(hidden), [storage.put(part) for part in entries], apart, targets, positions)
 
     def close(self) -> None:
         """Let go of everything that was laid out."""
-        self._held.clear()
+        self._operands.clear()
         for storage in self.storages.values():
             storage.clear()
 
@@ -183,28 +183,30 @@ class _Bench:
         layer = self.geometry.layers[self.layers[turn % len(self.layers)]]
         for name, storage in self.storages.items():
             for buffers in WARMTHS:
-                for way, action in self._ways(layer, self._held[name, count], buffers == "warm"):
+                for way, action in self._ways(layer, self._operands[name, count], buffers == "warm"):
                     yield _Case(way, name, buffers, count), self._time(action, storage, buffers)
 
-    def _ways(self, layer: LayerGeometry, held: _Held, warm: bool) -> list[tuple[str, Callable[[], object]]]:
+    def _ways(self, layer: LayerGeometry, operands: _Operands, warm: bool) -> list[tuple[str, Callable[[], object]]]:
         def recompute() -> object:
-            return self.adapter.project(layer.index, held.hidden.to(self.device), held.positions)
+            return self.adapter.project(layer.index, operands.hidden.to(self.device), operands.positions)
 
         def read() -> object:
-            into = held.targets if warm else [torch.empty_like(part, device=self.device) for part in held.entries]
-            return [target.copy_(part) for target, part in zip(into, held.entries, strict=True)]
+            into = (
+                operands.targets if warm else [torch.empty_like(part, device=self.device) for part in operands.entries]
+            )
+            return [target.copy_(part) for target, part in zip(into, operands.entries, strict=True)]
 
         def entry_by_entry() -> object:
-            return [torch.cat([entry.clone() for entry in part], dim=-2) for part in held.apart]
+            return [torch.cat([entry.clone() for entry in part], dim=-2) for part in operands.apart]
 
         ways: list[tuple[str, Callable[[], object]]] = [(RECOMPUTE, recompute), (READ, read)]
-        if held.apart:
+        if operands.apart:
             ways.append((APART, entry_by_entry))
         heads = self.geometry.attention_heads
-        near = held.entries[0].device == self.device
+        near = operands.entries[0].device == self.device
         if near and layer.key_dim == layer.value_dim and heads % layer.kv_heads == 0:
             query = torch.randn(1, heads, 1, layer.key_dim, device=self.device, dtype=self.dtype)
-            segment = Segment(held.entries[0], held.entries[1])
+            segment = Segment(operands.entries[0], operands.entries[1])
             ways.append((ATTEND, lambda: attend(query, [segment], layer.key_dim**-0.5)))
         return ways
 
@@ -249,12 +251,14 @@ class _Bench:
             parts = len(group)
             yield _Case(kind, "device", "cold", count), (seconds / parts, minor // parts, read // parts)
 
-    def rows(self, name: str, took: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
+    def rows(self, name: str, samples: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
         """Yield what was measured, in the order of ways, places and N."""
-        best = {case: min(sample[0] for sample in samples) for case, samples in took.items()}
-        for case in sorted(took, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))):
+        best = {case: min(sample[0] for sample in found) for case, found in samples.items()}
+        for case in sorted(
+            samples, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))
+        ):
             seconds, rival = best[case], best.get(case._replace(way=RECOMPUTE))
-            middle, faulted, read = (median(numbers) for numbers in zip(*took[case], strict=True))
+            middle, faulted, read = (median(numbers) for numbers in zip(*samples[case], strict=True))
             roof = None
             if case.way == RECOMPUTE:
                 roof = 1e3 * self.roofline.recompute_s(case.place, case.n, self.hidden, self.width, self.itemsize)

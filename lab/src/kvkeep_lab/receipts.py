@@ -127,7 +127,7 @@ def prompts(loaded: Loaded, source: str) -> list[list[int]]:
     return [ids[: min(length, limit)] for length in LENGTHS]
 
 
-def start(loaded: Loaded, asked: Sequence[Sequence[int]]) -> Receipt:
+def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
     """Return a receipt without rows. Raises UsageError for a model of which torch computes a part."""
     check_library()
     if not row_independent(loaded.model):
@@ -143,23 +143,23 @@ def start(loaded: Loaded, asked: Sequence[Sequence[int]]) -> Receipt:
             "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "
             "Qwen 2, Qwen 3 or Gemma 3."
         )
-    ids = sha256(b"".join(_ids(prompt) for prompt in asked)).hexdigest()
+    ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
     return Receipt(family, weights_of(loaded), fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
 
 
 def rows(
-    loaded: Loaded, cases: Sequence[Case], asked: Sequence[Sequence[int]], progress: Callable[[str, int], None]
+    loaded: Loaded, cases: Sequence[Case], prompts: Sequence[Sequence[int]], progress: Callable[[str, int], None]
 ) -> Iterator[Row]:
     """Yield the row of each case. progress: gets a label and the number of cases done."""
     for number, case in enumerate(cases):
         progress(case.label, number)
-        yield _row(loaded.model, case, asked)
+        yield _row(loaded.model, case, prompts)
 
 
-def _row(model: Any, case: Case, asked: Sequence[Sequence[int]]) -> Row:
+def _row(model: Any, case: Case, prompts: Sequence[Sequence[int]]) -> Row:
     logits, session = sha256(), sha256()
     exactness, promised = "", False
-    for prompt in asked:
+    for prompt in prompts:
         try:
             cache = _new_cache(model, case, len(prompt) + NEW_TOKENS)
             exactness, promised = str(cache.exactness), all(report.same_bits for report in cache.describe())

@@ -302,10 +302,10 @@ class Reference:
         tokens: list[int] = []
         seconds: list[float] = []
         judged: list[Position] = []
-        for step, (logits, took) in enumerate(read(self.model, self.ids, cache, len(expected))):
+        for step, (logits, elapsed) in enumerate(read(self.model, self.ids, cache, len(expected))):
             judged.append(judge(self.logits[step], logits, expected[step]))
             tokens.append(int(logits.argmax()))
-            seconds.append(took)
+            seconds.append(elapsed)
             report(self.work(self.ids.shape[1], step))
         return _free(case, tokens, expected, judged, seconds, cache), judged
 

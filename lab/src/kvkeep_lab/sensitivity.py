@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.policies.fates.kvslimmer import alone, best_share, together
+from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Te
     both = toward[..., :-1] + toward[..., 1:]
     length = square.clamp(min=0).sqrt()  # |r_i|
     length_both = (square[..., :-1] + 2 * pair + square[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
-    here, next_, shared = alone(first), alone(second), together(first, second)
+    here, next_, shared = diagonal(first), diagonal(second), mixed(first, second)
     return Sensitivity(
         here * toward[..., :-1],
         shared * both,
@@ -73,9 +73,9 @@ def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return r_i . r_i, (..., queries, tokens), and r_m . r_m+1, (..., queries, tokens - 1)."""
     shift = values.mean(-2, keepdim=True)  # residuals do not change, and less cancels
     values, outputs = values - shift, outputs - shift
-    own = outputs.square().sum(-1, keepdim=True)
+    squares = outputs.square().sum(-1, keepdim=True)
     met = outputs @ values.transpose(-1, -2)
     neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
-    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
-    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
+    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + squares
+    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + squares
     return square, pair

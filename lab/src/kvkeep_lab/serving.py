@@ -52,7 +52,7 @@ class Served:
 class Stream:
     """One answer: when it was asked for, when its pieces came, and its tokens."""
 
-    asked: float
+    requested: float
     times: list[float]
     tokens: int
 
@@ -91,7 +91,7 @@ def measure_servers(
             before = len(rows)
             try:
                 with server.running() as running:
-                    _asked(server, running, 16, 1, 2)  # what it does at first only
+                    _answers(server, running, 16, 1, 2)  # what it does at first only
                     for context, count in cases:
                         rows.append(_measured(server, running, context, count, steps, memory))
             except Exception as error:
@@ -107,18 +107,18 @@ def measure_servers(
 
 def _measured(server: Server, running: Running, context: int, count: int, steps: int, memory: str) -> Served:
     try:
-        streams, peak = _asked(server, running, context, count, steps)
+        streams, peak = _answers(server, running, context, count, steps)
     except Exception as error:
         return Served(server.label, context, count, error=reason(error))
     gaps = [after - before for one in streams for before, after in zip(one.times, one.times[1:], strict=False)]
-    begin, end = min(one.asked for one in streams), max(one.times[-1] for one in streams)
+    begin, end = min(one.requested for one in streams), max(one.times[-1] for one in streams)
     return Served(
         server.label,
         context,
         count,
         sum(one.tokens for one in streams) / (end - begin),
         writing_rate(streams),
-        median(one.times[0] - one.asked for one in streams),
+        median(one.times[0] - one.requested for one in streams),
         quantiles(gaps, n=20)[-1] if len(gaps) > 1 else None,
         peak,
         fitting(server, context + steps, memory),
@@ -140,11 +140,11 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
     """Return how many sessions of so many tokens our own server has room for; None: not known, it is another's."""
     if not isinstance(server, Ours):
         return None
-    cache = KeepCache(server.loaded.model, server.method, server.asked)  # as it is started
+    cache = KeepCache(server.loaded.model, server.method, server.requested_budget)  # as it is started
     return Arbiter(bytes_of(memory)).fitting(cache, tokens)
 
 
-def _asked(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+def _answers(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
     """Ask for ``count`` answers at once. Return them, and the most bytes that the server held. Raises KvkeepError."""
     from openai import OpenAIError
 
@@ -179,7 +179,7 @@ async def _burst(server: Server, running: Running, context: int, count: int, ste
 
 async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Stream:
     usage = {"stream_options": {"include_usage": True}} if server.usage else {}
-    asked, times, tokens = time.perf_counter(), [], 0
+    requested, times, tokens = time.perf_counter(), [], 0
     options = {"max_tokens": steps, "temperature": 0.0, "stream": True, **usage}
     async for piece in await client.completions.create(model=server.model, prompt=prompt, **options):
         if piece.choices and piece.choices[0].text:
@@ -188,12 +188,12 @@ async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Strea
             tokens = piece.usage.completion_tokens
     if not times:
         raise KvkeepError("An answer has no text.")
-    return Stream(asked, times, tokens or len(times))
+    return Stream(requested, times, tokens or len(times))
 
 
 def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:
     """Return a table of all servers."""
-    alone = {(row.label, row.context): row.tokens_s for row in rows if row.sessions == 1}
+    single = {(row.label, row.context): row.tokens_s for row in rows if row.sessions == 1}
     table = Table(
         f"Servers, answers of {steps} tokens",
         [
@@ -212,7 +212,7 @@ def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:
     )
     for row in rows:
         if not row.error and row.tokens_s is not None:
-            one = alone.get((row.label, row.context))
+            one = single.get((row.label, row.context))
             table.rows.append(
                 [
                     f"{row.context:,}",

@@ -118,8 +118,8 @@ def conditional_entropy(outcomes: Tensor, given: Tensor) -> float:
     the outcome."""
     seen, joint = given.unique(dim=0, return_inverse=True), outcomes.unique(dim=0, return_inverse=True)
     pairs = torch.stack([seen[1], joint[1]], dim=1).unique(dim=0, return_counts=True)[1]
-    alone = seen[1].bincount()
-    return max(0.0, _entropy(pairs) - _entropy(alone)) if len(pairs) > len(alone) else 0.0
+    of_given = seen[1].bincount()
+    return max(0.0, _entropy(pairs) - _entropy(of_given)) if len(pairs) > len(of_given) else 0.0
 
 
 def _entropy(counts: Tensor) -> float:

@@ -110,7 +110,7 @@ class Store:
         self.records: list[TaskRecord | StudyRecord] = []
         self.definitions: list[Definition] = []
         self.torn = 0
-        self._held: dict[int, tuple[Cell, FileLock]] = {}  # by worker
+        self._locks: dict[int, tuple[Cell, FileLock]] = {}  # by worker
 
     def refresh(self) -> None:
         """Read what was added since the last time; raises StoreError where the file cannot be read."""
@@ -149,23 +149,23 @@ class Store:
         """Lock a cell for a worker, and return how many have begun it, this one included: others have died of it where
         that is more than one. Return 0 where it is not free: another process is measuring it, or there is a record of
         it beyond ``start``. What the worker holds already, it has died of. Raises StoreError."""
-        if worker in self._held:
-            self._held.pop(worker)[1].release()
+        if worker in self._locks:
+            self._locks.pop(worker)[1].release()
         if (lock := self._locked(cell)) is None:
             return 0
         self.refresh()
         if cell.key in {record.cell for record in self.records}:
             self._free(cell, lock)
             return 0
-        self._held[worker] = cell, lock
+        self._locks[worker] = cell, lock
         with self._writing(), self._begun(cell).open("ab") as file:
             file.write(b".")
             return file.tell()
 
     def release(self, worker: int = 0) -> None:
         """Free what a worker holds; one that dies never comes to this."""
-        if worker in self._held:
-            self._free(*self._held.pop(worker))
+        if worker in self._locks:
+            self._free(*self._locks.pop(worker))
 
     def forget(self, cells: Iterable[Cell]) -> None:
         """Forget that cells were begun, except those that are being measured: their workers were ended on purpose."""

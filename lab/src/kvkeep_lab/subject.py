@@ -105,9 +105,9 @@ class Subject:
         cache = self._cache(context)
         logs, seconds, agrees = [], [], True
         passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
-        for (logits, took), token in zip(passed, right, strict=True):
+        for (logits, elapsed), token in zip(passed, right, strict=True):
             logs.append(float(logits.double().log_softmax(-1)[token]))
-            seconds.append(took)
+            seconds.append(elapsed)
             agrees = agrees and int(logits.argmax()) == token
         cost = self._cost(cache, len(ids), context, seconds)
         if agrees:
@@ -137,9 +137,9 @@ class Subject:
         logs: list[list[float]] = [[] for _ in continuations]
         greedy, seconds, cost = [True] * len(continuations), [], None
         passed = continued(self.loaded.model, self._tensor(ids), cache, continuations, exact)
-        for position, (logits, took) in enumerate(passed):
-            cost = cost or self._cost(cache, len(ids), context, [took])
-            seconds.append(took)
+        for position, (logits, elapsed) in enumerate(passed):
+            cost = cost or self._cost(cache, len(ids), context, [elapsed])
+            seconds.append(elapsed)
             likely, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
             for row, tokens in enumerate(continuations):
                 if position < len(tokens):
@@ -160,8 +160,10 @@ class Subject:
         """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each; ``context``:
         tokens of prompt and answer at most."""
         exactness, entries = str(getattr(cache, "exactness", Exactness.EXACT)), getattr(cache, "entries", None)
-        token_s, whole = fmean(seconds[1:]) if seconds[1:] else None, whole_bytes(self.loaded.model, context)
-        return AnswerCost(prompt_tokens, seconds[0], token_s, memory_of(cache).as_dict(), exactness, entries, whole)
+        token_s, full_bytes = fmean(seconds[1:]) if seconds[1:] else None, whole_bytes(self.loaded.model, context)
+        return AnswerCost(
+            prompt_tokens, seconds[0], token_s, memory_of(cache).as_dict(), exactness, entries, full_bytes
+        )
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], device=self.loaded.model.device)
@@ -184,9 +186,9 @@ class Subject:
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, took in read(model, self._tensor(ids), reader, new):
+        for logits, elapsed in read(model, self._tensor(ids), reader, new):
             tokens.append(int(logits.argmax()))
-            seconds.append(took)
+            seconds.append(elapsed)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if tokens[-1] in ends or ended(text):
                 break

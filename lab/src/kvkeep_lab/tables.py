@@ -53,7 +53,9 @@ def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> 
     for method, case, reason in found:
         if reason:
             of.setdefault((method, reason), []).append(f"{case}")
-    return [f"`{name}` {words.format(', '.join(dict.fromkeys(own)))}: {reason}" for (name, reason), own in of.items()]
+    return [
+        f"`{name}` {words.format(', '.join(dict.fromkeys(cases)))}: {reason}" for (name, reason), cases in of.items()
+    ]
 
 
 def _row(cells: Iterable[str]) -> str:

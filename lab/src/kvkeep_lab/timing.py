@@ -25,7 +25,7 @@ from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 NAIVE = "naive"
 """No cache: the whole sequence is computed again for every token."""
 
-HELD = "stock, the budget's entries"
+SAME_ENTRIES = "stock, the budget's entries"
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 """Seconds that pass, and those in which this process's threads work, together: what a pass costs where others use
@@ -129,17 +129,17 @@ def run(
     turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
     try:
         for done, (turn, number) in enumerate(turns):
-            case, own = listed[number], taken[number]
+            case, samples = listed[number], taken[number]
             progress(f"{case.label} at {case.length}", done, len(turns))
-            if own.error or (turn and sum(own.prefills) + sum(own.steps) > 4 * patience_s):
+            if samples.error or (turn and sum(samples.prefills) + sum(samples.steps) > 4 * patience_s):
                 continue
             try:
-                _measure(model, case, own, steps, patience_s, CLOCKS[clock])
+                _measure(model, case, samples, steps, patience_s, CLOCKS[clock])
             except Exception as error:
-                own.error = reason(error)
+                samples.error = reason(error)
     except KeyboardInterrupt:
-        for own in taken:
-            own.error = own.error or ("" if own.steps else INTERRUPTED)
+        for samples in taken:
+            samples.error = samples.error or ("" if samples.steps else INTERRUPTED)
         raise Interruption(_rows(listed, taken)) from None
     return _rows(listed, taken)
 
@@ -148,55 +148,60 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
     def ratio(mine: float | None, rival: float | None) -> float | None:
         return mine / rival if mine and rival else None
 
-    places = {(case.label, case.length): own for case, own in zip(listed, taken, strict=True)}
+    places = {(case.label, case.length): samples for case, samples in zip(listed, taken, strict=True)}
     rows = []
-    for case, own in zip(listed, taken, strict=True):
-        (prefill, step), ms = own.medians, [1e3 * seconds for seconds in own.steps]
-        rival, held = (places.get((label, case.length), _Taken()).medians for label in (case.rival, HELD))
+    for case, samples in zip(listed, taken, strict=True):
+        (prefill, step), ms = samples.medians, [1e3 * seconds for seconds in samples.steps]
+        rival, same_entries = (
+            places.get((label, case.length), _Taken()).medians for label in (case.rival, SAME_ENTRIES)
+        )
         figures: _Figures = (None, None, None, None)
         if ms:
-            figures = median(ms), max(ms), fmean(ms), 1e3 * own.merging / len(ms)
-        ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, held[1])
-        told: dict[str, Any] = {"error": own.error, "entry_bytes": own.entry_bytes}
-        told |= {"prefills_s": own.prefills, "steps_ms": ms}
-        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, **told))
+            figures = median(ms), max(ms), fmean(ms), 1e3 * samples.merging / len(ms)
+        ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, same_entries[1])
+        rest: dict[str, Any] = {"error": samples.error, "entry_bytes": samples.entry_bytes}
+        rest |= {"prefills_s": samples.prefills, "steps_ms": ms}
+        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), samples.memory, **rest))
     return rows
 
 
 @torch.no_grad()  # as transformers' own generate runs
-def _measure(model: Any, case: Case, own: _Taken, steps: int, patience_s: float, clock: Callable[[], float]) -> None:
-    """Add the seconds of a prompt, of steps, and of merging in them; ``own.memory`` becomes what the cache holds."""
+def _measure(
+    model: Any, case: Case, samples: _Taken, steps: int, patience_s: float, clock: Callable[[], float]
+) -> None:
+    """Add the seconds of a prompt, of steps and of merging to ``samples``, and set its ``memory`` to what the cache
+    holds."""
     peak = _peak_from_here(next(model.parameters()).device)
     ids = random_ids(model, case.length + steps, case.batch)
     if case.method == NAIVE:
-        own.steps += _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
-        own.memory = asdict(Memory()) | peak()
+        samples.steps += _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
+        samples.memory = asdict(Memory()) | peak()
         return
     if case.by is not None:
-        prefill, took = case.by(ids[:, : case.length], steps - 1)
-        own.prefills.append(prefill)
-        own.steps += took
+        prefill, seconds = case.by(ids[:, : case.length], steps - 1)
+        samples.prefills.append(prefill)
+        samples.steps += seconds
         return
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
     timed(model, ids[:, :1], cache)  # the first step warms up
     meter = cache.meter if isinstance(cache, KeepCache) else None
     before = meter.merging_s if meter else 0.0
-    took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
-    own.prefills.append(prefill)
-    own.steps += took
-    own.merging += meter.merging_s - before if meter else 0.0
-    own.memory = asdict(memory_of(cache)) | peak()
-    own.entry_bytes = entry_bytes(cache, (case.reads or case.length) + 1 + len(took), case.batch)
+    seconds = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
+    samples.prefills.append(prefill)
+    samples.steps += seconds
+    samples.merging += meter.merging_s - before if meter else 0.0
+    samples.memory = asdict(memory_of(cache)) | peak()
+    samples.entry_bytes = entry_bytes(cache, (case.reads or case.length) + 1 + len(seconds), case.batch)
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:
-    took: list[float] = []
+    seconds: list[float] = []
     for step in range(steps):
-        if took and sum(took) > patience_s:
+        if seconds and sum(seconds) > patience_s:
             break
-        took.append(measure(step))
-    return took
+        seconds.append(measure(step))
+    return seconds
 
 
 def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:

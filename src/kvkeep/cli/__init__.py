@@ -62,7 +62,7 @@ def _end(codes: list[int]) -> None:
 
 def main() -> None:
     """Run the command line. Errors leave one sentence on standard error, and no traceback."""
-    from kvkeep.cli import streams
+    from kvkeep.cli import standard_streams
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         print(
@@ -71,16 +71,16 @@ def main() -> None:
         )
         sys.exit(2)
     try:
-        streams.prepare()
+        standard_streams.prepare()
         check_environment()
         _run()
     except KvkeepError as error:
         _leave(str(error), error.exit_code)
     except BrokenPipeError:
-        streams.drop(sys.stdout)
+        standard_streams.drop(sys.stdout)
         sys.exit(1)
     except (OSError, MemoryError, RuntimeError) as error:
-        if (refusal := streams.undelivered()) is not None:
+        if (refusal := standard_streams.undelivered()) is not None:
             _leave(f"Standard output cannot be written to: {(refusal.strerror or str(refusal)).lower()}.", 1)
         if not out_of_memory(error):
             raise

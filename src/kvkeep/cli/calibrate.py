@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, out, print_json, show
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
 from kvkeep.errors import unknown
 from kvkeep.plan.background import PASSIVE
 
@@ -37,7 +37,7 @@ def calibrate(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     os.environ.setdefault(*PASSIVE)
-    with starting():
+    with startup():
         import torch
 
         from kvkeep.plan.calibrate import measure_here

@@ -10,11 +10,10 @@ from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import completion, options
-from kvkeep.cli.checked import check_model
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -22,8 +21,16 @@ if TYPE_CHECKING:
     from kvkeep.plan.capacity import Capacity, Rebuilding
     from kvkeep.plan.machine import Machine
 
-SHARED = (1, 8, 64)
-"""Sessions for which it is told at which length their entries outweigh the weights."""
+CACHES = (
+    *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
+    *("snapkv+pages kv@host", "snapkv+verified kv@host"),
+)
+"""Caches to compare by default: everything in memory, in four bits, a part of it, and all of it with a part in memory.
+"""
+KEEPS_ALL, PROJECTS = "full", "kv-direct residual@device"
+"""Caches of the sentences below the tables: attention to everything, and residuals that are projected."""
+SESSIONS = (1, 8, 64)
+"""Sessions in a step, for the length at which attention takes more than half of it."""
 
 
 def capacity(
@@ -59,37 +66,39 @@ def capacity(
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
     Budget.parse(budget)
-    check_model(model, weights, config=True)
+    options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
-    with starting():
+    with startup():
         from kvkeep.plan import capacity as planned
+        from kvkeep.plan.candidates import Candidate
 
-        names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
-        shape, rates = predicted(model, machine, weights)
-    room = rates.room(shape.weight_bytes) if given_bytes is None else given_bytes
+        names = list(CACHES) if method is None else split_list(method, "--method") or ["none"]
+        caches, keeps_all, projects = [*map(Candidate.parse, names)], *map(Candidate.parse, (KEEPS_ALL, PROJECTS))
+        shape, rates = shape_and_rates(model, machine, weights)
+    available = rates.cache_bytes(shape.weight_bytes) if given_bytes is None else given_bytes
     found = [
         one
         for tokens in contexts
         for one in planned.capacities(
-            shape, rates, room, int(tokens), budget, names, answer=answer, acceptance=acceptance, tell=note
+            shape, rates, available, int(tokens), budget, caches, answer=answer, acceptance=acceptance, tell=note
         )
     ]  # fmt: skip
     if not found:
         raise UsageError(
-            "None of these methods can be planned with this budget and context; give other methods, or another budget."
+            "No method can be planned with this budget and context; give other methods, or another budget."
         )
-    rebuilt = [planned.rebuilding(shape, rates, int(tokens)) for tokens in contexts]
-    balances = {count: planned.balance(shape, rates, count) for count in SHARED}
+    rebuilt = [planned.rebuilding(shape, rates, projects, int(tokens)) for tokens in contexts]
+    balances = {count: planned.balance(shape, rates, keeps_all, count) for count in SESSIONS}
     if json:
         fetched = [{f"{rate:g}": one.fetched(rate * planned.GBIT) for rate in networks} for one in found]
         rows = [one.as_dict() | {"fetched_s": times} for one, times in zip(found, fetched, strict=True)]
-        both = [asdict(one) | {"pays_below_bytes_s": one.pays_below} for one in rebuilt]
-        given = {"model": model, "memory_bytes": room, "weight_bytes": shape.weight_bytes, "machine": rates.name}
+        rebuilding = [asdict(one) | {"pays_below_bytes_s": one.pays_below} for one in rebuilt]
+        given = {"model": model, "memory_bytes": available, "weight_bytes": shape.weight_bytes, "machine": rates.name}
         given["rates"] = rates.source
-        print_json(given | {"rows": rows, "rebuilding": both, "balance_tokens": balances})
+        print_json(given | {"rows": rows, "rebuilding": rebuilding, "balance_tokens": balances})
         return
-    note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, {size(room)} for caches")
+    note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, {size(available)} for caches")
     show(_carried(found))
     out.print()
     show(_fetched(found, networks, rates))
@@ -98,7 +107,7 @@ def capacity(
         out.print(_projected(one), soft_wrap=True)
     for count, tokens in balances.items():
         out.print(
-            f"With {count} sessions in a step, attention takes over half of it from {tokens:,.0f} tokens a session on.",
+            f"With {count} sessions in a step, attention takes more than half of it above {tokens:,.0f} tokens each.",
             soft_wrap=True,
         )
 
@@ -124,15 +133,15 @@ def _carried(found: list[Capacity]) -> Table:
         table.add_row(
             f"{one.sizes.tokens:,}",
             str(one.candidate),
-            str(one.candidate.exactness),
-            size(one.held),
+            str(one.candidate.method.exactness),
+            size(one.idle),
             size(one.granted),
             size(away) if away else "-",
             f"{one.sessions:,}",
-            f"{1 / one.alone.step:,.3g}",
+            f"{1 / one.single.step:,.3g}",
             f"{one.rate:,.0f}" if one.rate > 10 else f"{one.rate:.2g}",
-            "-" if one.own_share is None else f"{100 * one.own_share:.0f}",
-            f"{one.alone.prefill:.3g}",
+            "-" if one.fixed_share is None else f"{100 * one.fixed_share:.0f}",
+            f"{one.single.prefill:.3g}",
         )
     return table
 
@@ -146,14 +155,14 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
     for one in found:
-        times = [one.fetched(rate * GBIT) for rate in networks] + [one.fetched(machine.disk), one.alone.prefill]
+        times = [one.fetched(rate * GBIT) for rate in networks] + [one.fetched(machine.disk), one.single.prefill]
         table.add_row(
             f"{one.sizes.tokens:,}",
             str(one.candidate),
-            size(one.stored),
+            size(one.sizes.total),
             *(f"{seconds:.3g} s" for seconds in times),
             f"{one.pays_from / GBIT:.3g}",
-            size(int(one.alone.moved)) if one.alone.moved else "-",
+            size(int(one.single.moved)) if one.single.moved else "-",
         )
     return table
 
@@ -163,6 +172,6 @@ def _projected(one: Rebuilding) -> str:
 
     return (
         f"{one.tokens:,} tokens are {size(one.entries)} of entries or {size(one.residuals)} of residuals; projecting "
-        f"residuals on the device takes {one.seconds:.3g} s, as entries do that come at {one.pays_below / GBIT:.3g} "
-        "Gbit/s."
+        f"residuals on the device takes {one.seconds:.3g} s, as long as fetching the entries at "
+        f"{one.pays_below / GBIT:.3g} Gbit/s."
     )

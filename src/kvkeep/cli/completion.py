@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvkeep.cli.remembered import remembered
+from kvkeep.cli.registry_cache import cached
 
 
 def methods(incomplete: str) -> list[str]:
@@ -17,7 +17,7 @@ def methods(incomplete: str) -> list[str]:
 
 def _known() -> dict[str, list[str]]:
     """Return the names of methods, and of what may stand behind a ``+``."""
-    return remembered("completion", _found)
+    return cached("completion", _found)
 
 
 def _found() -> dict[str, list[str]]:

@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import AUTO, asked
-from kvkeep.cli.checked import check_cache, check_model
+from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, printable, reading
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.native.library import library
 from kvkeep.units import size
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY = ("window", "streaming-llm", "h2o")
-OWN_TEXT = Path(__file__).with_name("demo.txt")  # the licence of this project
+LICENCE = Path(__file__).with_name("demo.txt")  # of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
 QUESTION, SUMMARISE = "What is the secret password of the library?", "Summarise this text in one sentence."
 PLACE = 0.15
 """The planted sentence is a paragraph of its own, the first one to begin after this share of the text's characters."""
-LONGEST = 3200
-"""Tokens of a text that are read, so that the demo ends within two minutes."""
+MAX_TEXT_TOKENS = 3200
+"""Longer texts are cut, so that the demo ends within two minutes."""
 WIDE, TABLE = 64, 40
-"""Columns from which there is room for the bytes of evicted entries, and for a table."""
+"""Minimum columns for the bytes of evicted entries, and for a table."""
 NEXT = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
@@ -49,13 +48,15 @@ NEXT = (
 
 def demo(
     doc: Annotated[
-        str | None, typer.Option(help="The text; - is standard input.", show_default="this project's licence")
+        str | None,
+        typer.Option(help="Text to ask about; - is standard input.", show_default="this project's licence"),
     ] = None,
     question: Annotated[
-        str | None, typer.Option(help="The question about it.", show_default="the password that is planted in it")
+        str | None, typer.Option(help="Question about the text.", show_default="the password planted in the licence")
     ] = None,
     expect: Annotated[
-        str | None, typer.Option(help="What a right answer contains.", show_default="the tokens of the full cache")
+        str | None,
+        typer.Option(help="Words that a right answer contains.", show_default="the same tokens as the full cache"),
     ] = None,
     model: options.Model = "smollm2",
     budget: options.Budget = "12.5%",
@@ -66,7 +67,7 @@ def demo(
 ) -> None:
     """Answer a question about a long text with the full cache, and with four methods within a budget.
 
-    Without --doc a sentence is planted in the text and asked for, so that it can be seen who forgot it.
+    Without --doc, a sentence is planted in the text and the question asks for it: it shows which methods forgot it.
     """
     # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -74,81 +75,78 @@ def demo(
     from kvkeep.decode.prompt import question as ask
 
     if budget == AUTO:
-        raise UsageError("A demo takes entries, bytes or a share as its budget; 'kvkeep plan' chooses one.")
-    check_cache(EXACT, budget, checkpoint=checkpoint, where=where)
-    check_model(model)
+        raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' recommends one.")
+    requests = {method: CacheOptions(method, budget) for method in LOSSY}
+    requests = {
+        FULL: CacheOptions(FULL),
+        EXACT: CacheOptions(EXACT, budget, checkpoint=checkpoint, where=where),
+    } | requests
+    requests[EXACT].check()
+    options.check_model(model)
     planted = doc is None
-    text = read_text(doc) if doc is not None else plant(OWN_TEXT.read_text("utf-8"))
+    text = read_text(doc) if doc is not None else plant(LICENCE.read_text("utf-8"))
     if planted and question is None and expect is None:
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    with starting():
+    with startup():
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
 
-        wanted = {FULL: asked(FULL, None), EXACT: asked(EXACT, budget, checkpoint=checkpoint, where=where)}
         loaded = load(model, progress=note)
-    text, count = shortened(loaded.tokenizer, text, LONGEST)
-    if count > LONGEST:
-        note(f"The first {LONGEST:,} of {count:,} tokens are read; 'kvkeep compare' reads all of it.")
+    text, count = shortened(loaded.tokenizer, text, MAX_TEXT_TOKENS)
+    if count > MAX_TEXT_TOKENS:
+        note(f"The demo uses the first {MAX_TEXT_TOKENS:,} of {count:,} tokens; 'kvkeep compare' uses the whole text.")
     ids = encode(loaded.tokenizer, ask(text, question))
 
     def cache_of(method: str) -> Any:
-        own = wanted.get(method) or asked(method, budget)
-        return own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
+        return requests[method].parse().build(loaded.model, len(ids) + max_tokens, max_tokens)
 
-    with cache_of(FULL) as cache:  # for the method that does without an end, too
+    with cache_of(FULL) as cache:  # also for streaming-llm, which continues beyond the model's positions
         max_tokens = min(max_tokens, room_after(len(ids), positions_of(loaded.model, cache)))
-    cache_of(EXACT).reset()  # a budget that it refuses is refused before anything is read
+    cache_of(EXACT).reset()  # raises for a budget that is too small, before anything is printed
     if not json:
-        _head(
-            len(ids),
-            text.index(PLANTED) / len(text) if planted else None,
-            question,
-            f"{model}, budget {budget}, greedy",
-        )
-
-    def answer(method: str) -> Answer:
-        cache = cache_of(method)
-        with reading(len(ids), f"{method} reads") as advance:
-            made = generate(loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance)
-        return Answer(method, made, _held())
+        place = text.index(PLANTED) / len(text) if planted else None
+        _print_head(len(ids), place, question, f"{model}, budget {budget}, greedy")
 
     answers: list[Answer] = []
-    for method in (*wanted, *LOSSY):
+    for method in requests:
         try:
-            answers.append(answer(method))
+            cache = cache_of(method)
+            with reading(len(ids), f"{method}: prompt") as advance:
+                made = generate(
+                    loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance
+                )
+            answers.append(Answer(method, made, _process_memory()))
         except UsageError as error:
-            if method in wanted:
+            if method not in LOSSY:
                 raise
             answers.append(Answer(method, refused=str(error)))
         if not json:
-            _row(answers[-1], answers[-1].right(expect, answers[0]))
+            _print_row(answers[-1], answers[-1].right(expect, answers[0]))
     full, exact = answers[0].made, answers[1].made
     assert full is not None and exact is not None
     same = sum(a == b for a, b in zip(full.tokens, exact.tokens, strict=False))
     if json:
-        rows = [one.as_json(expect, answers[0]) for one in answers]
         print_json(
             {
                 **{"question": question, "planted": PLANTED if planted else None, "expect": expect},
                 **{"prompt_tokens": len(ids), "budget": budget, "identical": same, "tokens": len(full.tokens)},
-                "answers": rows,
+                "answers": [one.as_json(expect, answers[0]) for one in answers],
             }
         )
     else:
-        _foot(full, exact, same, expect)
+        _print_foot(full, exact, same, expect)
     if full.tokens != exact.tokens:
-        note(f"{EXACT} wrote other tokens than {FULL}. {_cause()}")
+        note(f"{EXACT} generated other tokens than {FULL}. {_cause()}")
         raise typer.Exit(1)
 
 
 def _cause() -> str:
-    """What to say of an exact method whose tokens differ."""
+    """Return why the tokens of an exact method can differ."""
     if library() is None:
         return "Without the native library, rounding can decide between two equally likely tokens."
-    return "The native library does not allow that; please report the text, the question and 'kvkeep prove --receipt'."
+    return "With the native library this is a bug: please report text, question and 'kvkeep prove --receipt'."
 
 
 def plant(text: str) -> str:
@@ -159,15 +157,18 @@ def plant(text: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method answered, and what the process held then; or why it refused the budget."""
+    """The answer of one method."""
 
     method: str
     made: Generation | None = None
-    held: Held | None = None
+    """None: the method refused the budget."""
+    process: Held | None = None
+    """Memory of the process after the answer; None: unknown."""
     refused: str = ""
+    """Why the method refused the budget."""
 
     def right(self, expect: str | None, full: Answer) -> bool:
-        """Return whether the answer contains ``expect``; where nothing is, whether its tokens are the full cache's."""
+        """Return whether the answer contains ``expect``; if that is None, whether its tokens are those of ``full``."""
         if self.made is None or full.made is None:
             return False
         return self.made.tokens == full.made.tokens if expect is None else expect.lower() in self.made.text.lower()
@@ -176,11 +177,11 @@ class Answer:
         """Return plain types for ``--json``."""
         if self.made is None:
             return {"method": self.method, "right": False, "refused": self.refused}
-        process = None if self.held is None else asdict(self.held)
+        process = None if self.process is None else asdict(self.process)
         return {**as_json(self.made), "right": self.right(expect, full), "process": process}
 
 
-def _held() -> Held | None:
+def _process_memory() -> Held | None:
     from kvkeep.memory.process import held_now
 
     try:
@@ -189,16 +190,16 @@ def _held() -> Held | None:
         return None
 
 
-def _head(count: int, place: float | None, question: str, conditions: str) -> None:
+def _print_head(count: int, place: float | None, question: str, conditions: str) -> None:
     text = f"{count:,} tokens" + (f"; planted {place:.0%} into it: {PLANTED}" if place is not None else "")
-    _pairs([("Text", text), ("Question", question), ("Model", conditions)])
+    _print_pairs([("Text", text), ("Question", question), ("Model", conditions)])
     out.print()
     if out.width >= TABLE:
         out.print(Text(_line("", *COLUMNS), "bold"))
 
 
-def _pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
-    """Print words beside their names, or below them where there is little room."""
+def _print_pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
+    """Print words beside their names, or below them on a narrow terminal."""
     table = Table.grid(padding=(0, 2))
     for name, words in rows:
         cells = [Text(name, "dim"), Text(printable(words), style)]
@@ -211,19 +212,19 @@ COLUMNS = ("cache", "elsewhere", "process", "tokens/s")
 
 
 def _line(name: str, cache: str, away: str, process: str, speed: str) -> str:
-    """Return a line of the table; where there is little room, without evicted entries."""
+    """Return a line of the table; on a narrow terminal without evicted entries."""
     if out.width < WIDE:
         return f"{name:15}{cache:>8}{process:>8}{speed:>9}"
     return f"{name:17}{cache:>10}{away:>10}{process:>10}{speed:>10}"
 
 
-def _row(answer: Answer, right: bool) -> None:
+def _print_row(answer: Answer, right: bool) -> None:
     """Print a method's line, and its answer below it."""
-    made, held, numbers, words = answer.made, answer.held, ["-"] * 4, answer.refused
+    made, process, numbers, words = answer.made, answer.process, ["-"] * 4, answer.refused
     if made is not None:
         away = sum(made.memory.checkpoint_bytes.values())
         numbers = [size(made.memory.resident_bytes), size(away) if away else "-"]
-        numbers += ["-" if held is None else f"{held.anonymous / 1e6:.0f} MB"]
+        numbers += ["-" if process is None else f"{process.anonymous / 1e6:.0f} MB"]
         numbers += [f"{made.timing.decode_tokens_per_s:.1f}"]
         words = " ".join(made.text.split()) + (" ..." if made.stopped == "length" else "")
     name = f"{_sign(right)} {answer.method}"
@@ -235,7 +236,7 @@ def _row(answer: Answer, right: bool) -> None:
     out.print(Padding(Text(printable(words), "" if right else "dim"), (0, 0, 0, 2)))
 
 
-def _foot(full: Generation, exact: Generation, same: int, expect: str | None) -> None:
+def _print_foot(full: Generation, exact: Generation, same: int, expect: str | None) -> None:
     right = f'says "{expect}"' if expect else f"the tokens of {FULL}"
     share = exact.memory.resident_bytes / full.memory.resident_bytes if full.memory.resident_bytes else 1.0
     away = ", ".join(f"{size(count)} on {place}" for place, count in exact.memory.checkpoint_bytes.items() if count)
@@ -245,12 +246,12 @@ def _foot(full: Generation, exact: Generation, same: int, expect: str | None) ->
     )
     out.print(
         Text(
-            f"{EXACT} wrote {same} of the {len(full.tokens)} tokens of {FULL} with {share:.0%} of its cache in memory"
-            f"{f' ({away})' if away else ''}. Process: its private memory, Python and weights included."
+            f"{EXACT} generated {same} of the {len(full.tokens)} tokens of {FULL} with {share:.0%} of its cache in "
+            f"memory{f' ({away})' if away else ''}. Process: its private memory, including Python and the weights."
         )
     )
     out.print()
-    _pairs(NEXT, "bold")
+    _print_pairs(NEXT, "bold")
 
 
 def _sign(right: bool) -> str:

@@ -8,64 +8,57 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import asked
-from kvkeep.cli.checked import check_cache, check_model
+from kvkeep.cli.cache_options import CacheOptions
+from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import interruptible, note, print_json, reading, write, write_answer
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
 from kvkeep.errors import Interrupted
 from kvkeep.units import size
 
 
+@options.command
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The question or instruction.")] = None,
-    file: Annotated[str | None, typer.Option("--file", "-f", help="A text to read first; - is standard input.")] = None,
-    model: options.Model = "smollm2",
-    method: options.Method = None,
-    budget: options.Budget = None,
-    kv_budget_tokens: options.BudgetTokens = None,
-    kv_budget_mb: options.BudgetMB = None,
-    exact: options.Exact = False,
-    memory: options.Memory = None,
-    checkpoint: options.Checkpoint = None,
-    where: options.Where = None,
-    capacity: options.Capacity = None,
-    folder: options.Folder = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="A text that comes before the prompt; - is standard input.")
+    ] = None,
+    model: ModelOptions,
+    cache: CacheOptions,
     chunk: options.Chunk = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
-    weights: options.Weights = "auto",
-    device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Answer a prompt, or a question about a file, inside a cache budget."""
+    """Answer a prompt, or a question about a file, within a cache budget."""
     from kvkeep.decode.prompt import encode, question, read_text
 
-    limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb, "chunk": chunk}
-    store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
-    check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
-    check_model(model, weights, device)
+    cache.check()
+    model.check()
     messages = question(read_text(file) if file else None, prompt)
-    with starting():
+    with startup():
         from kvkeep.decode.generate import generate as run
-        from kvkeep.models.loading import load
 
-        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
-        loaded = load(model, weights=weights, device=device, progress=note)
+        requested = cache.parse(chunk)
+        loaded = model.load()
     ids = encode(loaded.tokenizer, messages, raw=raw)
-    cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
-    sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
     with interruptible() as interrupted, reading(len(ids)) as advance:
-        watch: dict[str, Any] = {
-            "on_text": None if json else write_answer,
-            "on_progress": advance,
-            "interrupted": interrupted,
-        }
         try:
-            result = run(loaded.model, loaded.tokenizer, ids, cache, **sampling, **watch)
+            result = run(
+                loaded.model,
+                loaded.tokenizer,
+                ids,
+                kv_cache,
+                max_new_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                on_text=None if json else write_answer,
+                on_progress=advance,
+                interrupted=interrupted,
+            )
         except KeyboardInterrupt:
-            raise Interrupted("Interrupted while reading the prompt; there is no answer.") from None
+            raise Interrupted("Interrupted while the prompt was processed; there is no answer.") from None
     if json:
         print_json(as_json(result))
     else:

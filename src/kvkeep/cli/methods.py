@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import completion, options
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import out, print_json, show
-from kvkeep.cli.remembered import remembered
-from kvkeep.cli.starting import starting
+from kvkeep.cli.registry_cache import cached
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
 from kvkeep.policies.names import LAB
@@ -50,26 +50,31 @@ def methods(
         return
     # What is wrong with a package is said each time.
     others = any(point.name not in LAB for point in points(PARTS))
-    found = _registered() if others else remembered("methods", _registered)
+    found = _registered() if others else cached("methods", _registered)
     if json:
         print_json(found)
         return
     rows = found.pop("methods")
-    _print([list(_COLUMNS.values()), *([row[key] for key in _COLUMNS] for row in rows)])
+    for promise, meaning in _PROMISES.items():
+        out.print(f"[bold]{promise}[/]: {meaning}")
+        _print(
+            [list(_LISTED.values()), *([_mark(row[key]) for key in _LISTED] for row in rows if row["class"] == promise)]
+        )
     out.print(
-        "\nStart with kv-direct: its answers are exact, and evicted entries are kept on disk."
+        f"\n* Start with {START}: its answers are exact, and evicted entries are kept on disk."
         "\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
         "\nWith +oneshot at the end, a prompt is read at once and compressed afterwards: h2o+oneshot"
         "\n'kvkeep methods --table combinations' lists all combinations, and why some are refused."
     )
     for kind, registry in found.items():
+        out.print()
         _print([[kind, "parameters"], *([name, _given(parameters)] for name, parameters in registry.items())])
 
 
 def _registered() -> dict[str, Any]:
     """Return all methods with a name, and all parts with their parameters."""
-    with starting():
+    with startup():
         from kvkeep.policies.methods import parts
         from kvkeep.policies.specs import parameters
 
@@ -86,10 +91,23 @@ def _bibtex(given: str) -> str:
     from kvkeep.policies.methods import resolve
     from kvkeep.policies.papers import papers_of
 
-    names = listed([given], "--bibtex")
+    names = split_list([given], "--bibtex")
     chosen = list(registered().values()) if names == ["all"] else [resolve(name) for name in names]
     bare = [f"% {method.name}: {method.source or 'no paper'}" for method in chosen if not papers_of([method])]
     return "\n\n".join([*(paper.bibtex() for paper in papers_of(chosen)), *bare])
+
+
+START = "kv-direct"
+"""The method to begin with."""
+_PROMISES = {
+    "exact": "every token is that of the unbounded cache",
+    "reversible": "evicted entries can come back, approximately",
+    "lossy": "evicted entries are lost, or are read approximately",
+}
+
+
+def _mark(text: str) -> str:
+    return f"{text} *" if text == START else text
 
 
 _COLUMNS = {
@@ -99,6 +117,7 @@ _COLUMNS = {
     "fate": "evicted entries are",
     "recall": "recalled",
 }
+_LISTED = {key: heading for key, heading in _COLUMNS.items() if key != "class"}
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -244,8 +263,8 @@ def _markdown(rows: Rows) -> str:
 
 def _print(rows: Rows) -> None:
     table = Table(box=None, header_style="bold")
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, no_wrap=number == 0)  # names stay whole
     for row in rows[1:]:
         table.add_row(*row)
     show(table)

@@ -9,20 +9,19 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.checked import check_model
 from kvkeep.cli.output import note, out, print_json
-from kvkeep.cli.starting import starting
+from kvkeep.cli.startup import startup
 from kvkeep.units import size
 
 
 def models(
-    fetch: Annotated[str | None, typer.Option(help="Bring this model onto the machine, ready to load.")] = None,
+    fetch: Annotated[str | None, typer.Option(help="Download this model and prepare it for loading.")] = None,
     json: options.Json = False,
 ) -> None:
-    """List the embedded models, and whether they are on this machine."""
+    """List the embedded models, and which of them are on this machine."""
     if fetch is not None:
-        check_model(fetch)
-    with starting():
+        options.check_model(fetch)
+    with startup():
         from kvkeep.models.loading import available, load
 
         if fetch is not None:
@@ -38,4 +37,4 @@ def models(
     for row in rows:
         table.add_row(row.name, size(row.bytes_on_disk) if row.bytes_on_disk else "no", row.licence, row.description)
     out.print(table)
-    note("Any other: a GGUF file, a folder with config.json, or a hub id (owner/name).")
+    note("Other models: a GGUF file, a folder with config.json, or a hub id (owner/name).")

@@ -1,59 +1,55 @@
-"""Options that several commands share, declared once."""
+"""Options that several commands share: declared once, alone or as fields of a dataclass."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from kvkeep.cli import completion
+from kvkeep.cli.output import note
+from kvkeep.errors import UsageError
+from kvkeep.models.named import check_device, known, place_of
+
+if TYPE_CHECKING:
+    from kvkeep.models.loading import Loaded
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
+    str, typer.Option("--model", "-m", help="An embedded model ('kvkeep models'), a GGUF file, a folder, or a hub id.")
 ]
 Weights = Annotated[
     str,
     typer.Option(
-        help="auto (a GGUF file in its own bits; bfloat16 models as they are), float32, bfloat16, float16, int8, int4."
+        help="Format of the weights: float32, bfloat16, float16, int8, int4, or auto, which keeps the format of the "
+        "model's file."
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; by default cuda where there is one.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Device of the model: cpu, cuda, cuda:1, mps.", show_default="cuda if there is one, else cpu"),
+]
 Method = Annotated[
     str | None,
     typer.Option(
         "--method",
         "-x",
-        help="See 'kvkeep methods'; stock is transformers' own cache.",
+        help="Cache method ('kvkeep methods' lists them); 'stock' is transformers' own cache.",
         show_default="kv-direct with a budget, full without",
         autocompletion=completion.methods,
-    ),
-]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        "-e",
-        help="The same tokens as the unbounded cache, by draft and verify; --method (default snapkv) drafts.",
     ),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
-        "--budget", "-b", help="Entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0, or auto."
+        "--budget",
+        "-b",
+        help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0 (every entry "
+        "is evicted), or auto (the planner chooses).",
     ),
-]
-Memory = Annotated[
-    str | None, typer.Option(help="For --budget auto: bytes for the cache (64MB).", show_default="half of what is free")
-]
-BudgetTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-budget-tokens", min=0, help="The budget of method kv-lru in entries per layer; 0 is off. As in llama.cpp."
-    ),
-]
-BudgetMB = Annotated[
-    int | None,
-    typer.Option("--kv-budget-mb", min=0, help="The budget of method kv-lru in megabytes; 0 is off. As in llama.cpp."),
 ]
 Checkpoint = Annotated[
     str | None,
@@ -69,24 +65,107 @@ Where = Annotated[
     typer.Option(
         "--where",
         "-w",
-        help="Where checkpoints are stored: device, host, disk.",
-        show_default="disk beside a CPU model, else host",
+        help="Where evicted entries are stored: device, host, disk.",
+        show_default="disk for a model on the CPU, else host",
     ),
 ]
-Capacity = Annotated[
-    int | None, typer.Option(help="Entries the checkpoint may hold; older ones are lost, which makes the cache lossy.")
-]
-Folder = Annotated[
-    str | None, typer.Option(help="The folder for --where disk.", show_default="the user's cache folder")
-]
 Chunk = Annotated[
-    int | None, typer.Option(help="Prompt tokens taken at a time.", show_default="512, or the budget if smaller")
+    int | None,
+    typer.Option(help="Prompt tokens processed in one pass.", show_default="512, or the budget if smaller"),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")]
 Sessions = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="A folder of sessions by name; by default $KVKEEP_DATA/sessions."),
+    typer.Option(metavar="FOLDER", help="Folder of saved sessions.", show_default="$KVKEEP_DATA/sessions"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object on standard output, nothing else.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model runs, in which format, and where."""
+
+    model: Model = "smollm2"
+    weights: Weights = "auto"
+    device: Device = None
+
+    def check(self) -> None:
+        """Check the options as :func:`check_model` does."""
+        check_model(self.model, self.weights, self.device)
+
+    def load(self) -> Loaded:
+        """Load the model, with progress on standard error."""
+        from kvkeep.models.loading import load
+
+        return load(self.model, weights=self.weights, device=self.device, progress=note)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen, and how many."""
+
+    max_tokens: MaxTokens = 128
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling, which makes it repeatable.")] = None
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return ``function`` as a command whose parameters that are dataclasses are replaced by an option per field.
+
+    The fields of a parameter's default are the defaults of the options, else those that the dataclass declares.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if not is_dataclass(group := hints[name]):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=group))
+            continue
+        groups[name] = group  # type: ignore[assignment] # a class: an annotation is no instance
+        defaults = group if parameter.default is parameter.empty else parameter.default
+        types = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            kind, default = inspect.Parameter.KEYWORD_ONLY, getattr(defaults, field.name)
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=types[field.name]))
+
+    def run(**given: Any) -> None:
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
+        function(**given, **made)
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def check_model(model: str, weights: str = "auto", device: str | None = None, *, config: bool = False) -> None:
+    """Check what can be known without importing torch. config: a config.json is enough.
+
+    Raises:
+        UsageError: an unknown name of a model, weight format or device.
+        ModelError: a path without a model.
+    """
+    known(weights)
+    check_device(device)
+    if not (config and model.endswith(".json") and Path(model).expanduser().is_file()):
+        place_of(model)
+
+
+def split_list(texts: list[str], option: str) -> list[str]:
+    """Return the items of ``texts``, which commas separate; "none" is an empty list.
+
+    After a comma, ``key=value`` is another parameter of the method before it: ``h2o:recent=0.5,halflife=64,window``
+    are two methods. Raises UsageError if there is no item.
+    """
+    found: list[str] = []
+    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
+        name, equals, _ = part.partition("=")
+        if found and equals and not set(name) & set(":+"):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise UsageError(f"{option} is empty; give one or more values, separated by commas.")
+    return [] if found == ["none"] else found

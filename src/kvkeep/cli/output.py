@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import sys
@@ -55,9 +56,10 @@ def note(text: str) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table; unless on a terminal, as wide as it needs to be."""
+    """Print a table; as wide as it needs to be, unless on a terminal or where ``$COLUMNS`` says how wide."""
     needed = Measurement.get(out, out.options.update(width=1000), table).maximum
-    (out if out.is_terminal else Console(width=max(needed, out.width), highlight=False)).print(table)
+    fixed = out.is_terminal or os.environ.get("COLUMNS")
+    (out if fixed else Console(width=max(needed, out.width), highlight=False)).print(table)
 
 
 def machine(loaded: Any) -> dict[str, Any]:

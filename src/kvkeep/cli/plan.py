@@ -9,12 +9,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvkeep.budget import bytes_of
+from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
-from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import err, note, out, print_json, show
-from kvkeep.cli.predicted import predicted
-from kvkeep.cli.starting import starting
+from kvkeep.cli.planning import shape_and_rates
+from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 from kvkeep.units import size
@@ -62,19 +61,19 @@ def plan(
         raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
-    check_cache(budget=budget)
-    check_model(model, weights, None if machine is not None else device, config=True)
+    Budget.parse(budget)
+    options.check_model(model, weights, None if machine is not None else device, config=True)
     amount = None if memory is None else bytes_of(memory)
-    with starting():
+    with startup():
         from kvkeep.plan.planner import plan as run
 
         place = _device(device)
-        shape, rates = predicted(model, machine, weights, place)
+        shape, rates = shape_and_rates(model, machine, weights, place)
     if check:
         _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
         return
     if amount is None:
-        amount = _free(place) if machine is None else rates.room(shape.weight_bytes)
+        amount = _free(place) if machine is None else rates.cache_bytes(shape.weight_bytes)
     planned = run(shape, rates, contexts[0], amount, exact=exact, acceptance=acceptance, answer=answer)
     if output is not None:
         optional("kvkeep_lab.plan_figure", "lab").draw_plan(planned, output, model=model)
@@ -138,14 +137,14 @@ def _table(planned: Planned, everything: bool) -> Table:
     for row in planned.rows:
         if not (everything or row.frontier or row is planned.best):
             continue
-        away = row.sizes.disk + (0 if shared else row.sizes.host)
+        elsewhere = row.sizes.disk + (0 if shared else row.sizes.host)
         mark = "recommended" if row is planned.best else "frontier" if row.frontier and everything else ""
         table.add_row(
             str(row.candidate),
-            row.exactness,
+            str(row.exactness),
             "all" if row.candidate.keeps_all else f"{row.budget:,}",
             size(row.memory),
-            size(away) if away else "-",
+            size(elsewhere) if elsewhere else "-",
             f"{row.cost.prefill:.3g}",
             f"{1e3 * row.cost.step:.3g}" + (f" ({row.cost.drafts} drafts)" if row.cost.drafts else ""),
             mark,

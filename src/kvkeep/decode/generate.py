@@ -1,4 +1,4 @@
-"""Generation with any cache by transformers' ``generate``, with timings and measured memory."""
+"""Generation with any cache, with timings and measured memory: a scheduler with one answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.engine.pieces import Pieces
-from kvkeep.engine.verified import verified
+from kvkeep.engine.answer import Answer, Ask, end_ids
+from kvkeep.engine.sampling import Sampler
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
+from kvkeep.models.binding import check_text, digest_text
 from kvkeep.stock import STOCK, memory_of
 from kvkeep.stores.readers.round import RoundStatistics
 
@@ -59,120 +67,54 @@ class Generation:
 
 
 @dataclass(eq=False)
-class _Run(BaseStreamer, StoppingCriteria):
-    """One call of :func:`generate`: streamer, stopping criterion and progress of the prompt in one object."""
+class _Caller:
+    """What the caller of :func:`generate` is told and asked. criteria: of the model's own generation_config."""
 
-    model: Any
-    tokenizer: Any
-    cache: Cache
     prompt: list[int]
-    on_text: Callable[[str], None] | None
+    tokenizer: Any
     on_progress: Callable[[int], None] | None
     interrupted: Callable[[], bool]
     ended: Callable[[str], bool] | None
-    written: int
-
-    def __post_init__(self) -> None:
-        self.bounded = self.cache if isinstance(self.cache, KeepCache) else None
-        self.start, self.known = 0.0, self.cache.get_seq_length()
-        self.before = 0.0 if self.bounded is None else self.bounded.meter.reconstruction_s
-        self.times: list[float] = []  # one for each new token
-        self.met = False  # ``ended`` returned True
-        self._started, self._read = False, 0  # prompt received; prompt tokens reported
-        self._pieces = Pieces(self.tokenizer)
-        if self.written and self.tokenizer is not None:
-            self._pieces.add(self.prompt[-self.written :])
-
-    def room(self) -> int:
-        """Return how many tokens fit after the prompt. Raises UsageError if it is empty or too long."""
-        if not self.prompt:
-            raise UsageError("There is nothing to answer: the prompt is empty.")
-        return room_after(len(self.prompt), positions_of(self.model, self.cache))
-
-    def decode(self, max_new_tokens: int, copies: int | None, options: dict[str, Any]) -> list[int]:
-        """Return all token ids, the prompt's included."""
-        if self.bounded is not None and self.bounded.method.recall.drafts:
-            options |= {"custom_generate": verified, "listener": self, "prompt_lookup_num_tokens": copies}
-        else:
-            options |= {"streamer": self, "prompt_lookup_num_tokens": copies or None}
-        if self.bounded is not None:
-            self.bounded.stream.on_progress = self.progress
-        ids = torch.tensor([self.prompt], device=next(self.model.parameters()).device)
-        self.start = time.perf_counter()
-        try:
-            output = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=StoppingCriteriaList([self]),
-                **options,
-            )
-        finally:
-            if self.bounded is not None:
-                self.bounded.stream.on_progress = None
-        return output[0].tolist()
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    _reported: int = 0
 
     def progress(self, done: int) -> None:
         """Report ``done`` prompt tokens, each number once. Raises KeyboardInterrupt if interrupted before the last."""
-        if self._read < done <= len(self.prompt):
-            self._read = done
+        if self._reported < done <= len(self.prompt):
+            self._reported = done
             if self.on_progress is not None:
                 self.on_progress(done)
         if done < len(self.prompt) and self.interrupted():
             raise KeyboardInterrupt
 
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt first, then one new token at a time."""
-        if not self._started:
-            self._started = True
-            return
-        if not self.times:  # a stock cache reads the prompt in one pass and reports no progress
-            self.progress(len(self.prompt))
-        self.times.append(time.perf_counter())
-        if self.on_text is None or self.tokenizer is None:
-            return
-        if text := self._pieces.add(value.flatten().tolist()):
-            self.on_text(text)
+    def check(self, tokens: Sequence[int]) -> str:
+        """Return why an answer ends with ``tokens``; an empty string: it goes on."""
+        ended = self.ended is not None and self.ended(self.text(tokens))
+        if self.interrupted():
+            return "interrupted"
+        if self.criteria:
+            ended = ended or bool(self.criteria(torch.tensor([[*self.prompt, *tokens]]), None))
+        return "ended" if ended else ""
 
-    def end(self) -> None:
-        """Nothing is buffered."""
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text, without special ones."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class _Follower(StoppingCriteria):
+    """Hands an answer the tokens that transformers' own loop chooses, and ends the loop with the answer."""
+
+    def __init__(self, answer: Answer, caller: _Caller) -> None:
+        self._answer, self._caller = answer, caller
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return, for the one row, whether it stops: interrupted, or ended by the caller's condition."""
-        if self.ended is not None:
-            self.met = self.ended(self._text(input_ids[0, len(self.prompt) :].tolist()))
-        return torch.tensor([self.interrupted() or self.met], device=input_ids.device)
-
-    def report(self, sequence: list[int], max_new_tokens: int, ignore_eos: bool) -> Generation:
-        """Return the finished generation, with memory and timing."""
-        tokens, fresh = sequence[len(self.prompt) :], len(self.prompt) - self.known
-        eos = self.model.generation_config.eos_token_id
-        if tokens and not ignore_eos and tokens[-1] in (eos if isinstance(eos, list) else [eos]):
-            stopped = "eos"
-        elif self.interrupted() or self.met:
-            stopped = "interrupted" if self.interrupted() else "ended"
-        else:
-            stopped = "length" if len(tokens) >= max_new_tokens else "positions"
-        times, own = self.times or [self.start], self.bounded
-        prefill, decode = times[0] - self.start, times[-1] - times[0]
-        rates = fresh / prefill if prefill else 0.0, (len(times) - 1) / decode if decode else 0.0
-        once_more = 0.0 if own is None else own.meter.reconstruction_s - self.before
-        return Generation(
-            text=self._text(tokens),
-            tokens=tokens,
-            prompt_tokens=len(self.prompt),
-            stopped=stopped,
-            method=STOCK if own is None else own.method.name,
-            exactness=str(Exactness.EXACT if own is None else own.exactness),
-            memory=memory_of(self.cache),
-            timing=Timing(fresh, prefill, decode, *rates, once_more),
-            sequence=sequence,
-            rounds=None if own is None or own.round is None else own.round.statistics,
-        )
-
-    def _text(self, tokens: list[int]) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+        """Return, for the one row, whether it stops."""
+        answer, prompt = self._answer, len(self._caller.prompt)
+        self._caller.progress(prompt)
+        for token in input_ids[0, prompt + len(answer.tokens) :].tolist():
+            if not answer.reason:
+                answer.take(token)
+        return torch.tensor([bool(answer.reason)], device=input_ids.device)
 
 
 def room_after(count: int, positions: int | None) -> int:
@@ -249,12 +191,111 @@ def generate(
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
-    told = on_text, on_progress, interrupted or (lambda: False), ended
-    run = _Run(model, tokenizer, cache, list(prompt), *told, written)
-    limit = min(max_new_tokens, run.room())
+    if not len(prompt):
+        raise UsageError("There is nothing to answer: the prompt is empty.")
+    limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if ignore_eos:
         options["eos_token_id"] = None
     if seed is not None:
         torch.manual_seed(seed)
-    return run.report(run.decode(limit, copies, options), max_new_tokens, ignore_eos)
+    caller = _Caller(list(prompt), tokenizer, on_progress, interrupted or (lambda: False), ended)
+    start, known, reread_s = time.perf_counter(), cache.get_seq_length(), _reconstruction_s(cache)
+    ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
+    call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
+    scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
+    sampler = _prepared(model, ids, caller, call) if scheduled else Sampler(LogitsProcessorList())
+    answer = Answer(
+        Ask(caller.prompt, limit, sampler, written=written, copies=copies != 0),
+        cache,
+        tokenizer,
+        [] if ignore_eos else end_ids(model),
+        None if on_text is None or tokenizer is None else lambda piece: on_text(piece.text),
+        caller.check,
+    )
+    if scheduled:
+        _schedule(model, answer, caller)
+        tokens = answer.tokens
+    else:
+        tokens = _follow(model, ids, answer, caller, {**call, "prompt_lookup_num_tokens": copies or None})
+    fresh, bounded = len(caller.prompt) - known, cache if isinstance(cache, KeepCache) else None
+    cut = "length" if len(tokens) >= max_new_tokens else "positions"
+    return Generation(
+        text=caller.text(tokens),
+        tokens=tokens,
+        prompt_tokens=len(caller.prompt),
+        stopped=cut if answer.reason in ("length", "") else answer.reason,
+        method=STOCK if bounded is None else bounded.method.name,
+        exactness=str(Exactness.EXACT if bounded is None else bounded.exactness),
+        memory=memory_of(cache),
+        timing=_timing(fresh, start, answer, _reconstruction_s(cache) - reread_s),
+        sequence=[*caller.prompt, *tokens],
+        rounds=None if bounded is None or bounded.round is None else bounded.round.statistics,
+    )
+
+
+def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
+    """Return what chooses tokens by the options of a ``call`` of transformers' ``generate`` and the model's own
+    generation_config. Raises UsageError where the cache has read another text, or the prompt is too long for it."""
+    stream = call["past_key_values"].stream
+    if stream.length:
+        check_text(stream, ids, ids.shape[1] - stream.length)
+    stream.admit(ids.shape[1] - stream.length)
+
+    def prepare(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **others: Any,
+    ) -> Sampler:
+        known = MaxLengthCriteria, EosTokenCriteria  # which an answer has by itself
+        caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
+        return Sampler(logits_processor, generation_config.do_sample)
+
+    sampler: Sampler = model.generate(ids, custom_generate=prepare, **call)
+    return sampler
+
+
+def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
+    """Let a scheduler write the answer."""
+    scheduler, cache, complete = Scheduler(model, packed=False), answer.cache, False
+    scheduled = scheduler.add(answer)
+    try:
+        while not complete:
+            for result in scheduler.step():
+                if not isinstance(result.logits, Exception):
+                    caller.progress(cache.get_seq_length())
+                complete = scheduled.give(result.logits)
+    finally:
+        scheduler.remove(scheduled)
+        read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
+        cache.stream.text = digest_text(torch.tensor([read])) if read else None
+
+
+def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
+    """Let transformers' own loop write the answer, as one of its caches and its prompt lookup need; return the
+    tokens."""
+    stream = getattr(answer.cache, "stream", None)
+    if stream is not None:
+        stream.on_progress = caller.progress
+    try:
+        output = model.generate(ids, stopping_criteria=StoppingCriteriaList([_Follower(answer, caller)]), **call)
+    finally:
+        if stream is not None:
+            stream.on_progress = None
+    tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -> Timing:
+    """Return the timing of an answer to a prompt of which ``fresh`` tokens were read, from ``start`` on."""
+    prefill, decode = answer.first_at - start, answer.last_at - answer.first_at
+    rates = fresh / prefill, (len(answer.tokens) - 1) / decode if decode else 0.0
+    return Timing(fresh, prefill, decode, *rates, reconstruction_s)
+
+
+def _reconstruction_s(cache: Cache) -> float:
+    """Return the seconds in which a cache's text was read once more, so far."""
+    return cache.meter.reconstruction_s if isinstance(cache, KeepCache) else 0.0

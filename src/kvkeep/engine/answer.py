@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -9,19 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read
 from kvkeep.engine.pieces import Pieces, Stops
-from kvkeep.engine.sampling import Sampling, draw
-from kvkeep.engine.verified import Rounds
+from kvkeep.engine.rounds import Rounds, following
+from kvkeep.engine.sampling import Sampler, Sampling
 
 Reads = Generator[Read, Tensor, None]
 """Yields what is to be read, and is sent the logits (keep, vocabulary) of its last tokens."""
@@ -34,11 +28,16 @@ class Ask:
     prompt: Sequence[int]
     """All token ids before the answer."""
     max_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling | Sampler = field(default_factory=Sampling)
+    """How tokens are chosen: settings, or what is made of them."""
     stops: Sequence[str] = ()
     """Strings that end the answer and are not part of it."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens are reported beside each token; None: no log-probabilities at all."""
+    written: int = 0
+    """How many of the prompt's last tokens are of the answer itself, which goes on: their text is not reported."""
+    copies: bool = True
+    """Where tokens are drafted, drafts may be copied from the text."""
 
 
 @dataclass(frozen=True)
@@ -62,50 +61,67 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+def end_ids(model: Any) -> list[int]:
+    """Return the ids that end a text of a model."""
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    return [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+
+
 class Answer:
     """The answer to ``ask``, written into ``cache``, which holds the first tokens of the prompt already.
 
-    ends: ids that end a text. listener: is called with each piece of text. Afterwards: tokens (ids, one that ends the
-    text included), text, reason ("stop" or "length"; empty while it is written).
+    ends: ids that end a text. listener: is called with each piece of text; None: no text is made. check: is called
+    after each token with all of them, and returns a reason to end, or an empty string.
     """
 
     def __init__(
-        self, ask: Ask, cache: KeepCache, tokenizer: Any, ends: Sequence[int], listener: Callable[[Piece], None]
+        self,
+        ask: Ask,
+        cache: KeepCache,
+        tokenizer: Any,
+        ends: Sequence[int],
+        listener: Callable[[Piece], None] | None,
+        check: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.ask, self.cache, self.ends, self.listener = ask, cache, frozenset(ends), listener
+        self.ask, self.cache, self.ends, self.listener, self.check = ask, cache, frozenset(ends), listener, check
         self._tokenizer = tokenizer
         self.known = cache.get_seq_length()
+        """Tokens of the prompt that the cache held already."""
         self.tokens: list[int] = []
-        self.text, self.reason = "", ""
-        self._pieces, self._stops = Pieces(tokenizer), Stops(ask.stops)
+        """Its ids, one that ends the text included."""
+        self.text = ""
+        self.reason = ""
+        """Why it ended: "eos", "stop", "length", or what ``check`` returned; empty while it is written."""
+        self.first_at = self.last_at = 0.0
+        """When its first and its last token were chosen, by ``time.perf_counter()``."""
+        self._pieces = Pieces(tokenizer, ask.prompt[len(ask.prompt) - ask.written :] if listener else ())
+        self._stops = Stops(ask.stops)
         self._pending: list[TokenLogprob] = []  # tokens whose text was not fully reported yet
         self._shown = 0  # characters of their text that were
 
     def reads(self) -> Reads:
         """Read what is new of the prompt, then write until an end."""
-        logits = yield Read(self.cache, self.ask.prompt[self.known :])
-        device = logits.device
-        noise = self.ask.sampling.generator(device) if self.ask.sampling.sampled else None
-        processors = self.ask.sampling.processors(len(self.ask.prompt))
+        prompt, sampler = self.ask.prompt, self.ask.sampling
+        logits = yield Read(self.cache, prompt[self.known :])
+        if isinstance(sampler, Sampling):
+            sampler = sampler.sampler(len(prompt), logits.device)
+        ids = torch.tensor([[*prompt]], device=logits.device)
         if self.cache.method.recall.drafts:
-            yield from self._rounds(logits, processors, noise)
+            yield from self._rounds(ids, logits, sampler)
             return
         while True:
-            scores = logits[-1:].float()
-            if processors:
-                scores = processors(torch.tensor([[*self.ask.prompt, *self.tokens]], device=device), scores.clone())
-            self.take(int(scores.argmax() if noise is None else draw(scores, noise)), logits[-1])
+            self.take(sampler.next(ids, logits[-1:]), logits[-1])
             if self.reason:
                 return
+            if sampler.processors:
+                ids = torch.cat([ids, ids.new_tensor([self.tokens[-1:]])], 1)
             logits = yield Read(self.cache, self.tokens[-1:])
 
-    def _rounds(self, logits: Tensor, processors: LogitsProcessorList, noise: torch.Generator | None) -> Reads:
-        prompt = torch.tensor([[*self.ask.prompt]], device=logits.device)
-        logprobs = self.ask.top_logprobs is not None
-        config = GenerationConfig(do_sample=noise is not None, return_dict_in_generate=logprobs, output_logits=logprobs)
-        ends = StoppingCriteriaList([_Ended(self), MaxLengthCriteria(len(self.ask.prompt) + self.ask.max_tokens)])
-        sink = _Sink(self)
-        rounds = sink.rounds = Rounds(self.cache, prompt, processors, ends, config, sink, noise)
+    def _rounds(self, prompt: Tensor, logits: Tensor, sampler: Sampler) -> Reads:
+        """Write in rounds of draft and verify."""
+        self.cache.compress()
+        limit = prompt.shape[1] + self.ask.max_tokens
+        rounds = Rounds(self.cache, prompt, sampler, self._taken, limit, copies=self.ask.copies)
         rounds.start(logits[-1:], None)
         steps = rounds.rounds()
         try:
@@ -113,27 +129,38 @@ class Answer:
             while wanted is not None:
                 ids = wanted.input_ids[0].tolist()
                 logits = yield Read(self.cache, ids, len(ids), first=int(wanted.position_ids[0, 0]))
-                try:
-                    wanted = steps.send(logits[None])
-                except StopIteration:
-                    return
+                wanted = following(steps, logits[None])
         finally:
             self.cache.stream.abandon()
 
-    def take(self, token: int, logits: Tensor | None) -> None:
+    def _taken(self, row: int, token: int, logits: Tensor) -> bool:
+        """Take a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""
+        self.take(token, logits[row])
+        return bool(self.reason)
+
+    def take(self, token: int, logits: Tensor | None = None) -> None:
         """Append a token, chosen by ``logits`` (vocabulary,), and report the text that is certain with it."""
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
         self.tokens.append(token)
-        if token in self.ends:
-            self._end("stop")
-            return
+        ended = token in self.ends
+        if self.listener is not None and not ended:
+            self._add_text(token, logits)
+        reason = "" if self.check is None else self.check(self.tokens)
+        if ended:
+            reason = "eos"
+        elif not reason and self._stops.met:
+            reason = "stop"
+        elif not reason and len(self.tokens) >= self.ask.max_tokens:
+            reason = "length"
+        if reason:
+            self._end(reason)
+
+    def _add_text(self, token: int, logits: Tensor | None) -> None:
         text = self._pieces.add([token])
         if self.ask.top_logprobs is not None and logits is not None:
             self._pending.append(self._logprob(token, text, logits, self.ask.top_logprobs))
         self._report(self._stops.add(text))
-        if self._stops.met:
-            self._end("stop")
-        elif len(self.tokens) >= self.ask.max_tokens:
-            self._end("length")
 
     def _logprob(self, token: int, text: str, logits: Tensor, top: int) -> TokenLogprob:
         """Return the log-probabilities of a token that was chosen by ``logits`` (vocabulary,)."""
@@ -144,13 +171,15 @@ class Answer:
         return TokenLogprob(token, text, float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
+        self.reason = reason
+        if self.listener is None:
+            return
         if not self._stops.met:
             rest = self._pieces.rest()
             if self._pending:
                 self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + rest)
             self._report(self._stops.add(rest))
             self._report("" if self._stops.met else self._stops.rest())
-        self.reason = reason
         if self._stops.met:  # of what is left only the first token can have begun before the stop string
             self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
         if self._pending:
@@ -158,7 +187,7 @@ class Answer:
 
     def _report(self, text: str) -> None:
         """Report some text, with the tokens whose text is complete by then."""
-        if not text:
+        if not text or self.listener is None:
             return
         self.text += text
         self._shown += len(text)
@@ -167,26 +196,3 @@ class Answer:
         self._shown -= ends[count - 1] if count else 0
         done, self._pending = tuple(self._pending[:count]), self._pending[count:]
         self.listener(Piece(text, done))
-
-
-class _Ended(StoppingCriteria):
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([bool(self._answer.reason)], device=input_ids.device)
-
-
-class _Sink:
-    """The streamer of rounds: hands each token to the answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self.rounds: Rounds | None = None
-
-    def put(self, value: Tensor) -> None:
-        reported = [] if self.rounds is None else self.rounds.reported[0]
-        self._answer.take(int(value), reported[-1][0] if reported else None)
-
-    def end(self) -> None:
-        """Nothing is buffered."""

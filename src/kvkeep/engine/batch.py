@@ -115,7 +115,7 @@ def _of_all(error: Exception, sessions: int) -> KvkeepError:
 
 
 @torch.no_grad()
-def alone(model: Any, read: Read) -> Tensor | Exception:
+def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over one read by itself; the same as :func:`forward` of it, whatever it fails by. Raises
     torch.AcceleratorError alone."""
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)

@@ -11,12 +11,13 @@ LONGEST_PART = 8
 
 
 class Pieces:
-    """The text of an answer as its tokens come. A character of several tokens waits for its last one."""
+    """The text of an answer as its tokens come. A character of several tokens waits for its last one. written: tokens
+    of the answer whose text was given before."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, written: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._line: list[int] = []  # ids of the line: only this is decoded again
-        self._given = 0  # characters of it that were given
+        self._line = [*written]  # ids of the line: only this is decoded again
+        self._given = len(self._text().rstrip(_INCOMPLETE)) if written else 0  # characters of it that were given
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text that ``tokens`` make certain."""

@@ -57,8 +57,16 @@ class Sampling:
         """Whether tokens are drawn, not the likeliest taken."""
         return self.temperature > 0
 
-    def processors(self, prompt: int) -> LogitsProcessorList:
-        """Return what turns logits into scores, in transformers' order; ``prompt``: the tokens before the answer."""
+    def sampler(self, prompt: int, device: torch.device) -> Sampler:
+        """Return what chooses an answer's tokens; ``prompt``: the tokens before the answer."""
+        noise = None
+        if self.sampled:
+            seed = secrets.randbits(63) if self.seed is None else self.seed
+            noise = torch.Generator(device).manual_seed(seed % 2**64 if seed >= 0 else seed)
+        return Sampler(self._processors(prompt), self.sampled, noise)
+
+    def _processors(self, prompt: int) -> LogitsProcessorList:
+        """Return what turns logits into scores, in transformers' order."""
         found: list[LogitsProcessor] = []
         if self.repetition != 1.0:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
@@ -76,10 +84,30 @@ class Sampling:
                 found.append(MinPLogitsWarper(self.min_p))
         return LogitsProcessorList(found)
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the source of this answer's noise."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return torch.Generator(device).manual_seed(seed % 2**64 if seed >= 0 else seed)
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses the tokens of an answer: the likeliest one, or argmax(p / noise) with exponential noise, as
+    ``torch.multinomial`` draws a sample."""
+
+    processors: LogitsProcessorList
+    """Turn logits into scores."""
+    sampled: bool = False
+    """Tokens are drawn; else the likeliest is taken."""
+    generator: torch.Generator | None = None
+    """Of the noise; None: torch's own."""
+
+    def noise(self, like: Tensor) -> Tensor:
+        """Return new noise, of the shape of probabilities."""
+        return torch.empty_like(like).exponential_(1, generator=self.generator)
+
+    def next(self, ids: Tensor, logits: Tensor) -> int:
+        """Return the token that follows ``ids`` (1, tokens), by ``logits`` (1, vocabulary)."""
+        scores = self.processors(ids, logits.to(torch.float32, copy=True))
+        if self.sampled:
+            scores = scores.softmax(-1)
+            scores = scores / self.noise(scores)
+        return int(scores.argmax())
 
 
 class _Written(LogitsProcessor):
@@ -104,10 +132,3 @@ class _Tiny(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         below = scores.double() - scores.amax(-1, keepdim=True)
         return (below / self._temperature).to(scores.dtype)
-
-
-def draw(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a sample of each row of ``scores`` (rows, vocabulary), (rows,): argmax of p / noise, as
-    ``torch.multinomial`` draws it and rounds of drafts do."""
-    probabilities = scores.softmax(-1)
-    return (probabilities / torch.empty_like(probabilities).exponential_(1, generator=generator)).argmax(-1)

@@ -221,18 +221,18 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
         if begins and cache.length:
-            _compare(cache, input_ids, cut)
+            check_text(cache, input_ids, cut)
         if begins and cache.length and cut is None:  # the new tokens alone
             cache.text = None
         elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # else its pass is refused
-            cache.text = _digest(input_ids, None if begins else cache.text)
+            cache.text = digest_text(input_ids, None if begins else cache.text)
     prepare = partial(getattr(type(model), PREPARE), model)
     if cache is not None and model.config.model_type in _DROPS_CACHES:  # what every other family does
         prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
     return prepare(input_ids, *args, **kwargs)
 
 
-def _compare(cache: Reading, ids: Tensor, cut: int | None) -> None:
+def check_text(cache: Reading, ids: Tensor, cut: int | None) -> None:
     """Raise UsageError where ``generate`` begins with another text than ``cache`` has read. cut: how many of ``ids``
     transformers takes for new; None where it passes all of them on."""
     read, text, length = cache.length, cache.text, ids.shape[1]
@@ -240,7 +240,7 @@ def _compare(cache: Reading, ids: Tensor, cut: int | None) -> None:
         raise UsageError(f"The cache has read {read} tokens, and this text has {length}. {_GOES_ON}")
     if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
         return
-    same = text == _digest(ids[:, :read])
+    same = text == digest_text(ids[:, :read])
     if cut is not None and not same:
         raise UsageError(f"The cache has read {read} tokens of another text. {_GOES_ON}")
     if cut is None and same:
@@ -250,7 +250,7 @@ def _compare(cache: Reading, ids: Tensor, cut: int | None) -> None:
         )
 
 
-def _digest(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
+def digest_text(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
     """Return how many tokens there are, and a number for each row of ``ids``, which another text has with a chance of
     2**-64. known: of the first tokens, which are not read again. ``generate`` waits for the device at every token
     anyway."""

@@ -1,26 +1,19 @@
 """Matrices as rows of blocks, as GGUF files have them: a weight is ``scale * code + offset``.
 
-A block is 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row, with its scales. The layouts are ggml's, as
-``gguf.quants`` of llama.cpp dequantises them; values are equal to its float32 values, bit by bit. What kvkeep quantises
-itself becomes blocks as well, Q8_0 or Q4_1, and what it does not is of the kind BF16.
+A block is 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row, with its scales. The layouts are ggml's. The package gguf
+decodes the kinds that only a GGUF file has. Weights that kvkeep quantises itself become blocks of Q8_0 or Q4_1, and
+weights that it does not quantise are of the kind BF16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep.errors import ModelError
-
-Bytes = NDArray[np.uint8]
-Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
-"""codes (blocks, elements), scales and offsets (blocks, elements / group)."""
+from kvkeep.extras import optional
 
 HALF_MAXIMUM = 65504.0
 """The greatest number in float16, in which scales and offsets are kept."""
@@ -44,8 +37,6 @@ class Kind:
     """Bytes of a block in a file."""
     packed: int
     """Bytes of a block in the native library's panels."""
-    read: Callable[[Bytes], Parts] | None
-    """(blocks, size) to parts; None for bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -119,91 +110,30 @@ def _in_4_bits(rows: Tensor) -> Tensor:
 
 def _decoded(kind: str, rows: Tensor) -> Tensor:
     """Return rows of blocks in float32."""
-    about = KINDS[kind]
-    if about.read is None:
+    if kind == "BF16":
         return rows.contiguous().view(torch.bfloat16).float()
-    codes, scales, offsets = about.read(rows.numpy().reshape(-1, about.size))
-    groups = codes.shape[1] // scales.shape[1]
-    made = codes.reshape(*scales.shape, groups).astype(np.float32) * scales.astype(np.float32)[..., None]
-    if offsets is not None:
-        made += offsets.astype(np.float32)[..., None]
-    return torch.from_numpy(made.reshape(len(rows), -1))
-
-
-def _half(data: Bytes) -> NDArray[np.float16]:
-    return np.ascontiguousarray(data).view(np.float16)
-
-
-def _halves(data: Bytes, width: int) -> Bytes:
-    """Low halves of ``width`` bytes, then their high halves, and so on: (blocks, n) to (blocks, 2n)."""
-    runs = data.reshape(len(data), -1, 1, width)
-    return (np.concatenate([runs & 15, runs >> 4], axis=2)).reshape(len(data), -1)
-
-
-def _q4_0(data: Bytes) -> Parts:
-    return _halves(data[:, 2:], 16).view(np.int8) - np.int8(8), _half(data[:, :2]), None
-
-
-def _q4_1(data: Bytes) -> Parts:
-    return _halves(data[:, 4:], 16), _half(data[:, :2]), _half(data[:, 2:4])
-
-
-def _fifth(data: Bytes) -> Bytes:
-    """The fifth bits of 32 elements, at their place: (blocks, 4) to (blocks, 32)."""
-    return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
-
-
-def _q5_0(data: Bytes) -> Parts:
-    codes = (_halves(data[:, 6:], 16) | _fifth(data[:, 2:6])).view(np.int8) - np.int8(16)
-    return codes, _half(data[:, :2]), None
-
-
-def _q5_1(data: Bytes) -> Parts:
-    codes = (_halves(data[:, 8:], 16) | _fifth(data[:, 4:8])).view(np.int8)
-    return codes, _half(data[:, :2]), _half(data[:, 2:4])
-
-
-def _q8_0(data: Bytes) -> Parts:
-    return data[:, 2:].view(np.int8), _half(data[:, :2]), None
-
-
-def _scales_of_k(data: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and offsets of the eight groups of a Q4_K or Q5_K block, each 6 bits of 12 bytes."""
-    scale, least = (_half(data[:, at : at + 2]).astype(np.float32) for at in (0, 2))
-    low, middle, both = (data[:, at : at + 4] for at in (4, 8, 12))
-    scales = np.concatenate([low & 63, (both & 15) | (low >> 2 & 48)], axis=1)
-    least_of = np.concatenate([middle & 63, (both >> 4) | (middle >> 2 & 48)], axis=1)
-    return scale * scales.astype(np.float32), -(least * least_of.astype(np.float32))
-
-
-def _q4_k(data: Bytes) -> Parts:
-    return _halves(data[:, 16:], 32), *_scales_of_k(data)
-
-
-def _q5_k(data: Bytes) -> Parts:
-    fifths = data[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & 1
-    codes = _halves(data[:, 48:], 32) | fifths.reshape(len(data), -1) << 4
-    return codes.view(np.int8), *_scales_of_k(data)
-
-
-def _q6_k(data: Bytes) -> Parts:
-    low, high = _halves(data[:, :128], 64), data[:, 128:192].reshape(-1, 2, 1, 32)
-    upper = (high >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None] & 3).reshape(len(data), -1)
-    codes = (low | upper << 4).view(np.int8) - np.int8(32)
-    scales = _half(data[:, 208:]).astype(np.float32) * data[:, 192:208].view(np.int8).astype(np.float32)
-    return codes, scales, None
+    if kind not in ("Q8_0", "Q4_1"):
+        gguf = optional("gguf", "gguf")
+        return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
+    blocks = rows.reshape(-1, KINDS[kind].size)
+    if kind == "Q8_0":
+        codes = blocks[:, 2:].view(torch.int8).float()
+        return (codes * blocks[:, :2].contiguous().view(torch.float16).float()).view(len(rows), -1)
+    scales, offsets = blocks[:, :4].contiguous().view(torch.float16).float().split(1, 1)
+    codes = torch.cat([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).float()
+    return (codes * scales + offsets).view(len(rows), -1)
 
 
 KINDS = {
-    "BF16": Kind(0, 16, None, 2, 4, 4, None),
-    "Q4_0": Kind(1, 4, 32, 32, 18, 18, _q4_0),
-    "Q4_1": Kind(2, 4, 32, 32, 20, 20, _q4_1),
-    "Q5_0": Kind(3, 5, 32, 32, 22, 22, _q5_0),
-    "Q5_1": Kind(4, 5, 32, 32, 24, 24, _q5_1),
-    "Q8_0": Kind(5, 8, 32, 32, 34, 34, _q8_0),
-    "Q4_K": Kind(6, 4, 32, 256, 144, 148, _q4_k),
-    "Q5_K": Kind(7, 5, 32, 256, 176, 180, _q5_k),
-    "Q6_K": Kind(8, 6, 16, 256, 210, 210, _q6_k),
+    "BF16": Kind(0, 16, None, 2, 4, 4),
+    "Q4_0": Kind(1, 4, 32, 32, 18, 18),
+    "Q4_1": Kind(2, 4, 32, 32, 20, 20),
+    "Q5_0": Kind(3, 5, 32, 32, 22, 22),
+    "Q5_1": Kind(4, 5, 32, 32, 24, 24),
+    "Q8_0": Kind(5, 8, 32, 32, 34, 34),
+    "Q4_K": Kind(6, 4, 32, 256, 144, 148),
+    "Q5_K": Kind(7, 5, 32, 256, 176, 180),
+    "Q6_K": Kind(8, 6, 16, 256, 210, 210),
 }
 """The kinds whose bits are kept; every other becomes bfloat16."""
 GROUP = 32

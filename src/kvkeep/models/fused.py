@@ -20,10 +20,18 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.models.freed import give_back
 from kvkeep.models.packed import PANEL, Packed, PackedLinear
 from kvkeep.models.rotary import Rotary, replace_rotary
-from kvkeep.native.library import KvLayer, address, address_of, address_table, float_table, kernels, library
+from kvkeep.native.library import (
+    KvLayer,
+    address,
+    address_of,
+    address_table,
+    float_table,
+    kernels,
+    library,
+    trim_memory,
+)
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep
 
@@ -273,7 +281,7 @@ def fuse(model: Any, layers: Any) -> int:
             done.append(fused)
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done)
-    give_back()  # the matrices that were joined
+    trim_memory()  # the matrices that were joined
     return len(done)
 
 

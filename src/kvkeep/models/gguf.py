@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep.errors import ModelError
 from kvkeep.extras import optional
-from kvkeep.models.blocks import KINDS, Blocks, Bytes
+from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.matrices import matrices
 
 AT_ONCE = 1 << 24
@@ -175,7 +176,7 @@ def _processor(architecture: str, config: Any) -> Any:
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
 
 
-def _values(file: Path, part: Entry) -> np.ndarray[Any, Any]:
+def _values(file: Path, part: Entry) -> NDArray[Any]:
     """Return the dequantised values, in the file's order."""
     gguf = optional("gguf", "gguf")
     kind = gguf.GGMLQuantizationType[part.kind]
@@ -183,7 +184,7 @@ def _values(file: Path, part: Entry) -> np.ndarray[Any, Any]:
     return np.concatenate(made).reshape(part.shape)
 
 
-def _rows(file: Path, part: Entry) -> Iterator[Bytes]:
+def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of some rows after others, (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
     width, most = part.size // count, max(1, AT_ONCE // part.shape[-1])

@@ -16,7 +16,6 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
 from kvkeep.models.formats import Format, settled
-from kvkeep.models.freed import give_back
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf import Table
 from kvkeep.models.named import check_device, known, place_of
@@ -24,6 +23,7 @@ from kvkeep.models.quiet import quiet
 from kvkeep.models.room import Tensor, Weights, check_room, own_bits
 from kvkeep.models.room import weights as weights_in
 from kvkeep.models.weights import read_weights
+from kvkeep.native.library import trim_memory
 
 DEFAULT = "smollm2"
 MOST_LAYERS = 10_000
@@ -187,7 +187,7 @@ def _read(source: Source, asked: str, device: torch.device) -> tuple[Any, Any]:
         with quiet():
             config = _read_config(source)
             tokenizer = _tokenizer(source)
-            give_back()  # its files as Python objects
+            trim_memory()  # its files as Python objects
             model = _model(source, config, asked, device)
     except (ModelError, UsageError):
         raise

@@ -17,10 +17,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
 from kvkeep.models.blocks import quantised
-from kvkeep.models.freed import give_back
 from kvkeep.models.gguf import Stored
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
+from kvkeep.native.library import trim_memory
 
 
 @register_quantization_config("kvkeep")
@@ -70,7 +70,7 @@ class Packer(HfQuantizer):
         )
         self.made[name.removesuffix(".weight")] = PackedLinear(matrix)
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
-        give_back()
+        trim_memory()
         return True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

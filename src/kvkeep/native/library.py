@@ -197,7 +197,8 @@ def _malloc_trim() -> Any:
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the system, where the C library can."""
+    """Return freed memory to the system, where the C library can. Packing a model frees memory between tensors in use,
+    whose pages the process would keep (1.6 GB for a model of 8 billion parameters)."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 

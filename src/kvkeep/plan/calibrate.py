@@ -1,13 +1,19 @@
-"""Calibration: the rates of this machine, measured with kvkeep's own parts, in less than a minute."""
+"""Calibration: the rates of this machine, measured with kvkeep's own parts, in less than a minute.
+
+Matrices, attention, memory and disk have rates, measured on made-up tensors. A made-up model is then run: what its
+counted parts do not explain is the fixed time of a layer and of a page (launching, waiting for threads, copying).
+Nothing is fitted to the models that are planned.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,20 +24,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
+from kvkeep.cache import KeepCache
 from kvkeep.memory.places import Disk
 from kvkeep.models.blocks import quantised
 from kvkeep.models.packed import PackedLinear
+from kvkeep.models.quiet import quiet
+from kvkeep.native.library import library
+from kvkeep.plan.candidates import Candidate
+from kvkeep.plan.costs import cost
 from kvkeep.plan.estimate import DTYPE, described, device_bytes, host_bytes
 from kvkeep.plan.machine import MEASURED, Curve, Machine
 from kvkeep.plan.rates import only_one, rates_file, store
-from kvkeep.plan.trial import PACKED_BITS, packs, with_layers
+from kvkeep.plan.shape import shape_of
+from kvkeep.plan.sizes import sizes
+from kvkeep.policies.methods import methods
 
-COLD = 128 * 2**20
-"""Bytes that a product's matrices take together: no cache keeps them from one round to the next."""
-
+COLD_BYTES = 128 * 2**20
+"""What a product's matrices take in all: no processor's cache keeps them from one round to the next."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 WIDTHS = (512, 2048)
-
+PACKED_BITS = 4
+"""Bits of measured weights where models have packed ones: the embedded models, and most files."""
+PROMPT, BUDGET = 512, 128
+"""Tokens and entries of the made-up model's run."""
+PATIENCE_S = 1.0
+"""Seconds that repetitions may take: slow machines repeat less."""
 
 Tell = Callable[[str], None]
 
@@ -49,22 +66,20 @@ def measure_here(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = l
 @torch.inference_mode()
 def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lambda part: None) -> Machine:
     """Measure. device, dtype: what models will run on and in."""
-    lab = _Lab(device, dtype)
+    bench = _Bench(device, dtype)
     tell("memory and disk")
-    (read, copied), (disk, cold, written), link = lab.memory(), lab.disk(), lab.link()
+    (read, copied), (disk, cold, written), link = bench.memory(), bench.disk(), bench.link()
     tell("products")
-    matrix = {width: lab.matrix(width) for width in WIDTHS}
+    matrix = {width: bench.matrix(width) for width in WIDTHS}
     tell("attention")
-    attention = tuple((float(rows), lab.attention(rows)) for rows in ROWS)
-    causal = tuple((float(tokens), lab.causal(tokens)) for tokens in (256, 1024, 4096))
     machine = Machine(
         name=described(device, dtype),
         source=MEASURED,
         device=device.partition(":")[0],
         dtype_bytes=dtype.itemsize,
         matrix=matrix,
-        attention=attention,
-        causal=causal,
+        attention=tuple((float(rows), bench.attention(rows)) for rows in ROWS),
+        causal=tuple((float(tokens), bench.causal(tokens)) for tokens in (256, 1024, 4096)),
         elementwise=copied,
         memory=read,
         copy=copied,
@@ -79,10 +94,10 @@ def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lamb
         host_bytes=host_bytes(),
     )
     tell("layers")
-    return with_layers(machine, device, dtype)
+    return _with_layers(machine, device, dtype)
 
 
-class _Lab:
+class _Bench:
     """Made-up tensors on one device, and a clock."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
@@ -92,78 +107,156 @@ class _Lab:
     def make(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random).to(self.device, self.dtype)
 
-    def seconds(self, call: Callable[[], Any], rounds: int = 5, patience: float = 0.6) -> float:
-        """Return the median of a few rounds after one to warm up, fewer once ``patience`` seconds have gone by."""
-        call()
-        took: list[float] = []
-        while len(took) < rounds and (not took or sum(took) < patience):
+    def seconds(self, call: Callable[[], Any], rounds: int = 5) -> float:
+        def timed() -> float:
             self._wait()
             start = time.perf_counter()
             call()
             self._wait()
-            took.append(time.perf_counter() - start)
-        return median(took)
+            return time.perf_counter() - start
+
+        return _median(timed, rounds)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def matrix(self, width: int) -> Curve:
         """Return operations a second by rows, of products as a loaded model has them."""
         weight = self.make(3 * width, width)
-        if packs(self.device, self.dtype):
-            first: Callable[[Tensor], Tensor] = PackedLinear(quantised(weight, PACKED_BITS))
-            size = first.nbytes  # type: ignore[attr-defined]
-        else:
-            first, size = partial(F.linear, weight=weight), weight.nbytes
-        products = [first, *(deepcopy(first) for _ in range(COLD // size))]
+        product: Any = partial(F.linear, weight=weight)
+        nbytes = weight.nbytes
+        if _packs(self.device, self.dtype):
+            product = PackedLinear(quantised(weight, PACKED_BITS))
+            nbytes = product.nbytes
+        products = [product, *(deepcopy(product) for _ in range(COLD_BYTES // nbytes))]
 
         def rate(rows: int) -> float:
-            count = len(products) if rows <= 64 else max(1, 2**23 // weight.numel())
+            used = products if rows <= 64 else products[: max(1, 2**23 // weight.numel())]
             x = self.make(rows, width)
-            took = self.seconds(lambda: [product(x) for product in products[:count]])
-            return 2 * rows * count * weight.numel() / took
+            return 2 * rows * len(used) * weight.numel() / self.seconds(lambda: [one(x) for one in used])
 
         return tuple((float(rows), rate(rows)) for rows in ROWS)
 
     def attention(self, rows: int, entries: int = 2048, heads: int = 8, dim: int = 64) -> float:
         keys = self.make(1, heads, entries, dim)
-        count = max(1, COLD // (2 * keys.nbytes)) if rows <= 16 else 2
-        held = [Segment(keys.clone(), keys.clone()) for _ in range(count)]
+        count = max(1, COLD_BYTES // (2 * keys.nbytes)) if rows <= 16 else 2
+        segments = [Segment(keys.clone(), keys.clone()) for _ in range(count)]
         query = self.make(1, heads, rows, dim)
-        took = self.seconds(lambda: [attend(query, (one,), 0.125) for one in held])
-        return 4 * rows * heads * entries * dim * count / took
+        seconds = self.seconds(lambda: [attend(query, (one,), 0.125) for one in segments])
+        return 4 * rows * heads * entries * dim * count / seconds
 
     def causal(self, tokens: int, heads: int = 8, dim: int = 64) -> float:
         query, keys = self.make(1, heads, tokens, dim), self.make(1, heads, tokens, dim)
-        took = self.seconds(lambda: F.scaled_dot_product_attention(query, keys, keys, is_causal=True), rounds=3)
-        return 2 * heads * tokens * tokens * dim / took
+        call = partial(F.scaled_dot_product_attention, query, keys, keys, is_causal=True)
+        return 2 * heads * tokens * tokens * dim / self.seconds(call, rounds=3)
 
     def memory(self) -> tuple[float, float]:
-        source = self.make(COLD // self.dtype.itemsize)
+        source = self.make(COLD_BYTES // self.dtype.itemsize)
         target = torch.empty_like(source)
-        return COLD / self.seconds(source.sum), COLD / self.seconds(lambda: target.copy_(source))
+        return COLD_BYTES / self.seconds(source.sum), COLD_BYTES / self.seconds(lambda: target.copy_(source))
 
     def link(self) -> float | None:
         if self.device.type == "cpu":
             return None
-        source = torch.empty(COLD, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return COLD / self.seconds(lambda: source.to(self.device))
+        source = torch.empty(COLD_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return COLD_BYTES / self.seconds(lambda: source.to(self.device))
 
     def disk(self) -> tuple[float, float, float]:
         """Return bytes a second: read from mapped pages in memory, read from the disk itself, written."""
-        mapped = Disk().allocate((COLD // 4,), torch.float32)
-        source = torch.zeros(COLD // 4)
+        mapped = Disk().allocate((COLD_BYTES // 4,), torch.float32)
+        source = torch.zeros(COLD_BYTES // 4)
         written, warm = self.seconds(lambda: mapped.copy_(source)), self.seconds(mapped.sum)
         cold = warm
         with suppress(OSError, AttributeError), tempfile.NamedTemporaryFile(dir=Disk().folder) as file:
-            file.write(bytes(COLD // 4))
+            file.write(bytes(COLD_BYTES // 4))
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
-            torch.from_file(file.name, shared=True, size=COLD // 16, dtype=torch.float32).sum()
+            torch.from_file(file.name, shared=True, size=COLD_BYTES // 16, dtype=torch.float32).sum()
             cold = 4 * (time.perf_counter() - start)
-        return COLD / warm, COLD / cold, COLD / written
+        return COLD_BYTES / warm, COLD_BYTES / cold, COLD_BYTES / written
+
+
+# -- fixed times ------------------------------------------------------------------------------------------
+
+
+def _with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
+    """Return ``machine`` with the fixed times of layers and pages, and the rate of simple operations."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with quiet():
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=4 * PROMPT,
+        )
+        model = LlamaForCausalLM(config).to(device, dtype).eval()
+        if _packs(torch.device(device), dtype):
+            for name, module in list(model.named_modules()):
+                if isinstance(module, torch.nn.Linear):
+                    model.set_submodule(name, PackedLinear(quantised(module.weight, PACKED_BITS)))
+    shape = shape_of(config, dtype.itemsize)
+    for rate, candidate in _trials():
+        budget = None if candidate.keeps_all else BUDGET
+        size = sizes(shape.geometry, candidate, PROMPT, budget, 16, shared=machine.shared)
+        predicted = partial(cost, shape, candidate, size, acceptance=1.0)
+        prompt_s, step_s = _run(model, candidate, budget)
+        base, unit = predicted(machine=machine), predicted(machine=replace(machine, **{rate: 1.0}))
+        machine = replace(machine, **{rate: max(0.0, (step_s - base.step) / (unit.step - base.step))})
+        if candidate.keeps_all:
+            base = predicted(machine=machine)
+            slower = predicted(machine=replace(machine, elementwise=machine.elementwise / 2))
+            factor = 1 + max(0.0, (prompt_s - base.prefill) / (slower.prefill - base.prefill))
+            machine = replace(machine, elementwise=machine.elementwise / factor)
+    return machine
+
+
+def _trials() -> Iterator[tuple[str, Candidate]]:
+    """Yield each fixed time with a cache whose step has it, and no other that was not measured before."""
+    every = methods().values()
+    yield "layer_s", Candidate(next(one for one in every if one.selector.keeps_all))
+    yield "bounded_s", Candidate(next(one for one in every if one.selector.by_age and not one.store_fate.keeps))
+    yield (
+        "page_s",
+        Candidate(next(one for one in every if one.fate.checkpoints and one.selector.in_order), "kv", "device"),
+    )
+
+
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether models in ``dtype`` on ``device`` have packed weights that the native library multiplies."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and library() is not None
+
+
+def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tuple[float, float]:
+    """Return the seconds of a prompt and of a step: medians, after one to warm up."""
+    given = {name: value for name, value in candidate.options(budget).items() if value is not None}
+    cache = KeepCache(model, candidate.spec, **given)
+    ids = torch.zeros(1, PROMPT, dtype=torch.long, device=next(model.parameters()).device)
+
+    def timed(ids: Tensor) -> float:
+        start = time.perf_counter()
+        model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
+        return time.perf_counter() - start
+
+    def prompt() -> float:
+        cache.reset()
+        return timed(ids)
+
+    prompt_s = _median(prompt, 3)
+    return prompt_s, _median(lambda: timed(ids[:, :1]), 16)
+
+
+def _median(call: Callable[[], float], rounds: int) -> float:
+    """Return the median of what ``call`` returns, without the first, which warms up; the first itself, where it takes
+    all of the time that there is."""
+    first = call()
+    times: list[float] = []
+    while len(times) < rounds and first + sum(times) < PATIENCE_S:
+        times.append(call())
+    return median(times or [first])

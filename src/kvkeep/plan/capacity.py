@@ -1,5 +1,5 @@
-"""What one machine carries: how many sessions fit in its memory, what they write together, and what it takes to bring
-one of them there from another place."""
+"""What one machine carries: how many sessions fit in its memory, how many tokens they write, and what it takes to bring
+a session there from another place."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ from typing import Any
 
 from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.errors import BudgetError, UsageError
-from kvkeep.plan import costs
 from kvkeep.plan.candidates import Candidate
-from kvkeep.plan.costs import Cost, cost
-from kvkeep.plan.grant import grant
+from kvkeep.plan.costs import Cost, Work, cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE, ANSWER
 from kvkeep.plan.shape import Shape
-from kvkeep.plan.sizes import Sizes, sizes
-from kvkeep.policies.methods import resolve
-from kvkeep.stores.checkpoints.spec import CheckpointSpec
-
-METHODS = (
-    *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
-    *("snapkv+pages kv@host", "snapkv+verified kv@host"),
-)
-"""Caches to begin with: everything in memory, in four bits, a part of it, and all of it with a part in memory."""
+from kvkeep.plan.sizes import Sizes, grant, sizes
 
 GBIT = 1e9 / 8
 """Bytes a second."""
@@ -32,79 +22,77 @@ GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sessions of one length in one kind of cache, on one machine.
-
-    held: bytes of the device's memory that a session has while nothing is read or written. granted: those that it can
-    come to hold while it is answered, as a server counts them (:func:`~kvkeep.plan.grant.grant`). Both have what is on
-    the host where its memory is the device's. sessions: how many are answered at once. alone: the costs of one.
-    together: those of all; None where none fits.
-    """
+    """Sessions of one length in one kind of cache, on one machine. Bytes on the host count where its memory is the
+    device's."""
 
     candidate: Candidate
     sizes: Sizes
-    held: int
+    """Of one session, after its answer."""
+    idle: int
+    """Bytes of the device's memory that a session has while nothing is read or written."""
     granted: int
+    """Bytes that a server grants a session while it is answered: the most that it can come to hold."""
     sessions: int
-    alone: Cost
-    together: Cost | None
-
-    @property
-    def stored(self) -> int:
-        """Bytes of a session at rest, which have to be brought where it goes on."""
-        return self.sizes.resident + self.sizes.compressed + self.sizes.checkpoints
+    """Sessions that are answered at the same time."""
+    single: Cost
+    """Of one session."""
+    shared: Cost | None
+    """Of a session among all of them; None where none fits."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all sessions together."""
-        return self.sessions / self.together.step if self.together is not None else 0.0
+        """Tokens a second of all sessions."""
+        return self.sessions / self.shared.step if self.shared is not None else 0.0
 
     @property
-    def own_share(self) -> float | None:
-        """The share of a step of all sessions that reads nothing of their pasts: weights, logits and all else."""
-        return self.together.own / self.together.step if self.together is not None else None
+    def fixed_share(self) -> float | None:
+        """The share of a step of all sessions that does not grow with their texts: weights, logits and fixed times."""
+        return self.shared.fixed / self.shared.step if self.shared is not None else None
 
     @property
     def pays_from(self) -> float:
-        """Bytes a second from which on fetching the session is faster than reading its text again."""
-        return self.stored / self.alone.prefill
+        """Bytes a second above which fetching the session is faster than reading its text again."""
+        return self.sizes.total / self.single.prefill
 
     def fetched(self, rate: float) -> float:
-        """Seconds to fetch the session at so many bytes a second."""
-        return self.stored / rate
+        """Return the seconds to fetch the session at so many bytes a second."""
+        return self.sizes.total / rate
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types: bytes, seconds, tokens a second."""
         return {
             "cache": str(self.candidate),
-            "class": str(self.candidate.exactness),
+            "class": str(self.candidate.method.exactness),
             "context": self.sizes.tokens,
             "budget": self.sizes.budget,
-            "held_bytes": self.held,
+            "held_bytes": self.idle,
             "granted_bytes": self.granted,
-            "stored_bytes": self.stored,
-            "moved_bytes": self.alone.moved,
+            "stored_bytes": self.sizes.total,
+            "moved_bytes": self.single.moved,
             "sessions": self.sessions,
-            "prefill_s": self.alone.prefill,
-            "alone_tokens_s": 1 / self.alone.step,
+            "prefill_s": self.single.prefill,
+            "alone_tokens_s": 1 / self.single.step,
             "together_tokens_s": self.rate,
-            "own_share": self.own_share,
+            "own_share": self.fixed_share,
             "pays_from_bytes_s": self.pays_from,
         }
 
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """What projecting the residuals of ``tokens`` tokens takes, beside their entries from elsewhere. seconds: of all
-    projections, the residuals being on the device. entries, residuals: bytes of either."""
+    """What projecting residuals takes, beside fetching the entries."""
 
     tokens: int
     seconds: float
+    """Of projecting all residuals, which are on the device."""
     entries: int
+    """Bytes of the keys and values."""
     residuals: int
+    """Bytes of the residuals."""
 
     @property
     def pays_below(self) -> float:
-        """Bytes a second below which entries take longer to come than residuals on the device to be projected."""
+        """Bytes a second below which fetching entries takes longer than projecting residuals on the device."""
         return self.entries / self.seconds
 
 
@@ -114,7 +102,7 @@ def capacities(
     memory: int,
     context: int,
     budget: str,
-    methods: Sequence[str] = METHODS,
+    caches: Sequence[Candidate],
     *,
     answer: int = ANSWER,
     acceptance: float = ACCEPTANCE,
@@ -123,38 +111,25 @@ def capacities(
     """Yield what ``machine`` carries in ``memory`` bytes of sessions of ``context`` tokens, answer included, cache by
     cache.
 
-    budget: of each session, as everywhere. methods: as :func:`parse` takes them. A cache that cannot work in this
-    budget, or needs none of it because it is no smaller than the context, is left out, and ``tell`` gets the reason.
+    budget: of each session, as everywhere. tell: gets the reason where a cache is left out, because it cannot work in
+    this budget, or because the budget holds the whole context. Raises UsageError for a context without a prompt, or
+    without positions in the model.
     """
     positions = shape.geometry.max_positions
     if context <= answer:
         raise UsageError(f"A session of {context:,} tokens has no room for a prompt and {answer:,} of an answer.")
     if positions is not None and context > positions:
-        raise UsageError(f"The model has {positions:,} positions, and {context:,} tokens are more.")
+        raise UsageError(f"The model has {positions:,} positions, fewer than the {context:,} tokens of a session.")
     entries = Budget.parse(budget).entries(shape.geometry, context=context)
-    for candidate in map(parse, methods):
+    for candidate in caches:
+        skipped = f"'{candidate}' is left out at {context:,} tokens"
         if not candidate.keeps_all and entries >= context:
-            tell(f"'{candidate}' is left out at {context:,} tokens: {entries:,} entries hold them as they are.")
+            tell(f"{skipped}: a budget of {entries:,} entries holds all of them.")
             continue
         try:
-            own = None if candidate.keeps_all else entries
-            yield _capacity(shape, machine, memory, context, candidate, own, answer, acceptance)
+            yield _capacity(shape, machine, memory, context, candidate, entries, answer, acceptance)
         except BudgetError as error:
-            tell(f"'{candidate}' is left out at {context:,} tokens: {error}")
-
-
-def parse(name: str) -> Candidate:
-    """Return the cache of a name like ``h2o`` or ``kv-direct residual@disk``: a method and, where it has checkpoints,
-    their kind and place (``kv@host`` where there is none). Raises UsageError for others."""
-    spec, _, checkpoint = name.partition(" ")
-    kind, _, where = checkpoint.partition("@")
-    method = resolve(spec)
-    if not method.checkpoints:
-        if checkpoint:
-            raise UsageError(f"'{spec}' has no checkpoints, so it has none of '{checkpoint}'.")
-        return Candidate(spec)
-    parsed = CheckpointSpec.parse(kind or "kv", where or "host")
-    return Candidate(spec, str(parsed), parsed.where)
+            tell(f"{skipped}: {error}")
 
 
 def _capacity(
@@ -163,35 +138,34 @@ def _capacity(
     memory: int,
     context: int,
     candidate: Candidate,
-    budget: int | None,
+    entries: int,
     answer: int,
     acceptance: float,
 ) -> Capacity:
-    prompt = context - answer
-    held = sizes(shape.geometry, candidate, prompt, budget, answer, shared=machine.shared, steps=answer)
-    read = sizes(shape.geometry, candidate, context, budget, shared=machine.shared)
-    entries = context if candidate.method.selector.layout == "static" else budget
-    granted = grant(shape.geometry, candidate, entries, context, shared=machine.shared)
+    geometry, shared = shape.geometry, machine.shared
+    budget = None if candidate.keeps_all else entries
+    after = sizes(geometry, candidate, context - answer, budget, answer, shared=shared, steps=answer)
+    read = sizes(geometry, candidate, context, budget, shared=shared)
+    granted = grant(geometry, candidate, read.budget, context, shared=shared)
     count = memory // granted
-    if held.host and not machine.shared:
-        count = min(count, machine.host_bytes // held.host)
-    alone = cost(shape, candidate, read, machine, acceptance)
-    together = cost(shape, candidate, read, machine, acceptance, count) if count else None
-    return Capacity(candidate, held, held.held(machine.shared), granted, count, alone, together)
+    if after.host and not shared:
+        count = min(count, machine.host_bytes // after.host)
+    single = cost(shape, candidate, read, machine, acceptance)
+    every = cost(shape, candidate, read, machine, acceptance, count) if count else None
+    return Capacity(candidate, after, after.idle(shared), granted, count, single, every)
 
 
-def rebuilding(shape: Shape, machine: Machine, tokens: int) -> Rebuilding:
-    """Return what projecting residuals takes instead of fetching entries."""
-    candidate = Candidate("kv-direct", "residual", "device")
-    held = sizes(shape.geometry, candidate, tokens, MIN_CHUNK, shared=machine.shared)
-    kinds = [tokens * shape.geometry.checkpoint_bytes_per_token(kind) for kind in ("kv", "residual")]
-    return Rebuilding(tokens, costs.rebuilding(shape, candidate, held, machine), kinds[0], kinds[1])
+def rebuilding(shape: Shape, machine: Machine, candidate: Candidate, tokens: int) -> Rebuilding:
+    """Return what projecting the residuals of ``candidate`` takes, where all of ``tokens`` tokens are rebuilt."""
+    size = sizes(shape.geometry, candidate, tokens, MIN_CHUNK, shared=machine.shared)
+    entries, residuals = (tokens * shape.geometry.checkpoint_bytes_per_token(kind) for kind in ("kv", "residual"))
+    return Rebuilding(tokens, Work(shape, candidate, size, machine).rebuilt(tokens), entries, residuals)
 
 
-def balance(shape: Shape, machine: Machine, sessions: int) -> float:
-    """Return the tokens of each of ``sessions`` from which on a step of ``full`` reads their entries for longer than it
-    takes for weights and all else."""
-    candidate, tokens = Candidate("full"), 1024
-    held = sizes(shape.geometry, candidate, tokens, None, shared=machine.shared)
-    one = cost(shape, candidate, held, machine, ACCEPTANCE, sessions)
-    return tokens * one.own / (one.step - one.own)
+def balance(shape: Shape, machine: Machine, candidate: Candidate, sessions: int) -> float:
+    """Return the tokens of each of ``sessions`` above which attention takes more than half of a step. candidate: a
+    cache that keeps everything."""
+    tokens = 1024
+    size = sizes(shape.geometry, candidate, tokens, None, shared=machine.shared)
+    one = cost(shape, candidate, size, machine, ACCEPTANCE, sessions)
+    return tokens * one.fixed / (one.step - one.fixed)

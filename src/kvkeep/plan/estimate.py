@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.native.library import library
+from kvkeep.native.library import TORCH, path
 from kvkeep.plan.machine import ESTIMATED, Machine
 
 DTYPE = torch.bfloat16
-"""What models of GGUF files and packed weights compute in; ``kvkeep calibrate`` measures it unless told otherwise."""
+"""What models of GGUF files and packed weights compute in; ``kvkeep calibrate`` measures it by default."""
 
 
 @dataclass(frozen=True)
 class CoreRates:
-    """What one core does in a second, with room below what most machines reach."""
+    """What one core does in a second, well below what most machines reach."""
 
     operations: float
     """Floating-point operations of products with many rows."""
@@ -33,76 +33,43 @@ CORES = {
     "avx2": CoreRates(2e10, 5e9),
     "neon": CoreRates(1e10, 4e9),
     "plain": CoreRates(2e9, 3e9),
+    TORCH: CoreRates(1e10, 4e9),
 }
-"""By instruction set, named as the native library's paths."""
+"""By the path of the native library; ``torch`` without it."""
 
 MAX_MEMORY = 2e10
 """Bytes a second of all cores together: two channels of memory."""
-TWIN = 0.1
-"""Share of the operations in half precision that torch reaches where the native library is missing."""
+HALF_PRECISION = 0.1
+"""Share of the operations that torch reaches in half precision without the native library."""
 DISK = 5e8
-LAYER_STEP_S = {True: 3e-4, False: 1e-3}
+LAYER_STEP_S, TORCH_LAYER_STEP_S = 3e-4, 1e-3
 """Seconds that a layer takes beside its parts, with the native library and without."""
 ACCELERATOR = {"flops": 1e13, "memory": 2e11, "link": 8e9, "layer_step": 3e-4}
 """Of any other device: what a small one of the last years has."""
 
-_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"},
-    "avxvnni": {"avx_vnni", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
-}
-"""Flags of /proc/cpuinfo that an instruction set takes, the best one first."""
-
-
-def processor(cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:
-    """Return the instruction set of this processor, a key of :data:`CORES`: the one that ``KVKEEP_CPU`` names, or the
-    best that the system tells of; ``plain`` where it tells nothing."""
-    wanted = os.environ.get("KVKEEP_CPU", "")
-    if wanted in CORES:
-        return wanted
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return "neon"
-    with suppress(OSError):
-        for line in Path(cpuinfo).read_text().splitlines():
-            if line.startswith("flags"):
-                flags = set(line.partition(":")[2].split())
-                return next((name for name, needed in _FLAGS.items() if needed <= flags), "plain")
-    return "plain"
-
 
 def estimated(device: str = "cpu", dtype: torch.dtype = DTYPE) -> Machine:
     """Return what this machine's rates are likely to reach at least, for models on ``device`` in ``dtype``."""
-    kind, native = device.partition(":")[0], library() is not None
-    instructions, threads = processor(), torch.get_num_threads()
-    core = CORES[instructions]
-    share = 1.0 if native or dtype == torch.float32 else TWIN
-    rates = (
-        {
-            "flops": share * threads * core.operations,
-            "memory": min(MAX_MEMORY, threads * core.memory),
-            "link": None,
-            "layer_step": LAYER_STEP_S[native],
-        }
-        if kind == "cpu"
-        else ACCELERATOR
-    )
+    kind, name = device.partition(":")[0], described(device, dtype)
+    rates: dict[str, float | None] = {**ACCELERATOR}
+    if kind == "cpu":
+        native, threads = path(), torch.get_num_threads()
+        core, share = CORES[native], HALF_PRECISION if native == TORCH and dtype != torch.float32 else 1.0
+        rates = {"flops": share * threads * core.operations, "memory": min(MAX_MEMORY, threads * core.memory)}
+        rates |= {"link": None, "layer_step": TORCH_LAYER_STEP_S if native == TORCH else LAYER_STEP_S}
+        name += f", {native}"
+    options = ("" if kind == "cpu" else f" --device {kind}") + ("" if dtype == DTYPE else f" --dtype {named(dtype)}")
     return Machine.from_sheet(
-        name=described(device, dtype) + (f", {instructions}" if kind == "cpu" else ""),
+        name=name,
         device=kind,
         disk=DISK,
         memory_bytes=device_bytes(device),
         host_bytes=host_bytes(),
         dtype_bytes=dtype.itemsize,
         reached=1.0,
-        source=f"{ESTIMATED}; run `{_command(kind, dtype)}` to measure",
-        **rates,
+        source=f"{ESTIMATED}; run `kvkeep calibrate{options}` to measure",
+        **rates,  # type: ignore[arg-type]
     )
-
-
-def _command(kind: str, dtype: torch.dtype) -> str:
-    """Return the command that measures what was estimated."""
-    options = ("" if kind == "cpu" else f" --device {kind}") + ("" if dtype == DTYPE else f" --dtype {named(dtype)}")
-    return f"kvkeep calibrate{options}"
 
 
 def named(dtype: torch.dtype) -> str:
@@ -141,6 +108,6 @@ def host_bytes() -> int:
 
 
 def busy() -> bool:
-    """Return whether other programs take more than half of the processor: what is measured then is too slow."""
+    """Return whether other programs take more than half of the processor: a measurement is then too slow."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return load > (os.cpu_count() or 1) / 2

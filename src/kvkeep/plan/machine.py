@@ -6,8 +6,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ class Machine:
         """Whether the device's memory is the host's."""
         return self.link is None
 
-    def room(self, weight_bytes: int) -> int:
-        """Return the bytes for caches: nine tenths of the device's memory less the weights. Raises UsageError where
+    def cache_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes for caches: nine tenths of the device's memory without the weights. Raises UsageError where
         the weights leave none."""
         left = int(0.9 * self.memory_bytes) - weight_bytes
         if left <= 0:
@@ -119,15 +120,11 @@ class Machine:
 
     @classmethod
     def _measured(cls, given: dict[str, Any]) -> Machine:
-        curves = {name: _curve(given[name]) for name in ("attention", "causal")}
-        matrix = {int(width): _curve(curve) for width, curve in given["matrix"].items()}
-        if not matrix or not _positive(*matrix):
-            raise ValueError("'matrix' has a curve for each width above 0")
-        for name in _NUMBERS:
-            number, may_be = given[name], (None,) if name == "link" else (0,) if name in _SECONDS else ()
-            if not _positive(number) and (isinstance(number, bool) or number not in may_be):
-                raise ValueError(f"'{name}' is a finite number above 0")
-        return cls(**{**given, **curves, "matrix": matrix})
+        read: dict[Any, Callable[[Any], Any]] = {"str": str, "Curve": _curve, "Mapping[int, Curve]": _curves}
+        made: dict[str, Any] = {
+            one.name: read.get(one.type, partial(_number, one.name))(given[one.name]) for one in fields(cls)
+        }
+        return cls(**made)
 
     @classmethod
     def from_sheet(
@@ -146,12 +143,12 @@ class Machine:
         reached: float = 0.6,
         source: str = SHEET,
     ) -> Machine:
-        """Return a machine from what a vendor prints.
+        """Return a machine from what a vendor prints. Memory bounds a product of few rows, which reads its matrix once;
+        arithmetic bounds one of many. Raises UsageError for a figure that is not finite and above 0.
 
-        flops: operations a second at ``dtype_bytes``; memory, link, disk: bytes a second; layer_step: seconds that the
-        host takes to launch one layer; a recalled page has a third of its operations. reached: the share of
-        all rates that programs get. A product of few rows reads its matrix once and is as fast as memory is; one of
-        many as fast as the arithmetic.
+        flops: operations a second at ``dtype_bytes``. memory, link, disk: bytes a second. layer_step: seconds that the
+        host takes to launch one layer; a recalled page has a third of its operations. reached: the share of all rates
+        that programs get.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
         if not _positive(*numbers, *(() if link is None else (link,))):
@@ -195,12 +192,12 @@ def at(curve: Curve, x: float) -> float:
     return curve[-1][1]
 
 
-_SECONDS = ("layer_s", "bounded_s", "page_s")
-"""Numbers that may be 0."""
-_NUMBERS = (
-    *("elementwise", "memory", "copy", "link", "disk", "disk_cold", "disk_write"),
-    *("dtype_bytes", "memory_bytes", "host_bytes", *_SECONDS),
-)
+def _number(name: str, value: Any) -> Any:
+    """Return a rate: above 0, but the seconds of overheads may be 0, and a link may be missing."""
+    zero = name.endswith("_s") and value == 0 and not isinstance(value, bool)
+    if not (zero or _positive(value) or (name == "link" and value is None)):
+        raise ValueError(f"'{name}' is a finite number above 0")
+    return value
 
 
 def _positive(*numbers: Any) -> bool:
@@ -216,3 +213,10 @@ def _curve(points: Any) -> Curve:
     if not curve or not _positive(*chain(*curve)) or curve != sorted(set(curve)):
         raise ValueError("a curve is a list of rising points above 0")
     return tuple((float(x), float(y)) for x, y in curve)
+
+
+def _curves(given: Mapping[str, Any]) -> dict[int, Curve]:
+    curves = {int(width): _curve(points) for width, points in given.items()}
+    if not curves or not _positive(*curves):
+        raise ValueError("'matrix' has a curve for each width above 0")
+    return curves

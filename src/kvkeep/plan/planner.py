@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.budget import MIN_CHUNK, Budget, bytes_of
@@ -13,46 +13,46 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.room import free_memory
-from kvkeep.plan.candidates import SHARES, Candidate, candidates, specs
+from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.rates import machine_here
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
 from kvkeep.plugins import first_line
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
 ACCEPTANCE = 0.95
 """The share of drafted tokens that an exact pass confirms, where none was measured."""
-
 ANSWER = 256
 """Tokens of the answer that a recommendation is for."""
-
-_PROMISES = (Exactness.EXACT, Exactness.REVERSIBLE, Exactness.LOSSY)
+SHARES = (0.5, 0.25, 0.125, 0.0625)
+"""Budgets to plan for beside the largest that fits, as shares of the context."""
+_PROMISES = tuple(Exactness)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache and what it would cost. memory: bytes of the device at the worst moment. frontier: no other row that
-    promises as much and reads as much takes less memory and time. fits: within the memory given."""
+    """One cache with one budget, and what it would cost."""
 
     candidate: Candidate
     sizes: Sizes
+    """At the end of the answer."""
     cost: Cost
+    """At the end of the prompt."""
     memory: int
+    """Bytes of the device's memory at the peak."""
     fits: bool
+    """The memory given holds the peak, and the host its checkpoints."""
     frontier: bool = False
+    """No other row that promises as much and still reads as many tokens takes less memory and less time."""
 
     @property
-    def exactness(self) -> str:
+    def exactness(self) -> Exactness:
         """What the method promises."""
-        return str(self.candidate.exactness)
-
-    @property
-    def method(self) -> str:
-        """The method as commands take it."""
-        return self.candidate.spec
+        return self.candidate.method.exactness
 
     @property
     def budget(self) -> int | None:
@@ -65,17 +65,16 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""
-        held = asdict(self.sizes)
         return {
             "method": self.candidate.spec,
             "checkpoint": self.candidate.checkpoint,
             "where": self.candidate.where,
-            "class": self.exactness,
+            "class": str(self.exactness),
             "budget": self.budget,
             "kept": self.sizes.kept,
             "memory_bytes": self.memory,
-            **{f"{name}_bytes": held[name] for name in ("resident", "compressed", "workspace")},
-            "checkpoint_bytes": {place: held[place] for place in ("device", "host", "disk")},
+            **{f"{name}_bytes": getattr(self.sizes, name) for name in ("resident", "compressed", "workspace")},
+            "checkpoint_bytes": {place: getattr(self.sizes, place) for place in ("device", "host", "disk")},
             "step_s": self.cost.step,
             "prefill_s": self.cost.prefill,
             "drafts": self.cost.drafts,
@@ -85,16 +84,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """Rows by memory, the one to take, and why, in a sentence."""
+    """A plan."""
 
     shape: Shape
     machine: Machine
     context: int
+    """Tokens of the prompt."""
     memory: int
+    """Bytes of the device's memory for the cache."""
     answer: int
+    """Tokens of the answer."""
     rows: tuple[Row, ...]
+    """What fits, by memory."""
     best: Row
+    """The row to take."""
     reason: str
+    """Why, in a sentence."""
 
 
 def plan(
@@ -109,45 +114,50 @@ def plan(
 ) -> Planned:
     """Plan for a prompt of ``context`` tokens and ``answer`` more, with ``memory`` bytes of the device for the cache.
 
-    exact: exact methods only. acceptance: for methods that draft tokens, the share that stays (0 to 1).
-    Raises UsageError for a context the model has no positions for, BudgetError where nothing fits (with the least that
-    would), UnsupportedModelError for layers that no budget governs.
+    exact: exact methods only. acceptance: for methods that draft tokens, the share that is accepted (0 to 1).
+    Raises UsageError for a context that the model has no positions for, BudgetError where nothing fits (with the least
+    memory that would do), UnsupportedModelError for layers that no budget governs.
     """
-    geometry = shape.geometry
+    geometry, shared = shape.geometry, machine.shared
     _check(geometry, context, acceptance)
+
+    def row(candidate: Candidate, budget: int | None) -> Row:
+        read = sizes(geometry, candidate, context, budget, answer, shared=shared)
+        end = sizes(geometry, candidate, context, budget, answer, shared=shared, steps=answer)
+        peak = max(read.memory(shared), end.memory(shared))
+        fits = peak <= memory and (shared or end.host <= machine.host_bytes)
+        return Row(candidate, end, cost(shape, candidate, read, machine, acceptance), peak, fits)
+
     rows, faults = list[Row](), dict[str, str]()
     for candidate in candidates(geometry, exact=exact):
         try:
-            rows += [
-                _row(shape, machine, candidate, context, budget, answer, memory, acceptance)
-                for budget in _budgets(geometry, machine, candidate, context, answer, memory)
-            ]
-        except Exception as error:
-            if not candidate.foreign:
+            budgets = _budgets(geometry, machine, candidate, context, answer, memory)
+            rows += [row(candidate, budget) for budget in budgets]
+        except Exception as error:  # a package's part that fails takes nothing else with it
+            if not candidate.from_plugin:
                 raise
-            faults[candidate.spec] = first_line(error)  # of a package, which takes nothing else with it
-    for spec, reason in faults.items():
-        log.warning("'%s' is left out of the plan: %s", spec, reason)
-    fitting = _with_frontier([row for row in rows if row.fits])
+            faults[candidate.spec] = first_line(error)
+    for fault in faults.items():
+        log.warning("'%s' is left out of the plan: %s", *fault)
+    fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.memory)
         raise BudgetError(
-            f"No cache of {context:,} tokens fits in {memory:,}B: the least is {least.memory:,}B, for "
-            f"'{least.candidate}'{'' if least.budget is None else f' with {least.budget} entries a layer'}."
+            f"No cache of {context:,} tokens fits in {size(memory)}: the least is {size(least.memory, up=True)}, for "
+            f"{_named(least)}."
         )
-    order = {spec: number for number, spec in enumerate(specs())}
-    # What promises most comes first, and of that what is fastest, to a hundredth: nobody would see less.
-    best = min(
-        fitting,
-        key=lambda row: (_PROMISES.index(Exactness(row.exactness)), round(row.seconds(answer), 2), order[row.method]),
-    )
-    return Planned(shape, machine, context, memory, answer, tuple(fitting), best, _reason(best, fitting, rows, answer))
+    marked = [replace(row, frontier=best) for row, best in zip(fitting, frontier(fitting), strict=True)]
+    # The strictest promise comes first, and then the shortest time, to a hundredth of a second.
+    best = min(marked, key=lambda row: (_PROMISES.index(row.exactness), round(row.seconds(answer), 2)))
+    marked.sort(key=lambda row: (row.memory, row.cost.step))
+    reason = _reason(best, marked, rows, answer)
+    return Planned(shape, machine, context, memory, answer, tuple(marked), best, reason)
 
 
 def frontier(rows: Sequence[Row]) -> list[bool]:
     """Return which rows no other one beats: in memory and in time for a token, at the same promise or a better one,
-    with as many tokens of the text still to be read. How well a method chooses those is not foreseen."""
-    points = [(row.memory, row.cost.step, _PROMISES.index(Exactness(row.exactness)), -row.sizes.kept) for row in rows]
+    with as many tokens of the text still read. How well a method chooses these is not predicted."""
+    points = [(row.memory, row.cost.step, _PROMISES.index(row.exactness), -row.sizes.kept) for row in rows]
     return [
         not any(
             all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or at < number)
@@ -157,16 +167,11 @@ def frontier(rows: Sequence[Row]) -> list[bool]:
     ]
 
 
-def _with_frontier(rows: Sequence[Row]) -> list[Row]:
-    marked = [replace(row, frontier=best) for row, best in zip(rows, frontier(rows), strict=True)]
-    return sorted(marked, key=lambda row: (row.memory, row.cost.step))
-
-
 def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
     if context < 1:
         raise UsageError(f"A context has 1 token or more, not {context}.")
     if geometry.max_positions is not None and context > geometry.max_positions:
-        raise UsageError(f"The model has {geometry.max_positions:,} positions, and {context:,} tokens are more.")
+        raise UsageError(f"The model has {geometry.max_positions:,} positions, fewer than {context:,} tokens.")
     if not 0 <= acceptance <= 1:
         raise UsageError(f"An acceptance is a share from 0 to 1, not {acceptance:g}.")
     Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers that are not keys and values
@@ -183,10 +188,10 @@ def _budgets(
     def needed(entries: int) -> int:
         """Return the bytes with so many entries, 0 where they are too few for the method."""
         try:
-            held = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
+            end = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:
             return 0
-        return held.memory(machine.shared)
+        return end.memory(machine.shared)
 
     counts = range(context + 1)
     least = bisect_left(counts, 1, MIN_CHUNK, key=needed)
@@ -197,39 +202,25 @@ def _budgets(
             yield entries
 
 
-def _row(
-    shape: Shape,
-    machine: Machine,
-    candidate: Candidate,
-    context: int,
-    budget: int | None,
-    answer: int,
-    memory: int,
-    acceptance: float,
-) -> Row:
-    """Cost at the prompt's end, bytes at the answer's."""
-    read = sizes(shape.geometry, candidate, context, budget, answer, shared=machine.shared)
-    held = sizes(shape.geometry, candidate, context, budget, answer, shared=machine.shared, steps=answer)
-    needed = max(read.memory(machine.shared), held.memory(machine.shared))
-    host = 0 if machine.shared else held.host
-    fits = needed <= memory and host <= machine.host_bytes
-    return Row(candidate, held, cost(shape, candidate, read, machine, acceptance), needed, fits)
+def _named(row: Row) -> str:
+    return f"'{row.candidate}'" + ("" if row.budget is None else f" with {row.budget:,} entries a layer")
 
 
 def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int) -> str:
-    """Say why ``best`` is recommended, and what a person might want instead."""
-    entries = "" if best.budget is None else f" with {best.budget:,} entries a layer"
+    """Return why ``best`` is recommended, and what a person might want instead."""
     text = (
-        f"Take '{best.candidate}'{entries}: it is {best.exactness}, and of what is and fits nothing takes less time "
+        f"Take {_named(best)}: it is {best.exactness}, and no other {best.exactness} cache that fits is faster "
         f"({best.cost.prefill:.3g} s for the prompt, {1e3 * best.cost.step:.3g} ms a token)"
     )
-    full = next((row for row in rows if row.candidate.spec == "full"), None)
-    if full is not None and not full.fits:
-        text += f"; 'full' would need {full.memory:,}B"
-    others = [row for row in fitting if row.exactness != best.exactness]
+    everything = next((row for row in rows if row.candidate.keeps_all), None)
+    if everything is not None and not everything.fits:
+        text += (
+            f"; the memory is too small for '{everything.candidate}', which needs {size(everything.memory, up=True)}"
+        )
+    others = [row for row in fitting if row.exactness != best.exactness and row.frontier]
     faster = min(others, key=lambda row: row.seconds(answer), default=None)
     if faster is not None and faster.seconds(answer) < 0.9 * best.seconds(answer):
-        text += f"; '{faster.candidate}' would take {1e3 * faster.cost.step:.3g} ms, but is {faster.exactness}"
+        text += f"; '{faster.candidate}' takes {1e3 * faster.cost.step:.3g} ms a token, but is {faster.exactness}"
     return text + "."
 
 
@@ -238,16 +229,17 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
 
 @dataclass(frozen=True)
 class Choice:
-    """What a :class:`~kvkeep.cache.KeepCache` is asked for: ``KeepCache(model, **choice.options())``."""
+    """The cache to take: ``KeepCache(model, **choice.options())``."""
 
     method: str
     budget: int | None
+    """Entries of each full layer."""
     checkpoint: str | None
     where: str | None
     reason: str
     """Why, in a sentence; and that times are estimated, where they are."""
     rates: str
-    """Where the machine's rates come from: "measured", or "estimated" and how they are measured."""
+    """Where the machine's rates come from: "measured", or "estimated" and the command that measures them."""
 
     def options(self) -> dict[str, Any]:
         """Return method, budget, checkpoint and where."""

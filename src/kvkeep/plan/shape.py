@@ -12,31 +12,32 @@ from kvkeep.models.matrices import built
 
 @dataclass(frozen=True)
 class Shape:
-    """A model that was never loaded.
-
-    weights: elements of all its parameters; weight_bytes: what they take. layer: elements of matrices in one layer (the
-    mean), all experts counted; active: those that one token goes through. experts: how many the layers that have some
-    have, and chosen: how many a token goes through (1 and 1 without experts). head: elements of the matrix to the
-    vocabulary. inner: the sum of the widths between the two halves of a layer's MLP that one token has.
-    """
+    """A model that was never loaded."""
 
     geometry: ModelGeometry
     weights: int
+    """Elements of all parameters."""
     weight_bytes: int
     layer: float
+    """Elements of the matrices of one layer (the mean), all experts counted."""
     active: float
+    """Those of them that one token goes through."""
     experts: int
+    """Experts of the layers that have some; 1 without."""
     chosen: int
+    """Experts that a token goes through; 1 without."""
     head: int
+    """Elements of the matrix to the vocabulary."""
     inner: int
+    """The width inside a layer's MLP, of all experts that one token goes through."""
 
     def touched(self, rows: float) -> float:
-        """Return the elements of one layer that ``rows`` tokens read: every expert that one of them chose."""
+        """Return the elements of one layer that ``rows`` tokens read: of the experts, those that one of them chose."""
         if self.chosen == self.experts:
             return self.active
         share = self.chosen / self.experts
-        own = (self.layer - self.active) / (1 - share)  # of all experts
-        return self.layer - own + own * (1 - (1 - share) ** rows)
+        experts = (self.layer - self.active) / (1 - share)  # elements of all of them
+        return self.layer - experts + experts * (1 - (1 - share) ** rows)
 
 
 def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | None = None) -> Shape:
@@ -50,8 +51,8 @@ def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | No
     geometry = ModelGeometry.from_config(config, dtype_bytes)
     model = built(config)
     text = config.get_text_config(decoder=True)
-    experts = _most(text, _EXPERTS) or 1
-    chosen = min(experts, _most(text, _CHOSEN) or experts)
+    experts = _largest(text, _EXPERTS) or 1
+    chosen = min(experts, _largest(text, _CHOSEN) or experts)
     layers = layers_of(decoder_of(model))
     total = active = 0.0
     for layer in layers:
@@ -83,6 +84,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
 
 
-def _most(config: Any, names: tuple[str, ...]) -> int:
+def _largest(config: Any, names: tuple[str, ...]) -> int:
     """Return the largest number that ``config`` has under one of ``names``, 0 where it has none."""
     return max(int(getattr(config, name, None) or 0) for name in names)

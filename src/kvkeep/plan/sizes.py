@@ -5,56 +5,80 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
-from kvkeep.budget import Budget
+from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
+from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
+from kvkeep.stores.readers.draft import VOTERS
 from kvkeep.stores.resident.banks import bank_columns
 from kvkeep.stores.resident.paged import pool_rows
 
-Left = tuple[LayerGeometry, list[int]]
-"""A layer, and how many of its entries left, by pass."""
+Evictions = tuple[LayerGeometry, int, list[int]]
+"""A layer, how many there are of its shape, and how many entries each evicts in each pass."""
+
+BOOKKEEPING_BYTES = 16
+"""Of an entry's slot, score and place in a table, at most."""
+TOKEN_BYTES = 9
+"""Of a token's id, its position, and whether it is padding."""
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one cache after ``tokens`` tokens. resident, compressed, device, host, disk: entries attention reads
-    directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
-    chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
-    layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left. kept:
-    tokens whose entries attention still reads in some form. stored: entries of a KV head that the fate still has."""
+    """Bytes of one cache, as ``cache.memory()`` measures them."""
 
     tokens: int
+    """Tokens of the text."""
     budget: int | None
+    """Entries of each full layer; None without a budget."""
     chunk: int
+    """Tokens of a prompt that are read at a time."""
     exact: int
-    away: int
+    """Entries of the budget that are kept as they are."""
+    evicted: int
+    """Entries that were evicted."""
     kept: int
+    """Tokens whose entries attention still reads, in some form."""
     resident: int
+    """Bytes of the entries that attention reads directly."""
     stored: int = 0
+    """Entries of a KV head that the fate still has."""
     compressed: int = 0
+    """Bytes of the entries in a smaller form."""
     device: int = 0
+    """Bytes of checkpoints on the device."""
     host: int = 0
+    """Bytes of checkpoints in the host's memory."""
     disk: int = 0
-    hand: int = 0
+    """Bytes of checkpoints on disk."""
+    chunk_bytes: int = 0
+    """Bytes of the largest chunk of one layer, which lies beside the entries while it is read."""
     workspace: int = 0
+    """Bytes that recall takes for a moment, at most."""
 
     @property
     def checkpoints(self) -> int:
         """Bytes of checkpoints in all places."""
         return self.device + self.host + self.disk
 
-    def held(self, shared: bool) -> int:
-        """Return the bytes of the device's memory while nothing is read or written; ``shared``: it is the host's,
-        too."""
+    @property
+    def total(self) -> int:
+        """Bytes in all places while nothing is read or written: those of a saved session."""
+        return self.resident + self.compressed + self.checkpoints
+
+    def idle(self, shared: bool) -> int:
+        """Return the bytes of the device's memory while nothing is read or written. shared: the host has the same
+        memory."""
         return self.resident + self.compressed + self.device + (self.host if shared else 0)
 
     def memory(self, shared: bool) -> int:
-        """Return the bytes of the device's memory at the worst moment; ``shared``: it is the host's, too."""
-        return self.held(shared) + self.hand + self.workspace
+        """Return the bytes of the device's memory at the peak. shared: the host has the same memory."""
+        return self.idle(shared) + self.chunk_bytes + self.workspace
 
 
 def sizes(
@@ -68,179 +92,205 @@ def sizes(
     steps: int = 0,
     model: Any = None,
 ) -> Sizes:
-    """Return what ``candidate`` holds after ``tokens`` tokens read at once and ``steps`` more one by one, with room for
-    ``new`` where room is taken ahead. ``budget``: entries of each full layer, for those that have one. ``shared``:
-    whether the device's memory is the host's. ``model``: for selectors whose budgets are measured on it; without,
-    their layers and heads are taken to be alike.
+    """Return what ``candidate`` holds after a prompt of ``tokens`` tokens and ``steps`` decoded ones.
+
+    budget: entries of each full layer; unused where nothing is evicted. new: tokens after the prompt that a static
+    cache sets memory aside for. shared: the host has the device's memory. model: for selectors that measure their
+    budgets on it; without one, their layers and heads are taken to be equal.
 
     Raises BudgetError where the method cannot work in so few entries.
     """
     method, prompt, tokens = candidate.method, tokens, tokens + steps
     sliding = geometry.sliding_bytes(tokens, stepped=steps > 0 or prompt == 1)
-    largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     if candidate.keeps_all:
-        layout = method.selector.layout
-        limit = prompt + new if layout == "static" else None
-        rows = limit or (pool_rows(tokens) if layout == "paged" else up(tokens))
-        hand = prompt * largest if layout == "paged" else 0
-        full = rows * geometry.full_bytes_per_token
-        return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + full, hand=hand)
+        paged = method.selector.layout == "paged"
+        limit = prompt + new if method.selector.layout == "static" else None
+        rows = limit or (pool_rows(tokens) if paged else up(tokens))
+        resident = sliding + rows * geometry.full_bytes_per_token
+        chunk_bytes = prompt * widest_bytes(geometry) if paged else 0
+        return Sizes(tokens, limit, tokens, tokens, 0, tokens, resident, chunk_bytes=chunk_bytes)
     assert budget is not None
     chunk = method.chunk(geometry, Budget.parse(budget), budget)
-    arriving = [*_chunks(prompt, chunk), *[1] * steps]
-    held = Sizes(tokens, budget, chunk, budget, 0, tokens, sliding, hand=min(chunk, prompt) * largest)
+    first = prompt % chunk  # the part of a prompt that does not fill a chunk is read first
+    arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
+    size = Sizes(
+        tokens, budget, chunk, budget, 0, tokens, sliding, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry)
+    )
     if method.selector.in_order:
-        over = _over(arriving, budget)
-        left = [(layer, over) for layer in geometry.full_layers]
+        evicted = _evicted(arriving, budget)
+        shapes = Counter(replace(layer, index=0, source=0) for layer in geometry.full_layers)
+        evictions = [(layer, count, evicted) for layer, count in shapes.items()]
         rows = ring_rows(min(tokens, budget), budget)
-        held = replace(held, away=sum(over), resident=sliding + rows * geometry.full_bytes_per_token)
+        size = replace(size, evicted=sum(evicted), resident=sliding + rows * geometry.full_bytes_per_token)
     else:
-        held, left = _selected(held, geometry, candidate, arriving, model)
-    return _checkpointed(held, geometry, candidate, arriving, left, shared) if method.checkpoints else held
+        size, evictions = _selected(size, geometry, candidate, arriving, model)
+    return _checkpointed(size, geometry, candidate, arriving, evictions, shared) if method.checkpoints else size
 
 
 def _selected(
-    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
-) -> tuple[Sizes, list[Left]]:
-    """Return the same with layers whose entries a selector chooses, and how many left each of them."""
+    size: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
+) -> tuple[Sizes, list[Evictions]]:
+    """Return the size with layers whose entries a selector chooses, and what each of them evicts."""
     method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
-    assert held.budget is not None
-    tail, within, exact, sinks = method.division(geometry, held.budget)
-    moved = sinks is not None and _moves(arriving, exact)
+    assert size.budget is not None
+    tail, within, exact, sinks = method.division(geometry, size.budget)
+    starts = [0, *accumulate(arriving)]
+    moves = any(start + (count == 1) > exact for start, count in zip(starts, arriving, strict=False))
     budgets = selector.budgets(model, geometry, exact)
-    resident, compressed, workspace, hand, stored = held.resident, 0, 0, held.hand, 0
-    shared = {layer.source for layer in geometry.layers if layer.source != layer.index}
-    alike = Counter(
-        (_shape(layer), tuple(_by_head(budgets[layer.index], layer)), layer.index in shared)
+    read_again = {layer.source for layer in geometry.layers if layer.source != layer.index}
+    groups = Counter(  # layers of one shape hold the same, wherever they are in the model
+        (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer), layer.index in read_again)
         for layer in geometry.full_layers
     )
-    gone: list[Left] = []
-    for (layer, own, read_again), count in alike.items():
-        left = _over(arriving, min(own))
-        if fate.keeps:  # what comes back drives others out; a layer that reads these entries, too, asks by one query
-            swapped = recall.swapped(min(own) // 2)
-            left = [one + (swapped if one == 1 or (one and read_again) else 0) for one in left]
-        gone += [(layer, left)] * count
-        store = fate.holds(layer, geometry, within, left)
-        reader = recall.holds(layer, geometry, held.tokens, max(0, held.tokens - min(own)))
-        size = sum(_bank(budget, held.tokens, tail) for budget in own) * _head(layer, geometry)
-        if moved and sinks is not None:
-            size += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
-        resident, compressed = resident + count * size, compressed + count * store.compressed
-        hand += count * store.shrunk
-        moving = _moved(max(own), arriving, tail, layer, geometry) + (8 * len(own) if len(set(own)) > 1 else 0)
+    resident, compressed, workspace, chunk_bytes, stored = size.resident, 0, 0, size.chunk_bytes, 0
+    evictions: list[Evictions] = []
+    for (layer, heads, shared), count in groups.items():
+        evicted = _evicted(arriving, min(heads))
+        if fate.keeps:  # what comes back evicts others; a layer that reads these entries, too, asks by one query
+            swapped = recall.swapped(min(heads) // 2)
+            evicted = [one + (swapped if one == 1 or (one and shared) else 0) for one in evicted]
+        evictions.append((layer, count, evicted))
+        store = fate.holds(layer, geometry, within, evicted)
+        reader = recall.holds(layer, geometry, size.tokens, max(0, size.tokens - min(heads)))
+        columns = sum(reached + tail for budget in heads if (reached := bank_columns(budget, size.tokens)))
+        bank = columns * (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
+        if moves and sinks is not None:  # their keys are kept as they came, too
+            bank += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
+        resident, compressed = resident + count * bank, compressed + count * store.compressed
+        chunk_bytes += count * store.shrunk
+        moving = _moved(max(heads), arriving, tail, layer, geometry) + (8 * len(heads) if len(set(heads)) > 1 else 0)
         workspace = max(workspace, moving, store.workspace + reader.workspace)
-        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(left)
-    whole = method.checkpoints or fate.merges or fate.makes_room
-    kept = held.tokens if whole else min(held.tokens, exact + stored)
-    away = sum(gone[0][1])
-    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand, "stored": stored}
-    return replace(held, exact=exact, away=away, kept=kept, **sums), gone
+        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(evicted)
+    all_kept = method.checkpoints or fate.merges or fate.makes_room
+    return replace(
+        size,
+        exact=exact,
+        evicted=sum(evictions[0][2]),
+        kept=size.tokens if all_kept else min(size.tokens, exact + stored),
+        resident=resident,
+        compressed=compressed,
+        workspace=workspace,
+        chunk_bytes=chunk_bytes,
+        stored=stored,
+    ), evictions
 
 
 def _checkpointed(
-    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], left: list[Left], shared: bool
+    size: Sizes,
+    geometry: ModelGeometry,
+    candidate: Candidate,
+    arriving: list[int],
+    evictions: list[Evictions],
+    shared: bool,
 ) -> Sizes:
-    """Add checkpoints: of all entries where they are the backing, else of those that ``left``, by pass; of all tokens
-    ``arriving`` where they are residuals."""
-    method = candidate.method
-    backed = method.recall.backed
-    away = held.tokens if backed else held.away
-    stride, where = candidate.stride, candidate.where or "host"
-    largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
-    places = {"device": held.device, "host": held.host, "disk": held.disk}
+    """Return the size with checkpoints: of all entries where they back a recall, else of those that were evicted; of
+    all tokens ``arriving`` where they are residuals."""
+    recall, where = candidate.method.recall, candidate.where or "host"
+    evicted = size.tokens if recall.backed else size.evicted
+    stride = min(candidate.stride, len(geometry.layers))
+    places = {"device": size.device, "host": size.host, "disk": size.disk}
+    work = 0
     if not stride:
-        work = 0
-        paged: dict[int, list[int]] = {}  # layers that lost alike have one list
-        for layer, own in left:
-            rows = arriving if backed else own
-            if id(rows) not in paged:
-                paged[id(rows)] = pages_of(rows)
-            pages = paged[id(rows)]
-            places[where] += sum(pages) * _entry(layer, geometry)
+        for layer, count, counts in evictions:
+            entry = layer.entry_elements * geometry.dtype_bytes
+            pages = pages_of(arriving if recall.backed else counts)
+            places[where] += count * sum(pages) * entry
             if where != "device" and not shared and pages:
-                work = max(work, min(PAGE, max(pages), away) * _entry(layer, geometry))
+                work = max(work, min(PAGE, max(pages), evicted) * entry)
     else:
-        stride = min(stride, len(geometry.layers))
-        anchors = geometry.residual_anchors(stride)
-        pages = pages_of(arriving)
-        vectors = sum(1 for anchor in anchors if anchor)
-        places[where] += vectors * sum(pages) * geometry.residual_bytes_per_token
+        widest, anchors, pages = widest_bytes(geometry), geometry.residual_anchors(stride), pages_of(arriving)
+        places[where] += sum(1 for anchor in anchors if anchor) * sum(pages) * geometry.residual_bytes_per_token
         if 0 in anchors:
-            places["device"] += 4 * up(held.tokens, BLOCK)
+            places["device"] += 4 * up(size.tokens, BLOCK)
         if stride > 1:
-            work = away * (geometry.residual_bytes_per_token + largest)
+            work = evicted * (geometry.residual_bytes_per_token + widest)
+        elif recall.reads_single:  # entries of all KV heads are projected together
+            work = evicted * widest
         else:
-            work = min(away, PAGE, PAGE if 0 in anchors else max(pages)) * largest
-            if method.recall.reads_single:  # entries of all lanes are projected together
-                work = max(work, away * largest)
-    away = held.tokens if backed else held.away
-    return replace(held, away=away, kept=held.tokens, workspace=max(held.workspace, work), **places)
+            work = min(evicted, PAGE, PAGE if 0 in anchors else max(pages)) * widest
+    return replace(size, evicted=evicted, kept=size.tokens, workspace=max(size.workspace, work), **places)
 
 
-# -- rules ------------------------------------------------------------------------------------------------
+def widest_bytes(geometry: ModelGeometry) -> int:
+    """Return the bytes of a token's keys and values in the layer that has the largest."""
+    return geometry.dtype_bytes * max(layer.entry_elements for layer in geometry.full_layers)
 
 
-def _entry(layer: LayerGeometry, geometry: ModelGeometry) -> int:
-    return layer.entry_elements * geometry.dtype_bytes
+def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> tuple[int, ...]:
+    return (*budgets,) * (layer.kv_heads if len(budgets) == 1 else 1)
 
 
-def _head(layer: LayerGeometry, geometry: ModelGeometry) -> int:
-    return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
-
-
-def _shape(layer: LayerGeometry) -> LayerGeometry:
-    """Return a layer without its place in the model: layers of one shape hold the same."""
-    return replace(layer, index=0, source=0)
-
-
-def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> list[int]:
-    return [*budgets] * (layer.kv_heads if len(budgets) == 1 else 1)
-
-
-def _bank(budget: int, tokens: int, tail: int) -> int:
-    """Return the columns and the tail of a lane once ``tokens`` came."""
-    columns = bank_columns(budget, tokens)
-    return columns + tail if columns else 0
-
-
-def _chunks(tokens: int, chunk: int) -> list[int]:
-    """Return how a prompt is cut: what does not divide comes first."""
-    first = tokens % chunk
-    return ([first] if first else []) + [chunk] * (tokens // chunk)
-
-
-def _over(counts: list[int], room: int) -> list[int]:
-    """Return how many entries each of ``counts`` drives out of room for so many."""
-    before = over = 0
-    gone = []
-    for count in counts:
-        before += count
-        now = before - room if before > room else 0
-        gone.append(now - over)
-        over = now
-    return gone
-
-
-def _moves(counts: list[int], entries: int) -> bool:
-    """Tell whether a stream has moved beyond its sinks."""
-    past = 0
-    for count in counts:
-        if past + (count == 1) > entries:
-            return True
-        past += count
-    return False
+def _evicted(arriving: list[int], budget: int) -> list[int]:
+    """Return how many entries each arrival evicts."""
+    over = [max(0, count - budget) for count in accumulate(arriving, initial=0)]
+    return [after - before for before, after in pairwise(over)]
 
 
 def _moved(columns: int, arriving: list[int], tail: int, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-    """Return the bytes of a bank before it grew for the last time: it is there until it has been copied."""
-    held = before = seen = 0
-    for count in arriving:
-        seen += count
-        if (needed := bank_columns(columns, seen)) > held:
-            before, held = held, needed
-        if held == columns:
-            break
-    beside = 16 * layer.kv_heads  # slots, scores and counts
-    return before * beside + (before + tail) * _entry(layer, geometry) if before else 0
+    """Return the bytes of a bank before it grew for the last time, which are there until they have been copied."""
+    grown = sorted({bank_columns(columns, tokens) for tokens in accumulate(arriving, initial=0)})
+    before = grown[-2] if len(grown) > 1 else 0
+    slots = 16 * layer.kv_heads  # with scores and counts
+    return before * slots + (before + tail) * layer.entry_elements * geometry.dtype_bytes if before else 0
+
+
+# -- what a server grants ---------------------------------------------------------------------------------
+
+
+def grant(
+    geometry: ModelGeometry,
+    candidate: Candidate,
+    budget: int | None,
+    tokens: int,
+    *,
+    shared: bool = True,
+    chunk: int | None = None,
+    rows: int | None = None,
+    model: Any = None,
+) -> int:
+    """Return the bytes of memory that a session can come to hold until it has read ``tokens`` tokens: what a server
+    grants it before the answer begins (:mod:`kvkeep.serve.arbiter`), and what ``kvkeep capacity`` counts.
+
+    Counted are entries, codes, bookkeeping, checkpoints in memory, and what a step takes for a moment: the chunk of one
+    layer, recall, and logits. Disk is not counted; weights and hidden states are the model's.
+
+    budget: entries of each full layer, all that are set aside for ``static``. shared: checkpoints on the host are in
+    the same memory. chunk: tokens of a prompt that a cache without a budget reads at a time. rows: of which a pass
+    computes logits, by default those of the longest round. model: as for :func:`sizes`.
+    """
+    method = candidate.method
+    kinds = [candidate]
+    if (reading := method.reading) is not None:  # until the text was read once more, a checkpoint has all of it
+        kinds.append(
+            replace(candidate, method=replace(method, fate=reading.fate, recall=Everything()), checkpoint="kv")
+        )
+    peak = max(_peak(geometry, kind, budget, tokens, shared, model) for kind in kinds)
+    if rows is None:
+        rows = 1
+        if method.recall.drafts and budget is not None:  # the drafts, and the token before them
+            rows = min(method.recall.tail(budget), method.chunk(geometry, Budget.parse(budget), budget))
+    logits = rows * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT_BYTES)  # computed, and sampled
+    if not candidate.keeps_all:
+        return peak + logits  # its chunk is among the sizes
+    chunk = min(chunk or DEFAULT_CHUNK, tokens)
+    if method.selector.layout != "static":  # and all in one piece, where other sessions share the first entries
+        chunk += tokens
+    return peak + logits + chunk * widest_bytes(geometry)
+
+
+def _peak(
+    geometry: ModelGeometry, candidate: Candidate, budget: int | None, tokens: int, shared: bool, model: Any
+) -> int:
+    """Return the bytes of entries, checkpoints, recall and tables at the peak."""
+    method, layers = candidate.method, geometry.full_layers
+    if method.selector.layout == "static":  # all of it from the start
+        return (budget or 0) * geometry.full_bytes_per_token
+    size = sizes(geometry, candidate, tokens, budget, shared=shared, steps=1, model=model)
+    entries = size.exact + size.stored if size.budget is not None else 0
+    tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
+    if method.recall.drafts:  # queries by which resident entries are chosen anew, and what they gave
+        elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
+        queries = min(VOTERS, method.selector.observation_window or VOTERS)
+        tables += FLOAT_BYTES * queries * geometry.attention_heads * elements
+    return size.memory(shared) + tables

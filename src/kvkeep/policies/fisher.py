@@ -1,7 +1,7 @@
-"""How much each layer's keys and values matter: the Fisher information of W_k and W_v (KVReviver, appendix D).
+"""How much the keys and values of each layer matter: the Fisher information of W_k and W_v (KVReviver, appendix D).
 
-The information is the expectation of the squared gradient of log p(text) with regard to a weight, over texts that the
-model itself would write. So, unless there is a text of the caller's, the model writes a few: 4 of 128 tokens, sampled.
+The information is the expectation of the squared gradient of log p(text) with regard to a weight, over texts of the
+model's distribution. Unless the caller gives texts, the model samples 4 of 128 tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TOKENS, SAMPLES = 128, 4
 def information(model: Any, geometry: ModelGeometry, ids: Tensor | None = None) -> Tensor:
     """Return the Fisher information of W_k and W_v, summed over both, of each full layer: (layers,) float64.
 
-    Measured once for each model and remembered: on ``ids`` (texts, tokens), each row one sample, or on texts of the
-    model's own. Takes one pass with gradients for each text. Raises UnsupportedModelError for fused projections.
+    Measured once for each model: on ``ids`` (texts, tokens), each row one sample, or on texts that the model samples.
+    Takes one pass with gradients for each text. Raises UnsupportedModelError for fused projections.
     """
     known = getattr(model, "_kvkeep_information", None)
     if known is None or ids is not None:
@@ -67,8 +67,8 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
 
 
 def _listen(found: Tensor, number: int, module: Any, given: tuple[Tensor], output: Tensor) -> None:
-    """Add the squares of a projection's gradient, which is made of what enters it and the gradient of what leaves it:
-    packed weights have none themselves."""
+    """Add the squares of a projection's gradient, computed from its input and the gradient of its output: packed
+    weights have no gradient."""
     entering = given[0].detach()
 
     def add(gradient: Tensor) -> None:
@@ -80,7 +80,7 @@ def _listen(found: Tensor, number: int, module: Any, given: tuple[Tensor], outpu
 
 @torch.no_grad()
 def _written(model: Any, geometry: ModelGeometry) -> Tensor:
-    """Return texts of the model's own, sampled: (SAMPLES, tokens)."""
+    """Return texts that the model samples: (SAMPLES, tokens)."""
     generator, device = torch.Generator().manual_seed(0), next(model.parameters()).device
     start = getattr(model.config, "bos_token_id", None)
     text = [torch.full((SAMPLES, 1), start if isinstance(start, int) else 0)]

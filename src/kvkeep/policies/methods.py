@@ -1,4 +1,4 @@
-"""Methods: who leaves × what becomes of it × how it comes back, by name."""
+"""Methods by name: a selector (who is evicted) × a fate (what becomes of it) × a recall (how it comes back)."""
 
 from __future__ import annotations
 
@@ -38,28 +38,33 @@ from kvkeep.policies.specs import build, required
 
 
 class Division(NamedTuple):
-    """What a layer's budget of entries is for. tail: tokens that wait for a decision. within: all others, of which
-    resident: those kept as they are. sinks: first entries whose keys are held as they came, too; None: positions are
-    those of the text."""
+    """What the entries of a layer's budget are for."""
 
     tail: int
+    """Tokens that wait for a decision."""
     within: int
+    """All others."""
     resident: int
+    """Those of them that are kept as they are."""
     sinks: int | None
+    """First entries whose keys are kept unrotated, too; None: positions are those of the text."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table selector × fate × recall. summary: what it does; source: the paper. oneshot: a prompt, or
-    whatever else is read in one pass, is read at once and compressed then, so that the budget holds after it only."""
+    """A selector, a fate and a recall."""
 
     name: str
+    """As a person wrote it."""
     selector: Selector
     fate: Fate
     recall: Recall
     summary: str
+    """What it does, in a sentence."""
     source: str
+    """The paper."""
     oneshot: bool = False
+    """A prompt is read in one pass and compressed afterwards: only then does the budget hold."""
 
     @property
     def exactness(self) -> Exactness:
@@ -68,26 +73,25 @@ class Method:
 
     @property
     def leaves(self) -> str:
-        """Who leaves, in a few words."""
+        """What is evicted, in a few words."""
         return self.fate.leaves or self.selector.leaves
 
     @property
     def becomes(self) -> str:
-        """What becomes of it, in a few words."""
+        """What becomes of evicted entries, in a few words."""
         if not self.recall.backed:
             return self.fate.label
-        return (
-            f"{self.fate.label} and checkpointed" if self.store_fate.keeps or self.fate.makes_room else "checkpointed"
-        )
+        stored = self.store_fate.keeps or self.fate.makes_room
+        return f"{self.fate.label} and checkpointed" if stored else "checkpointed"
 
     @property
     def returns(self) -> str:
-        """How it comes back, in a few words."""
+        """How evicted entries come back, in a few words."""
         return self.recall.label or self.fate.returns
 
     @property
     def store_fate(self) -> Fate:
-        """What becomes of entries beside a checkpoint that holds all of them."""
+        """The fate of evicted entries; where a checkpoint has all of them anyway, they are dropped."""
         return Drop() if self.recall.backed and self.fate.checkpoints else self.fate
 
     @property
@@ -97,7 +101,7 @@ class Method:
 
     @property
     def reading(self) -> Method | None:
-        """As what a text is read, where the selector chooses once it was read again; else None."""
+        """The method that reads a text first, for a selector that chooses after a second reading; else None."""
         if self.selector.reconstruction is None:
             return None
         return replace(self, selector=InOrder(), fate=Recorded("kv"), recall=Evicted())
@@ -119,7 +123,7 @@ class Method:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a cache that it has a use for."""
+        """The options that a cache of it takes."""
         if self.selector.keeps_all:
             return ("budget",) if self.budgeted else ()
         chunk = () if self.oneshot else ("chunk",)
@@ -130,13 +134,13 @@ class Method:
 
     @property
     def sinks(self) -> int | None:
-        """How many first entries are fixed where positions are within the cache; None where they are those of the text,
-        which ends where the model's do."""
+        """How many first entries stay where positions are places in the cache; None where positions are those of the
+        text, which is then no longer than the model's positions."""
         fate = self.store_fate
         return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.label))
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
-        """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
+        """Return what a budget of ``entries`` is for. Raises BudgetError for too few."""
         tail, fate = self.recall.tail(entries), self.store_fate
         within = entries - tail
         if self.recall.backed and within < 1 and not self.recall.reads_all:
@@ -146,20 +150,20 @@ class Method:
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
-        """Return how many tokens of a prompt are taken at a time with a budget of ``entries``; ``chunk``: those asked
-        for. Raises BudgetError where they do not fit."""
+        """Return how many tokens of a prompt are read at a time with a budget of ``entries``. chunk: as the user chose
+        it. Raises BudgetError where they do not fit."""
         if self.oneshot:
             return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
-        most = budget.chunk_for(entries, chunk, layers)
-        return self.fate.chunk(self.name, entries, most, chunk is not None)
+        longest = budget.chunk_for(entries, chunk, layers)
+        return self.fate.chunk(self.name, entries, longest, chunk is not None)
 
     def refusal(self) -> str | None:
-        """Return why the combination means nothing, in a sentence; None where it works."""
+        """Return why the parts cannot be combined, in a sentence; None where they can."""
         if self.oneshot and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
         if self.oneshot and self.reading is not None:
-            return "It compresses what has been read already; leave 'oneshot' out."
+            return "It reads the whole text before it compresses; leave 'oneshot' out."
         if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
         if self.recall.label and self.selector.in_order:
@@ -176,11 +180,12 @@ class Method:
 
 def resolve(spec: str, *, files: bool = True) -> Method:
     """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL``
-    or ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``), and behind it
-    ``+oneshot`` where prompts are read at once. Where the fate is left out, what leaves is dropped, or left to the
-    recall. files: parameters that may name files may be given.
+    or ``PRESET+RECALL``. Each part may have parameters after a colon (``streaming-llm:sinks=8+quantize:4``). At the end
+    ``+oneshot`` says that a prompt is read in one pass. Without a fate, evicted entries are dropped, or left to the
+    recall. files: whether parameters that name files are allowed.
 
-    Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
+    Raises UsageError for an unknown name, with the near matches, and for parts that cannot be combined, with the
+    reason.
     """
     load_plugins()
     return _resolved(spec, files)
@@ -211,21 +216,21 @@ def _resolved(spec: str, files: bool = True) -> Method:
 
 
 def _current(part: str) -> str:
-    """Return a part of a name by the name that it has now."""
+    """Return a part of a method's name under its current name."""
     name, colon, given = part.partition(":")
     return FORMER.get(name, name) + colon + given
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
-    """Return the method of three parts, described by the one that tells it from others."""
+    """Return the method of three parts, described by its recall, or else its selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
 
 
 def _default_recall(selector: Selector, fate: Fate, recall: Recall) -> Recall:
-    """Return ``recall``, unless it is none and a checkpoint is to be read whose resident entries are in another order
-    than that of the text: every step then attends to the checkpoint, which holds all entries."""
+    """Return ``recall``. Without one, and with a checkpoint beside resident entries that are not in the order of the
+    text, every step attends to the checkpoint, which holds all entries."""
     return Everything() if fate.checkpoints and not selector.in_order and not recall.label else recall
 
 
@@ -235,28 +240,28 @@ def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: R
         without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
     fate: Any = build("method", first, {name: preset.fate}, files=files)
-    own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
-    fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in own})
+    chosen = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
+    fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in chosen})
     recall = _default_recall(preset.selector, fate, recall if recall.label else preset.recall)
     return Method(spec, preset.selector, fate, recall, preset.summary, preset.source)
 
 
 @cache
 def load_plugins() -> None:
-    """Register the parts of installed packages. All that names, lists or reads a method comes by here first, in every
-    process; a part that could not be listed or made by its name is left out."""
+    """Register the parts of installed packages, once in each process. A part that cannot be listed, or built by its
+    name, is left out."""
     each_plugin(PARTS, _plugged)
 
 
 def _plugged(name: str, part: Any) -> None:
     """Register what an entry point names: a part, or a tuple of a fate and its preset."""
-    own = part if isinstance(part, tuple) else (part,)
+    pieces = part if isinstance(part, tuple) else (part,)
     try:
-        for one in own:
+        for one in pieces:
             register(name, one)
         _listable(name)
     except BaseException:
-        unregister(name, *own)
+        unregister(name, *pieces)
         raise
 
 
@@ -267,15 +272,15 @@ def _listable(name: str) -> None:
             build(kind, name, known)
     if name in PRESETS or (name in SELECTORS and not required(SELECTORS[name])):
         made = _resolved(name)
-        for said in ("exactness", "leaves", "becomes", "returns", "options", "reading"):
-            getattr(made, said)
+        for column in ("exactness", "leaves", "becomes", "returns", "options", "reading"):
+            getattr(made, column)
 
 
 def names() -> list[str]:
-    """Return the names of all methods that lists name: presets, selectors, and a few combinations. A selector that is
-    none without parameters, as ``kvpress`` without a press, is not among them."""
+    """Return the names of all methods that lists name: presets, selectors without required parameters, and a few
+    combinations."""
     load_plugins()
-    unnamed = [name for name, made in SELECTORS.items() if name != "kvpress" and not required(made)]
+    unnamed = [name for name, made in SELECTORS.items() if not required(made)]
     kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
     return [*kept, *unnamed, *(name for name in PRESETS if name not in kept), *LISTED]
 

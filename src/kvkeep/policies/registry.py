@@ -1,4 +1,4 @@
-"""The registry: selectors, fates, recalls, and the methods that are known by a name of their own.
+"""The registry: selectors, fates, recalls, and presets.
 
 :func:`register` adds to it; so does any installed package by an entry point of the group
 :data:`~kvkeep.plugins.PARTS` that names a selector, a fate, a recall or a preset, under the entry point's name
@@ -34,7 +34,6 @@ from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
-from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.nobody import Nobody
@@ -60,7 +59,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "knorm": KNorm,
     "random": Random,
     "lru": LRU,
-    "kvpress": KVPress,
 }
 
 FATES: dict[str, type[Fate]] = {
@@ -81,21 +79,26 @@ RECALLS: dict[str, type[Recall]] = {
 }
 
 PEERS = ("stock-", "peer-")
-"""What names of the lab begin with that are implementations by others."""
+"""Prefixes of the lab's names for implementations by others."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A selector, a fate and perhaps a recall that are known by one name: its parameters are the fate's, ``defaults``
-    first. closed: it takes no parameters. A fate and a recall of its own are not replaced."""
+    """A method with a name: a selector, a fate, and perhaps a recall. Its parameters are the fate's."""
 
     selector: Selector
     fate: type[Fate]
     summary: str
+    """What it does, in a sentence."""
     source: str
+    """The paper."""
     defaults: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the fate that differ from the fate's own defaults."""
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
+    """It takes no parameters."""
+    planned: tuple[str, ...] = ("",)
+    """Parameters that ``kvkeep plan`` compares; "" are the defaults."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -133,6 +136,7 @@ PRESETS: dict[str, Preset] = {
         "The newest entries exactly, older ones at 8, 4 or 2 bits: keys per channel, values per token.",
         "arXiv:2402.02750",
         {"exact": 128},
+        planned=("8", "4", "2"),
     ),
     "revive": Preset(
         H2O(halflife=256),
@@ -175,37 +179,39 @@ PRESETS: dict[str, Preset] = {
         closed=True,
     ),
 }
-"""Methods with a name of their own. Every selector is a method too, which drops what leaves."""
+"""Methods with a name. Every selector is a method, too: it drops what it evicts."""
 
 LISTED = ("snapkv+verified",)
-"""Methods without a name of their own that lists of methods name beside the presets."""
+"""Combinations that lists of methods name beside the presets."""
 
 
 def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Preset) -> None:
-    """Make ``part`` known as ``name``: a selector, a fate or a recall (a frozen dataclass of its parameters), or a
-    :class:`Preset`, in methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments from then on. A preset
-    may have the name of its fate.
+    """Register ``part`` as ``name``: a selector, a fate or a recall (a frozen dataclass of its parameters), or a
+    :class:`Preset`. Methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments then have it. A preset may
+    have the name of its fate.
 
-    Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
-    anything that is no part, or not a whole one.
+    Raises UsageError for a name that another part has, or that no method's name can contain, and for a part that is
+    incomplete.
     """
     taken = isinstance(name, str) and (name in (STOCK, ONESHOT, *FORMER) or name.startswith(PEERS))
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or taken:
-        raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
+        raise UsageError(
+            f"{name!r} cannot be the name of a part: use letters, digits, '-', '_' and '.', and no reserved name."
+        )
     home = _home(name, part)
     others = [known[name] for known in _HOMES if name in known and known[name] is not part]
-    if not all(_named_alike(part, other) for other in others):
+    if not all(_share_name(part, other) for other in others):
         raise UsageError(f"'{name}' is the name of another part already; choose another.")
     home[name] = part
 
 
-def _named_alike(one: Any, other: Any) -> bool:
-    """Return whether one is a preset of the other, a fate, so that one name may stand for both."""
+def _share_name(one: Any, other: Any) -> bool:
+    """Return whether one is a preset of the other, a fate: both may then have one name."""
     return any(isinstance(preset, Preset) and preset.fate is fate for preset, fate in ((one, other), (other, one)))
 
 
 def unregister(name: str, *parts: Any) -> None:
-    """Forget those of ``parts`` that are known as ``name``."""
+    """Remove those of ``parts`` that are registered as ``name``."""
     for home in _HOMES:
         if any(home.get(name) is part for part in parts):
             del home[name]
@@ -215,7 +221,7 @@ _HOMES: tuple[dict[str, Any], ...] = (SELECTORS, FATES, RECALLS, PRESETS)
 
 
 def _home(name: str, part: Any) -> dict[str, Any]:
-    """Return the table that a part belongs to; raises UsageError for what is none, and for what lacks something."""
+    """Return the table that a part belongs to. Raises UsageError for anything else, and for an incomplete part."""
     if isinstance(part, Preset):
         return PRESETS
     kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
@@ -224,10 +230,10 @@ def _home(name: str, part: Any) -> dict[str, Any]:
         raise UsageError(f"'{name}' is no selector, fate, recall or preset, so it cannot be registered.")
     kind, home = found[0]
     if isabstract(part):
-        missing = ", ".join(sorted(part.__abstractmethods__))
-        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
-    if unsaid := [field for field in get_annotations(kind) if not hasattr(part, field)]:
-        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not say its {' and '.join(unsaid)}.")
+        lacks = ", ".join(sorted(part.__abstractmethods__))
+        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {lacks}.")
+    if missing := " and ".join(field for field in get_annotations(kind) if not hasattr(part, field)):
+        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not say its {missing}.")
     if wrong := [one for one in part.files if one not in parameters(part)]:
         raise UsageError(f"'{name}' cannot be registered: its 'files' are names of parameters, and not '{wrong[0]}'.")
     if kind is Selector and not _ranks(part):
@@ -239,6 +245,6 @@ def _home(name: str, part: Any) -> dict[str, Any]:
 
 
 def _ranks(selector: type[Selector]) -> bool:
-    """Return whether a selector has an order of its own, or scores for the one that it has without."""
-    own = any(getattr(selector, name) is not getattr(Selector, name) for name in ("rank", "observation_window"))
-    return own or selector.scores_arrivals or selector.keeps_all
+    """Return whether a selector implements an order, or has scores for the default order."""
+    overrides = any(getattr(selector, name) is not getattr(Selector, name) for name in ("rank", "observation_window"))
+    return overrides or selector.scores_arrivals or selector.keeps_all

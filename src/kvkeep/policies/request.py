@@ -1,4 +1,4 @@
-"""What a cache was asked for: read once, before any model is there, for the command line and the library alike."""
+"""What a cache was asked for, parsed before any model is loaded: for the command line and for the library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.policies.methods import Method, resolve
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 PAGE = 512
-"""Rows rebuilt at a time, unless a cache is told otherwise."""
+"""Rows rebuilt at a time by default."""
 
 
 class Options(TypedDict, total=False):
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """Everything a cache was asked for, understood; what each is, :class:`~kvkeep.cache.KeepCache` says."""
+    """The parsed options of a :class:`~kvkeep.cache.KeepCache`, which documents each of them."""
 
     method: Method
     budget: Budget | None = None
@@ -63,7 +63,7 @@ class Request:
         else:
             spec = method or ("kv-direct" if budget is not None else "full")
         made = resolve(spec)
-        asked = Budget.parse(budget)
+        parsed = Budget.parse(budget)
         for name in ("capacity", "chunk", "context", "page", "batch"):
             number = given.get(name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -71,12 +71,12 @@ class Request:
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise UsageError(f"The folder of a checkpoint is a path, not {folder!r}.")
         given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
-        request = cls(made, asked, **given)
+        request = cls(made, parsed, **given)
         request._check(spec, checkpoint)
         return request
 
     def _check(self, spec: str, checkpoint: str | None) -> None:
-        """Raise for options that the method has no use for, and for a budget that it lacks."""
+        """Raise UsageError for options that the method does not take, and for a missing budget."""
         for option in ("checkpoint", "where", "capacity", "folder", "budget", "chunk"):
             value = checkpoint if option == "checkpoint" else getattr(self, option)
             if value is not None and option not in self.method.options:
@@ -87,7 +87,7 @@ class Request:
             raise UsageError(f"Method '{spec}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
         if self.method.reading is not None and self.method.checkpoints and self.checkpoint not in (None, "kv"):
             raise UsageError(
-                f"Method '{spec}' hands entries on that it has read before, so its checkpoint is of kind 'kv', not "
+                f"Method '{spec}' keeps the checkpoint that it reads the text into, which is of kind 'kv', not "
                 f"'{self.checkpoint}'."
             )
         if self.method.checkpoints:
@@ -96,14 +96,13 @@ class Request:
 
     @property
     def reading(self) -> Request | None:
-        """As what a text is read, where the method is another one once it was read; else None."""
+        """The request of the method that reads a text first; None without one."""
         made = self.method.reading
         return None if made is None else replace(self, method=made, checkpoint="kv", capacity=None)
 
     def entries(self, geometry: ModelGeometry) -> tuple[int, int]:
-        """Return the entries of each full layer and the chunk, which an exact method is free to choose. Raises
-        BudgetError where too little fits, and UnsupportedModelError where a layer holds something else than keys and
-        values."""
+        """Return the entries of each full layer, and the tokens of a prompt that are read at a time. Raises BudgetError
+        for a budget that is too small, and UnsupportedModelError for a layer whose state is not keys and values."""
         assert self.budget is not None
         for layer in geometry.layers:
             if layer.kind not in ("full", "sliding", "shared"):
@@ -118,11 +117,11 @@ class Request:
         entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least, zero=zero)
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
-    def spec(self, geometry: ModelGeometry, device: str, whole: bool = True) -> CheckpointSpec:
-        """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model
-        runs in. whole: one process has all heads, so that single entries can be picked from residuals."""
+    def spec(self, geometry: ModelGeometry, device: str, all_heads: bool = True) -> CheckpointSpec:
+        """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the memory
+        that the model runs in. all_heads: this process has all of them, so that residuals give single entries."""
         kind = self.checkpoint
-        if self.method.reading is not None or (self.method.recall.reads_single and not whole):
+        if self.method.reading is not None or (self.method.recall.reads_single and not all_heads):
             kind = kind or "kv"
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
@@ -131,9 +130,7 @@ class Request:
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 
     def options(self) -> dict[str, Any]:
-        """Return what :meth:`parse` takes to make this request again, method and budget apart, as plain types."""
-        own = {"checkpoint": None if self.method.kind else self.checkpoint}
-        return own | {name: getattr(self, name) for name in _PLAIN}
-
-
-_PLAIN = ("where", "capacity", "folder", "chunk", "page", "context", "batch")
+        """Return the options of :meth:`parse` that make this request again, beside method and budget."""
+        names = ("where", "capacity", "folder", "chunk", "page", "context", "batch")
+        checkpoint = None if self.method.kind else self.checkpoint
+        return {"checkpoint": checkpoint, **{name: getattr(self, name) for name in names}}

@@ -60,7 +60,7 @@ def _measured(model: Any, geometry: ModelGeometry) -> Tensor:
 
 
 class _Recorder:
-    """Answers the attention of full layers, and notes what the repeated passkey pays to its first occurrence."""
+    """Computes the attention of full layers, and records what the repeated passkey pays to its first occurrence."""
 
     def __init__(self, geometry: ModelGeometry, places: Tensor, passkey: int) -> None:
         self.full = {layer.index: layer.kv_heads for layer in geometry.full_layers}

@@ -12,13 +12,13 @@ from kvkeep.errors import UsageError
 
 
 def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
-    """Return the numbers of a text file as a tensor of so many axes at least. Raises UsageError for one that cannot be
-    read, without what is in it."""
+    """Return the numbers of a text file as a tensor of at least ``axes`` axes. Raises UsageError for a file that cannot
+    be read; the message never has its contents."""
     try:
         with open(path, encoding="utf-8") as file:
             return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
     except ValueError:
-        reason = "it is no table of numbers"
+        reason = "it is not a table of numbers"
     raise UsageError(f"Scores cannot be read from '{path}': {reason}.")

@@ -14,19 +14,19 @@ T = TypeVar("T")
 
 
 def build(kind: str, text: str, registry: Mapping[str, type[T]], *, files: bool = True) -> T:
-    """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon. files: those
-    that may name files may be given.
+    """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon. files: whether
+    parameters that name files are allowed.
 
-    A first value without a name is the first parameter's; a class with ``from_spec`` reads what follows it itself.
-    Raises UsageError, naming what there is.
+    A first value without a name is the first parameter's. A class with ``from_spec`` parses its parameters itself.
+    Raises UsageError, which names the alternatives.
     """
     name, _, rest = text.partition(":")
     if name not in registry:
         raise unknown(kind, name, list(registry))
     made = registry[name]
     names = [field.name for field in fields(made)]  # type: ignore[arg-type]
-    if (own := getattr(made, "from_spec", None)) is not None:
-        read: T = own(rest)
+    if (from_spec := getattr(made, "from_spec", None)) is not None:
+        read: T = from_spec(rest)
         if not files:
             _check_files(name, made, [one for one in names if getattr(read, one)])
         return read
@@ -66,7 +66,7 @@ def required(made: type[Any]) -> list[str]:
 
 
 def _check_files(name: str, made: Any, given: Sequence[str]) -> None:
-    """Raise UsageError for parameters that may name files."""
+    """Raise UsageError for a parameter that names a file."""
     for key in given:
         if key in made.files:
             raise UsageError(

@@ -13,7 +13,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
 from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
-from kvkeep.plan.grant import widest_bytes
+from kvkeep.plan.sizes import widest_bytes
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, QueueFull, SessionMismatch

@@ -15,7 +15,7 @@ from kvkeep.decode.session_file import SessionFile
 from kvkeep.engine.batch import chunk_of
 from kvkeep.errors import BudgetError
 from kvkeep.plan.candidates import Candidate
-from kvkeep.plan.grant import grant
+from kvkeep.plan.sizes import grant
 from kvkeep.stores.dynamic import DynamicLayer
 
 MEGA = 1e6
@@ -23,12 +23,12 @@ MEGA = 1e6
 
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
     """Return the most bytes of memory that ``cache`` can need until it has read ``tokens`` tokens
-    (:func:`~kvkeep.plan.grant.grant`)."""
+    (:func:`~kvkeep.plan.sizes.grant`)."""
     where = None if cache.spec is None else cache.spec.where
     kind = None if cache.spec is None else str(cache.spec)
     return grant(
         cache.geometry,
-        Candidate(cache.method.name, kind, where),
+        Candidate(cache.method, kind, where),
         cache.entries,
         tokens,
         chunk=chunk_of(cache),

@@ -1,10 +1,7 @@
-"""The engine: one thread owns the model, every session its own cache, one forward pass a step for all of them.
+"""The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and session files.
 
-A step reads one token, or one verifying run, of every session that writes, and one chunk of one that reads its prompt,
-in turn. Chunks are cut as they are for a session alone, or shorter where the answer cannot depend on it, so an answer
-does not depend on what else runs: tokens are those of :func:`kvkeep.generate`. What cannot be packed
-(:func:`~kvkeep.engine.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
-session's file (:mod:`~kvkeep.serve.session_files`).
+The thread owns the model, and every session its cache. Tokens are those of :func:`kvkeep.generate`, whatever else runs.
+An answer of a named session has ended when its turn is in the session's file (:mod:`~kvkeep.serve.session_files`).
 
 **Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what
 its cache, its file or its sampling raises; a listener that raises, which is not told anything more. What a packed pass
@@ -19,15 +16,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.batch import alone, forward, packs
+from kvkeep.engine.answer import Answer, Ask, end_ids
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
@@ -93,6 +88,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         files = SessionFiles(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
         self.sessions = SessionPool(self.model, files)
+        self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
         self.watch = Watch()
         self._saving: list[Job] = []
@@ -105,8 +101,7 @@ class Engine:
         self._stopping = self._ended = False
         self.fault: BaseException | None = None  # what ended its thread
         self.beat = time.monotonic()
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        self.ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self.ends = end_ids(self.model)
 
     # -- from any thread ------------------------------------------------------------------------------
 
@@ -237,9 +232,8 @@ class Engine:
         self._admission.admit()
         self._go_on()
         self.beat = time.monotonic()
-        jobs = self._turn()
-        if jobs:
-            self._read(jobs)
+        if self.scheduler.answers:
+            self._read()
         elif self.sessions.files.busy:  # what has to go on waits for a file
             self._take_in(True)
         stopping = self._stopping  # first: from then on nobody is let in
@@ -277,52 +271,32 @@ class Engine:
                     job.file.result()
                     job.session.align(job.ask.prompt)
                 job.file = None
-                job.start(Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell))
+                answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
+                job.scheduled = self.scheduler.add(answer)
             except Exception as error:
                 self.running.remove(job)
                 self.sessions.leave(job.session, stay=False)
                 job.end(error if isinstance(error, KvkeepError) else failed(error))
 
-    def _turn(self) -> list[Job]:
-        """Return whose turn it is: all that write, and one that reads a prompt, in turn."""
-        here = [job for job in self.running if job.answer is not None]
-        writing = [job for job in here if job.writes]
-        reading = [job for job in here if not job.writes]
-        if reading and writing:
-            reading[0].shorten()
-        if reading and reading[0].ends_turn:
-            self.running.remove(reading[0])
-            self.running.append(reading[0])
-        return writing + reading[:1]
-
-    def _read(self, jobs: Sequence[Job]) -> None:
-        reads = [job.part() for job in jobs]
-        tokens = sum(len(read.ids) for read in reads)
-        self.watch.stepped(len(reads), tokens)
+    def _read(self) -> None:
+        """Let the scheduler read once, and give everybody what came of it."""
+        jobs = {job.scheduled: job for job in self.running}
+        results = self.scheduler.step()
+        tokens = sum(len(result.read.ids) for result in results)
+        self.watch.stepped(len(results), tokens)
         self.sessions.freed += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
-        packed = [number for number, read in enumerate(reads) if packs(read.cache) and read.cache.geometry.steady(None)]
-        results: dict[int, Tensor | Exception] = {}
-        if packed:
-            done = forward(self.model, [reads[number] for number in packed])
-            results |= dict(zip(packed, done, strict=True))
-        for number, read in enumerate(reads):
-            if number not in results:
-                results[number] = alone(self.model, read)
-        for number, job in enumerate(jobs):
-            result, answer = results[number], job.answer
-            assert answer is not None
+        for result in results:
+            job, answer = jobs[result.scheduled], result.scheduled.answer
             written = len(answer.tokens)
             try:
-                if isinstance(result, Exception):
-                    raise result
-                whole = job.give(result)
+                complete = result.scheduled.give(result.logits)
             except KvkeepError as error:
                 self._fail(job, error)
             except Exception as error:
                 self._fail(job, failed(error))
             else:
-                if whole:
-                    self._end(job, answer.reason)
+                if complete:
+                    self._end(job, "stop" if answer.reason == "eos" else answer.reason)
             self._wrote(job, len(answer.tokens) - written, not written)
 
     def _wrote(self, job: Job, tokens: int, first: bool) -> None:
@@ -345,7 +319,7 @@ class Engine:
     def _halted(self, job: Job) -> Answer:
         """Take a job from those that run, its session as after the last whole step."""
         self.running.remove(job)
-        return job.halt()
+        return job.halt(self.scheduler)
 
     def _save(self, job: Job, last: Event) -> None:
         """Tell how a job ended, once the turn of its session is saved."""

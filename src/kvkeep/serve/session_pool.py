@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvkeep.errors import SessionBusy
-from kvkeep.models.freed import give_back
+from kvkeep.native.library import trim_memory
 from kvkeep.serve.session import Name, OpenedFile, Session
 from kvkeep.serve.session_files import SessionFiles
 
@@ -156,7 +156,7 @@ class SessionPool:
         would grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
         if self.freed > TRIM_BYTES:
             self.freed = 0
-            give_back()
+            trim_memory()
 
     def close(self) -> None:
         """Finish what is queued, and close all files."""

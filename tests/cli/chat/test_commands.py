@@ -15,11 +15,11 @@ from families import tiny
 from kvkeep import Conversation, EntryState, KeepCache, UsageError, generate
 from kvkeep.cli.chat import commands, loop
 from kvkeep.cli.chat.command import AtEnd
-from kvkeep.cli.chat.endings import Endings
-from kvkeep.cli.chat.keeper import Keeper
+from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS
+from kvkeep.cli.chat.saving import Saver
+from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.status import kept, status
-from kvkeep.cli.chat.window import ASK, ENDS
 from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, new_cache
@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 class Lines:
     """A screen of lists: lines to type, answers, and notes."""
 
-    typed = quiet = False
+    interactive = silent = False
     unwritable = None
 
     def __init__(self, *typed: str) -> None:
@@ -67,7 +67,7 @@ def chat(*typed: str, method: str = "kv-direct", budget: Any = 16, positions: in
     """A chat in which this was typed."""
     model = tiny("llama", positions=positions)
     talk = Conversation(model, tokenizer(), new_cache(model, method, budget))
-    made = Chat(talk, Lines(*typed), own.pop("keeper", Keeper()), Endings(), **{"max_tokens": 6} | own)  # type: ignore
+    made = Chat(talk, Lines(*typed), own.pop("saver", Saver()), EndSignals(), **{"max_tokens": 6} | own)  # type: ignore
     loop.run(made)
     return made
 
@@ -110,10 +110,10 @@ def test_what_is_undone_never_was(method: str) -> None:
 def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     """A past that can be carried over is: no token of it is read twice; else a sentence says that it is."""
     session = tmp_path / "s"
-    with Keeper(str(session)) as keeper:
+    with Saver(str(session)) as saver:
         typed = ("the of and to", "/method full", "was it", "/budget 24", "by", "/method h2o", "and her",
                  "/method nope", "/method stock", "/budget none", "for")  # fmt: skip
-        made = chat(*typed, keeper=keeper)
+        made = chat(*typed, saver=saver)
     notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
     assert ["nothing is read again" in note for note in notes] == [True, True, False, False]
     assert notes[2].endswith("read again before the next answer: 'h2o' ranks by attention scores, which only reading "
@@ -144,16 +144,16 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
     long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
     made = chat(*long, **common)
-    assert len(said(made)) == 2 * len(long) - 2 and made.waiting == long[-1]
+    assert len(said(made)) == 2 * len(long) - 2 and made.pending == long[-1]
     offered = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     assert "The conversation with your question has 77 tokens, and the model only 72 positions. To go on:" in offered
     for positions, left in ((77, "none"), (80, "3")):
         near = notes_of(chat(*long, **common | {"positions": positions}))
         assert f"Your question leaves {left} of {positions} positions for an answer; at least 6 are needed." in near
-    assert all(f"/window {name}" in offered for name in ENDS)
-    for name in ENDS:
+    assert all(f"/window {name}" in offered for name in CONTINUATIONS)
+    for name in CONTINUATIONS:
         one = chat(*long, f"/window {name}", "/continue", **common)
-        assert one.waiting is None and one.turns[-2]["question"] == long[-1], name
+        assert one.pending is None and one.turns[-2]["question"] == long[-1], name
         assert (said(one)[0] == SUMMARISED) == (name == "summary")
         assert (said(one)[0] == long[0]) == (name == "endless")
         assert one.talk.positions == (None if name == "endless" else 72)
@@ -172,7 +172,7 @@ def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pyte
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 128, "max_tokens": 4}
     made = chat(*[long] * 3, "by from", "and her " * 20, "/window summary", **common)
     assert len(said(made)[1].split()) > 4, "--max-tokens is of answers"
-    assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.waiting is None
+    assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.pending is None
     for text, whole in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
         assert whole_sentences(text) == whole
     monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate, "They met. It was"))
@@ -196,7 +196,7 @@ def test_a_summary_takes_no_more_than_there_is(method: str) -> None:
     assert len(said(made)) == 4 and said(made)[-2] == typed[1]
     made = chat(typed[0], "by " * 110, at_end="summary", max_tokens=12, **common)
     assert made.turns[-1]["error"].startswith("A summary has no room in the 128 positions of the model")
-    assert said(made)[::2] == [typed[0]] and made.waiting is not None
+    assert said(made)[::2] == [typed[0]] and made.pending is not None
 
 
 def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_completions_and_the_page() -> None:
     assert [word for word, _ in commands.completions("/me")] == ["/method", "/memory"]
     assert {"h2o", "h2o-fisher"} <= dict(commands.completions("/method h2")).keys()
     assert dict(commands.completions("/window d")) == {"drop": ""} and not list(commands.completions("what /me"))
-    assert {end.value for end in AtEnd} == {ASK, *ENDS}
+    assert {way.value for way in AtEnd} == {ASK, *CONTINUATIONS}
     rows = [f"| `{command.usage}` | {command.help} |" for command in commands.COMMANDS.values()]
     table = re.search(r"\| command \| .*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert table is not None and table[0].split("\n")[2:-2] == rows

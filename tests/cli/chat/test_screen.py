@@ -20,8 +20,8 @@ from rich.console import Console
 from terminals import Terminal
 
 from kvkeep import Conversation
-from kvkeep.cli.chat import painter
-from kvkeep.cli.chat.keeper import RESCUED
+from kvkeep.cli.chat import markdown
+from kvkeep.cli.chat.saving import HANGUP_PREFIX
 from kvkeep.models.folders import data_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -86,7 +86,7 @@ class Paper:
 def test_what_comes_in_pieces_looks_as_what_comes_at_once(
     columns: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(painter, "INTERVAL_S", 0)
+    monkeypatch.setattr(markdown, "INTERVAL_S", 0)
     console = Console(file=io.StringIO(), force_terminal=True, width=columns, height=rows, color_system="standard")
 
     def painted(longest: int) -> tuple[list[str], int]:
@@ -97,7 +97,7 @@ def test_what_comes_in_pieces_looks_as_what_comes_at_once(
             written += len(text)
             paper.write(text)
 
-        one = painter.Painter(console, write)
+        one = markdown.MarkdownWriter(console, write)
         while at < len(TEXT):
             step = choose.randint(1, longest)
             one.add(TEXT[at : at + step])
@@ -155,7 +155,7 @@ def test_a_hang_up_saves_what_has_no_session(model_folder: Path) -> None:
         terminal.asked(2)
         terminal.process.send_signal(signal.SIGHUP)
         assert terminal.ended() == 128 + signal.SIGHUP
-    (saved,) = (data_folder() / "sessions").glob(f"{RESCUED}*.session")
+    (saved,) = (data_folder() / "sessions").glob(f"{HANGUP_PREFIX}*.session")
     assert saved.stat().st_mode & 0o077 == 0 and not (data_folder() / "chat-history").exists()
     assert Conversation.resume(tiny("llama"), tokenizer(), saved).messages[0]["content"] == "the man was"
     with Terminal("chat", "-m", str(model_folder)) as terminal:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.checked import check_names
 from kvkeep.errors import UsageError
 from kvkeep.plugins import PARTS
 from kvkeep.policies.methods import resolve
-from kvkeep.policies.names import LAB
+from kvkeep.policies.names import LAB, check_names
 from kvkeep.policies.registry import FATES, PRESETS, RECALLS
 
 ROOT = Path(__file__).parents[3]

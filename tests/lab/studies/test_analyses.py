@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import VOCABULARY, tiny
+from kvkeep_lab.attention_inputs import Attended
+from kvkeep_lab.head_weights import head_weights
 from kvkeep_lab.studies.alignment import MEASURES, AlignmentStudy, backward
 from kvkeep_lab.studies.bounds import BoundsStudy, loose
 from kvkeep_lab.studies.effective_rank import EffectiveRank, Ranks, layer_ranks, product_singular_values
@@ -19,8 +21,6 @@ from kvkeep_lab.studies.truncation import WAYS, Truncation, best_scores, scored_
 from measuring import measured, quiet
 
 from kvkeep.errors import UnsupportedModelError, UsageError
-from kvkeep.models.head_weights import head_weights
-from kvkeep.models.watching import Attended
 from kvkeep.stores.readers.bounds import PAGE, Bounds
 
 IDS = torch.randint(0, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(7))

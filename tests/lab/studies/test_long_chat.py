@@ -35,7 +35,7 @@ def test_every_cache_takes_every_turn_and_says_the_same(family: str) -> None:
 
 def test_the_budget_holds_while_the_stock_cache_grows_and_dropping_tells() -> None:
     rows = turns("stock", "kv-direct", "window")
-    held = {name: [row.held for row in rows if row.method == name] for name in ("stock", "kv-direct")}
+    held = {name: [row.attended_bytes for row in rows if row.method == name] for name in ("stock", "kv-direct")}
     assert held["stock"] == sorted(set(held["stock"])) and len(set(held["kv-direct"])) == 1
     assert rows[-1].memory.checkpoint_bytes["host"] == 0 < rows[-2].memory.checkpoint_bytes["host"]
     assert {row.method for row in rows if not row.same} == {"window"}  # dropping: another conversation

@@ -9,10 +9,10 @@ from statistics import median
 import pytest
 import torch
 from conftest import WORDS
+from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.studies.sketch_attention import NORMAL, PUBLISHED, SketchAttention, effects
 from measuring import measured
 
-from kvkeep.models.watching import Attended
 from kvkeep.stores.evicted.sketch import places
 
 SLOTS = 3

@@ -119,7 +119,7 @@ def test_the_ways_give_the_same_entries(family: str) -> None:
     bench = recall_timing._Bench(tiny(family), [17], None)
     layer = bench.geometry.layers[bench.layers[0]]
     for place in bench.storages:
-        held = bench._held[place, 17]
+        held = bench._operands[place, 17]
         for warm in (True, False):
             ways = dict(bench._ways(layer, held, warm))
             expected = ways[RECOMPUTE]()

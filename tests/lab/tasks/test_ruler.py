@@ -14,7 +14,7 @@ from conftest import WORDS as KNOWN
 from conftest import tokenizer
 from kvkeep_lab.tasks.ruler import Ruler, qa
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, Asked
+from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, RulerQuestion
 from kvkeep_lab.tasks.ruler.task import largest, string_match
 from measuring import subject
 
@@ -43,7 +43,7 @@ HOTPOT = [
 ]
 
 
-def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> Asked:
+def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
     family = FAMILIES[name]
     return family.ask(ESSAY if family.reads == ESSAYS else None, random.Random(seed), size, length)
 
@@ -150,7 +150,7 @@ def documents(read: Any, path: Path, content: Any) -> qa.Documents:
 
 def test_squad_is_asked_about_among_its_own(tmp_path: Path) -> None:
     squad = documents(qa.squad, tmp_path / "squad.json", SQUAD)
-    assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].most(squad)
+    assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].greatest(squad)
     for seed in range(5):
         one = qa.ask(squad, random.Random(seed), 3, 512)
         subject, number = re.findall(r"Question: What is (\w+) (\d)\?$", one.text)[0]

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import err, note, print_json, show
-from kvkeep.cli.predicted import predicted
+from kvkeep.cli.planning import shape_and_rates
 from kvkeep.errors import UsageError, unknown
 from kvkeep.units import size
 
@@ -113,22 +113,22 @@ def _planned(model: str, machine: str | None, method: str, budget: str, memory: 
     from kvkeep.budget import Budget, bytes_of
     from kvkeep_lab.fleet.pace import Pace
 
-    shape, rates = predicted(model, machine)
+    shape, rates = shape_and_rates(model, machine)
     note(f"{rates.name} ({rates.source})")
     entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
-    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
-    return Pace.planned(shape, rates, room, method, entries, chunk)
+    memory_bytes = bytes_of(memory) if memory is not None else rates.cache_bytes(shape.weight_bytes)
+    return Pace.planned(shape, rates, memory_bytes, method, entries, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:
-    found = listed(texts, "--replicas")
+    found = split_list(texts, "--replicas")
     if not found or not all(text.isdecimal() and int(text) for text in found):
         raise UsageError(f"Replicas are whole numbers from 1 on, not '{','.join(texts)}'.")
     return [int(text) for text in found]
 
 
 def _known(texts: list[str] | None, known: tuple[str, ...], option: str) -> list[str]:
-    found = listed(texts or [known[0]], option)
+    found = split_list(texts or [known[0]], option)
     for text in found or ["none"]:
         if text not in known:
             raise unknown(option.strip("-"), text, known)

@@ -194,12 +194,17 @@ def report(
     chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one is about that one
     files = write(chapters, output) if output is not None else []
     if json:
-        own = [
+        sections = [
             [group.as_dict() for group in found if isinstance(group, StudyGroup) is study] for study in (False, True)
         ]
         verdicts = [{"title": one.title, **asdict(verdict)} for one in chapters for verdict in one.verdicts]
         print_json(
-            {"sections": own[0], "studies": own[1], "verdicts": verdicts, "files": [str(path) for path in files]}
+            {
+                "sections": sections[0],
+                "studies": sections[1],
+                "verdicts": verdicts,
+                "files": [str(path) for path in files],
+            }
         )
     elif output is None:
         print(markdown(chapters), end="")

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import completion, options
-from kvkeep.cli.listed import listed
+from kvkeep.cli.options import split_list
 from kvkeep.cli.output import err, machine, note, print_json, write
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
@@ -121,15 +121,15 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
         if value is None and flag.default is not ...:
             sizes[name] = flag.default
         elif value is not None:
-            sizes[name] = listed(value, _option(name, field)) if _plain(field.annotation) is list else value
+            sizes[name] = split_list(value, _option(name, field)) if _plain(field.annotation) is list else value
     try:
         return study.model_validate(sizes)
     except ValidationError as error:
         first = error.errors()[0]
-        name, own = str(first["loc"][0]), first.get("ctx", {}).get("error")
+        name, cause = str(first["loc"][0]), first.get("ctx", {}).get("error")
         option, said = _option(name, study.model_fields[name]), first["msg"]
-        if isinstance(own, KvkeepError):
-            raise UsageError(f"{option}: {own}") from None
+        if isinstance(cause, KvkeepError):
+            raise UsageError(f"{option}: {cause}") from None
         raise UsageError(f"{option} '{first['input']}' is not understood: {said[:1].lower()}{said[1:]}.") from None
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep.memory.rows import BLOCK
-from kvkeep.plan.capacity import parse
+from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost
-from kvkeep.plan.grant import grant
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
-from kvkeep.plan.sizes import sizes
+from kvkeep.plan.sizes import grant, sizes
 
 _UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
 
@@ -104,9 +103,9 @@ class Pace:
         lines = {name: Line.of(given[name], name, _LEAST.get(name, 0.0)) for name in _LINES}
         numbers = {name: given[name] for name in ("memory", *_DEFAULTS) if name in given}
         for name, number in numbers.items():
-            whole = name in _DEFAULTS
-            if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < math.inf:
-                raise ValueError(f"'{name}' is a {'whole ' if whole else ''}number above 0")
+            integral = name in _DEFAULTS
+            if type(number) not in ((int,) if integral else (int, float)) or not 0 < number < math.inf:
+                raise ValueError(f"'{name}' is a {'whole ' if integral else ''}number above 0")
         longest = numbers.get("longest", cls.longest)
         corners = {tokens for name in ("held", "granted") for tokens, _ in lines[name].points if tokens < longest}
         for tokens in sorted(corners | {longest}):  # between these both are straight
@@ -123,28 +122,28 @@ class Pace:
         name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
         rounds are no steps.
         """
-        candidate = parse(name)
+        candidate = Candidate.parse(name)
         if candidate.method.recall.drafts:
             raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
-        own, longest = None if candidate.keeps_all else budget, shape.geometry.max_positions or _UNBOUNDED
+        entries, longest = None if candidate.keeps_all else budget, shape.geometry.max_positions or _UNBOUNDED
         lengths = _lengths(longest, budget)
-        every = [sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in lengths]
-        costs = [cost(shape, candidate, held, machine, ACCEPTANCE) for held in every]
+        every = [sizes(shape.geometry, candidate, count, entries, shared=machine.shared) for count in lengths]
+        costs = [cost(shape, candidate, holding, machine, ACCEPTANCE) for holding in every]
         counts = [2**power for power in range(11)]
-        steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).own for count in counts]
+        steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).fixed for count in counts]
         static = candidate.method.selector.layout == "static"
         granted = [
-            grant(shape.geometry, candidate, count if static else own, count, shared=machine.shared)
+            grant(shape.geometry, candidate, count if static else entries, count, shared=machine.shared)
             for count in lengths
         ]  # fmt: skip
-        held = [one.held(machine.shared) for one in every]
-        stored = [one.resident + one.compressed + one.checkpoints for one in every]
+        holding = [one.idle(machine.shared) for one in every]
+        stored = [one.total for one in every]
         return cls(
             name=f"{candidate}, {machine.name}",
             step=_line(counts, steps),
-            past=_line(lengths, [one.step - one.own for one in costs]),
+            past=_line(lengths, [one.step - one.fixed for one in costs]),
             prompt=_line(lengths, [one.prefill for one in costs]),
-            held=_line(lengths, held),
+            held=_line(lengths, holding),
             granted=_line(lengths, granted),
             stored=_line([0, *lengths[1:]], [0, *stored[1:]]),  # rows are stored, and not whole blocks
             memory=float(memory),
@@ -154,8 +153,8 @@ class Pace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain types, lines as their points (:meth:`of`)."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return own | {name: own[name].points for name in _LINES}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {name: values[name].points for name in _LINES}
 
     def reading(self, past: float, new: float) -> float:
         """Return the seconds to read ``new`` tokens after ``past``, alone: no less than a step of one session."""

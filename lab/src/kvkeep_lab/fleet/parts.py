@@ -47,13 +47,13 @@ class Clock:
 class Session:
     """One conversation: ``past`` tokens that were answered, and the turn in hand."""
 
-    __slots__ = ("answer", "asked", "fetched", "grant", "hash", "home", "lost", "new", "number", "past", "told")
+    __slots__ = ("answer", "answered", "arrived", "fetched", "grant", "hash", "home", "lost", "new", "number", "past")
 
     def __init__(self, number: int) -> None:
         self.number, self.hash, self.past = number, _hashed(f"session {number}"), 0
         self.new = self.answer = 0
-        self.asked = self.grant = 0.0
-        self.told = False  # the first token of this turn
+        self.arrived = self.grant = 0.0
+        self.answered = False  # the first token of this turn
         self.lost: float | None = None  # when its answer was, of a try that failed
         self.home: Replica | None = None  # has it idle in memory
 
@@ -62,8 +62,8 @@ class Replica:
     """One server: who waits, who reads, who writes, and who is idle in its memory."""
 
     __slots__ = (
-        *("busy", "fetching", "granted", "held", "idle", "life", "load", "number", "pasts", "reading", "seen", "up"),
-        *("version", "waiting", "writing", "written"),
+        *("busy", "fetching", "granted", "idle", "idle_bytes", "life", "load", "number", "pasts", "reading", "seen"),
+        *("up", "version", "waiting", "writing", "written"),
     )
 
     def __init__(self, number: int) -> None:
@@ -80,7 +80,7 @@ class Replica:
         self.reading, self.writing = Clock(), Clock()
         self.reading.at = self.writing.at = now
         self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
-        self.granted = self.held = 0.0  # bytes of answers, and of idle sessions
+        self.granted = self.idle_bytes = 0.0  # bytes of answers, and of idle sessions
         self.pasts = 0.0  # seconds that a step takes for the pasts of those that write
 
     @property
@@ -108,14 +108,14 @@ class Ring:
         self.hashes = [place for place, _ in points]
         self.owners = [replicas[number] for _, number in points]
 
-    def pick(self, place: int, most: float = math.inf) -> Replica | None:
-        """Return the first replica from ``place`` on that is there and has fewer than ``most`` answers; failing that,
+    def pick(self, place: int, limit: float = math.inf) -> Replica | None:
+        """Return the first replica from ``place`` on that is there and has fewer than ``limit`` answers; failing that,
         the first that is there."""
         start, count, first = bisect(self.hashes, place), len(self.owners), None
         for step in range(count):
             one = self.owners[(start + step) % count]
             if one.seen:
-                if one.load < most:
+                if one.load < limit:
                     return one
                 first = first or one
         return first

@@ -49,13 +49,13 @@ class Simulation:
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._least: list[tuple[int, float, Replica]] = []  # a heap by load; those of another load are skipped
-        self._own: dict[int, float] = {}
+        self._step_s: dict[int, float] = {}
         self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
         self._reset()
 
     def _reset(self) -> None:
         """Count from now on."""
-        self.asked = self.answered = self.refused = self.failures = 0
+        self.requests = self.answered = self.refused = self.failures = 0
         self.before = self.load
         self.turns: Counter[str] = Counter()
         self.first_token, self.recovered = array("d"), array("d")
@@ -97,14 +97,14 @@ class Simulation:
     def _outcome(self, events: int) -> Outcome:
         span = self.now - self.since
         for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
-            if not session.told and session.asked >= self.since:
-                self.first_token.append(self.now - session.asked)
+            if not session.answered and session.arrived >= self.since:
+                self.first_token.append(self.now - session.arrived)
             if session.lost is not None and session.lost >= self.since:
                 self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
         return Outcome(
             before=self.before,
-            asked=self.asked,
+            asked=self.requests,
             answered=self.answered,
             refused=self.refused,
             left=self.load,
@@ -156,13 +156,13 @@ class Simulation:
         given = self.scenario
         session.new = self._length(given.prompt if session.past else given.first)
         session.answer = self._length(given.answer)
-        whole = session.past + session.new + session.answer
-        self.asked += 1
-        if whole > self.pace.longest or self.pace.granted(whole) > self.pace.memory:
+        tokens = session.past + session.new + session.answer
+        self.requests += 1
+        if tokens > self.pace.longest or self.pace.granted(tokens) > self.pace.memory:
             self.refused += 1
             self._forget(session)
             return
-        session.asked, session.told, session.lost = self.now, False, None
+        session.arrived, session.answered, session.lost = self.now, False, None
         self._area()
         self.load += 1
         self._send(session)
@@ -221,7 +221,7 @@ class Simulation:
     def _leave(self, replica: Replica, session: Session) -> None:
         """Take an idle session out of memory; its file stays."""
         del replica.idle[session.number]
-        replica.held -= self.pace.held(session.past)
+        replica.idle_bytes -= self.pace.held(session.past)
         session.home = None
 
     def _area(self) -> None:
@@ -242,7 +242,7 @@ class Simulation:
             here = session.home is replica
             if session.home is not None:  # in memory here, or at a replica that this turn does not come to
                 self._leave(session.home, session)
-            while need > pace.memory - replica.granted - replica.held and replica.idle:
+            while need > pace.memory - replica.granted - replica.idle_bytes and replica.idle:
                 self._leave(replica, next(iter(replica.idle.values())))
             session.grant = need
             replica.granted += need
@@ -294,12 +294,12 @@ class Simulation:
         read, written = len(reading.jobs), len(writing.jobs)
         step = 0.0
         if written:
-            if written not in self._own:
-                self._own[written] = self.pace.step(written)
-            step = self._own[written] + replica.pasts
-        whole = step + self._chunk_s if read else step
-        writing.rate = 1 / whole if written else 0.0
-        reading.rate = (self._chunk_s / whole if written else 1.0) / read if read else 0.0
+            if written not in self._step_s:
+                self._step_s[written] = self.pace.step(written)
+            step = self._step_s[written] + replica.pasts
+        whole_s = step + self._chunk_s if read else step
+        writing.rate = 1 / whole_s if written else 0.0
+        reading.rate = (self._chunk_s / whole_s if written else 1.0) / read if read else 0.0
         replica.version += 1
         if read or written:
             self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
@@ -319,10 +319,10 @@ class Simulation:
 
     def _write(self, replica: Replica, session: Session) -> None:
         """A prompt was read, which gives the first token."""
-        if not session.told:
-            session.told = True
-            if session.asked >= self.since:
-                self.first_token.append(self.now - session.asked)
+        if not session.answered:
+            session.answered = True
+            if session.arrived >= self.since:
+                self.first_token.append(self.now - session.arrived)
         if session.lost is not None:
             if session.lost >= self.since:
                 self.recovered.append(self.now - session.lost)
@@ -345,11 +345,11 @@ class Simulation:
         before, session.past = session.past, session.past + session.new + session.answer
         self._transfer(Transfer(pace.stored(session.past - before)))
         replica.idle[session.number], session.home = session, replica
-        replica.held += pace.held(session.past)
+        replica.idle_bytes += pace.held(session.past)
         self._area()
         self.load -= 1
         self.answered += 1
-        self.lived += self.now - session.asked
+        self.lived += self.now - session.arrived
         self._count(replica, -1)
         if self.random.random() < 1 / given.turns:
             self._forget(session)

@@ -105,7 +105,7 @@ class LlamaCpp(Engine):
         "llama.cpp flash q8_0": {"flash": True, "cache": "q8_0"},
         "llama.cpp flash q4_0": {"flash": True, "cache": "q4_0"},
     }
-    whole: ClassVar[Sequence[str]] = ("llama.cpp", "llama.cpp flash")
+    unquantised: ClassVar[Sequence[str]] = ("llama.cpp", "llama.cpp flash")
     """Variants whose cache is not quantised."""
 
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
@@ -125,9 +125,9 @@ class Vllm(Engine):
 
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
         geometry = ModelGeometry.from_config(loaded.model.config, torch.bfloat16.itemsize)
-        room = 2 * rows * tokens * geometry.kv_bytes_per_token  # blocks are not filled to the last token
+        cache_bytes = 2 * rows * tokens * geometry.kv_bytes_per_token  # blocks are not filled to the last token
         source = self._kept.enter_context(written(loaded))
-        return {"source": source, "rows": rows, "cache_bytes": room, "compiled": self.compiled}
+        return {"source": source, "rows": rows, "cache_bytes": cache_bytes, "compiled": self.compiled}
 
 
 class CompiledVllm(Vllm):

@@ -98,8 +98,8 @@ class _Remote(Reader):
         return logits, self._last["seconds"]
 
     def memory(self) -> Memory:
-        held, largest, peak = (self._last.get(name, 0) for name in ("held", "largest", "peak"))
-        return Memory(held, peak_cache_bytes=peak, peak_workspace_bytes=largest)
+        resident, largest, peak = (self._last.get(name, 0) for name in ("held", "largest", "peak"))
+        return Memory(resident, peak_cache_bytes=peak, peak_workspace_bytes=largest)
 
 
 class KvpressProcess(PeerProcess):

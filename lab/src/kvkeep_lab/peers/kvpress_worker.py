@@ -96,15 +96,15 @@ class Answerer:
         return output.logits[0, -1].float().cpu()
 
     def _step(self, logits: torch.Tensor, start: float) -> dict[str, Any]:
-        seconds, held = time.perf_counter() - start, self._held()
-        self.peak = max(self.peak, sum(held))
+        seconds, sizes = time.perf_counter() - start, self._layer_bytes()
+        self.peak = max(self.peak, sum(sizes))
         coded = base64.b64encode(logits.contiguous().numpy().tobytes()).decode()
-        return {"seconds": seconds, "logits": coded, "held": sum(held), "largest": max(held), "peak": self.peak}
+        return {"seconds": seconds, "logits": coded, "held": sum(sizes), "largest": max(sizes), "peak": self.peak}
 
     def _note(self, *_: Any) -> None:
-        self.peak = max(self.peak, sum(self._held()))
+        self.peak = max(self.peak, sum(self._layer_bytes()))
 
-    def _held(self) -> list[int]:
+    def _layer_bytes(self) -> list[int]:
         layers = [layer for layer in self.cache.layers if layer.keys is not None]
         return [layer.keys.nbytes + layer.values.nbytes for layer in layers]
 

@@ -59,8 +59,8 @@ class Answerer:
         _, token = read([token])
         steps_s = []
         for _ in range(steps):
-            took, token = read([token])
-            steps_s.append(took)
+            seconds, token = read([token])
+            steps_s.append(seconds)
         return {"prefill_s": prefill_s, "steps_s": steps_s}
 
     def _context(self, flash: bool, cache: str) -> Any:

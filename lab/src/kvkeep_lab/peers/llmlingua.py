@@ -61,7 +61,7 @@ class _Compressed(Reader):
     def __init__(self, model: Any, entries: int, edge: int) -> None:
         self.model, self.entries, self.edge = model, entries, edge
         self._cache = DynamicCache(config=model.config)
-        self._most = 0  # bytes that compressing held
+        self._peak = 0  # bytes that compressing held
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
@@ -74,9 +74,9 @@ class _Compressed(Reader):
         return output.logits[0, -1].float().cpu(), spent + time.perf_counter() - start
 
     def memory(self) -> Memory:
-        held = account(self._cache)
-        peak = max(held.peak_cache_bytes, self._most)
-        return Memory(held.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=held.peak_workspace_bytes)
+        found = account(self._cache)
+        peak = max(found.peak_cache_bytes, self._peak)
+        return Memory(found.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=found.peak_workspace_bytes)
 
     def _shortened(self, ids: list[int]) -> tuple[list[int], float]:
         """Return at most so many tokens as there are entries, and the seconds it took to compress once. The package
@@ -89,7 +89,7 @@ class _Compressed(Reader):
         for _ in range(_TRIES):
             start = time.perf_counter()
             kept = _compressed(model, ids[self.edge : end], target)
-            seconds, self._most = time.perf_counter() - start, model.most
+            seconds, self._peak = time.perf_counter() - start, model.peak
             if len(kept) <= wanted:
                 return [*ids[: self.edge], *kept, *ids[end:]], seconds
             target = max(1, target - len(kept) + wanted)
@@ -117,13 +117,13 @@ class _Model:
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, next(model.parameters()).device
         self.positions = ModelGeometry.from_config(model.config).max_positions or 2**31
-        self.most = 0
+        self.peak = 0
 
     def __call__(self, ids: Tensor, attention_mask: Tensor, past_key_values: Any, use_cache: bool) -> Any:
         cache = DynamicCache() if past_key_values is None else DynamicCache(past_key_values)
         output = self.model(ids, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache)
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
-        self.most = max(self.most, sum(nbytes(*pair) for pair in pairs))
+        self.peak = max(self.peak, sum(nbytes(*pair) for pair in pairs))
         return SimpleNamespace(logits=output.logits, past_key_values=pairs)
 
 

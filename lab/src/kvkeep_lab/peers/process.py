@@ -28,7 +28,7 @@ class PeerProcess:
         self.name, self.closed = name, False
         self._owner = os.getpid()  # a fork must not speak through its parent's pipes
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         try:
             self._process = subprocess.Popen(
                 # -I: not this folder's modules, and not kvkeep's packages
@@ -37,7 +37,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 text=True,
-                env={**os.environ, **quiet, **environment},
+                env={**os.environ, **offline, **environment},
                 start_new_session=True,  # no Ctrl-C: it ends when its input does
             )
         except OSError as error:

@@ -68,13 +68,13 @@ class Server(ABC):
         """Start it for the block. Raises UsageError as :meth:`command` does, KvkeepError where it does not start."""
         port = _free_port()
         with self.command(port) as (line, variables), tempfile.TemporaryFile() as said:
-            quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{self.threads}"}
+            offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{self.threads}"}
             try:
                 process = subprocess.Popen(
                     line,
                     stdout=said,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **quiet, **variables},
+                    env={**os.environ, **offline, **variables},
                     start_new_session=True,
                 )
             except OSError as error:
@@ -117,13 +117,15 @@ class Ours(Server):
         return f"kvkeep {self.method}"
 
     @property
-    def asked(self) -> str | None:
+    def requested_budget(self) -> str | None:
         """The budget of its sessions; None where the method takes none."""
         return self.budget if "budget" in resolve(self.method).options else None
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
-        method = ["--method", self.method] + ([] if self.asked is None else ["--budget", self.asked])
+        method = ["--method", self.method] + (
+            [] if self.requested_budget is None else ["--budget", self.requested_budget]
+        )
         where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
         yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
 
@@ -159,8 +161,8 @@ class VllmServer(Server):
             line = ["--model", folder, "--served-model-name", self.model, "--port", f"{port}", "--dtype", "bfloat16"]
             eager = [] if self.compiled else ["--enforce-eager"]
             line += ["--host", "127.0.0.1", "--no-enable-prefix-caching", *sizes, *eager]
-            room = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], room
+            variables = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], variables
 
 
 class CompiledVllmServer(VllmServer):

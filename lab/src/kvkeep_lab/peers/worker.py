@@ -26,8 +26,8 @@ def main(file: str) -> None:
             answer = getattr(answerer, question.pop("do"))(**question)
         except Exception as error:  # whatever a package raises is its user's to read
             reason = " ".join(str(error).split()) or type(error).__name__
-            own = type(error).__module__ == "peer"
-            answer = {"error": reason if own else f"{type(error).__name__}: {reason}"}
+            reported = type(error).__module__ == "peer"
+            answer = {"error": reason if reported else f"{type(error).__name__}: {reason}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

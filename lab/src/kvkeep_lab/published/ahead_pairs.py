@@ -41,8 +41,8 @@ class Seen:
     @property
     def alpha(self) -> Tensor:
         """The attention of entries that may merge, so that it adds up to 1: (lanes, entries)."""
-        own = self.attention * self.merges
-        return own / (own.sum(1, keepdim=True) + EPS)
+        merging = self.attention * self.merges
+        return merging / (merging.sum(1, keepdim=True) + EPS)
 
 
 class AheadMerging(ABC):
@@ -104,13 +104,13 @@ def merge(
     """Merge the ``chosen`` pairs (lanes, pairs) bool. keys (lanes, entries, dim): before rotation, float32. slots: the
     last that each entry stands for, as is then that of the second."""
     alpha = seen.alpha[..., None]
-    own, other = how.weights((alpha[:, :-1], alpha[:, 1:]), (sensitivity[:, :-1], sensitivity[:, 1:]))
-    total = own + other + EPS
-    own, other = own / total, other / total
-    joined = own * keys[:, :-1] + other * keys[:, 1:]
+    first, second = how.weights((alpha[:, :-1], alpha[:, 1:]), (sensitivity[:, :-1], sensitivity[:, 1:]))
+    total = first + second + EPS
+    first, second = first / total, second / total
+    joined = first * keys[:, :-1] + second * keys[:, 1:]
     count = _pairs(counts)
     count = count.clamp(max=how.cap) if how.cap else count
-    curvature = own.square() * sensitivity[:, :-1] + other.square() * sensitivity[:, 1:]
+    curvature = first.square() * sensitivity[:, :-1] + second.square() * sensitivity[:, 1:]
     gone = torch.nn.functional.pad(chosen, (1, 0))
     return Paired(
         _where(chosen, joined, keys),

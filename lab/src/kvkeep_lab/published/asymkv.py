@@ -32,12 +32,12 @@ class AsymKV(NeighboursByQueries):
     source: ClassVar[str] = "AsymKV (Cui and Xu, 2025); arXiv:2603.00907, Eq. 3"
     papers: ClassVar[Sequence[Paper]] = (ASYMKV,)
 
-    def clues(self, asked: Queries) -> Tensor:
+    def clues(self, queries: Queries) -> Tensor:
         """Return the squares of the gradient by each key, (lanes, entries, dim): the diagonal of the Fisher matrix."""
-        gradient = torch.zeros_like(asked.keys)
+        gradient = torch.zeros_like(queries.keys)
         with torch.enable_grad():
-            keys = asked.keys.detach().requires_grad_()
-            for block in asked.blocks():
+            keys = queries.keys.detach().requires_grad_()
+            for block in queries.blocks():
                 loss = energy(block.weights(keys) @ block.values * block.real)
                 gradient += torch.autograd.grad(loss, keys)[0]
         return gradient.square()

@@ -101,11 +101,11 @@ class MergeByQueries(MergeNeighbours):
         if (visible := self.ledger.visible_by(self.heads)) is not None:
             real *= bank.of(visible)[:, 0, 0, asking][..., None]
         query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
-        asked = Queries(query, keys, values, bias, real, self.scaling, BLOCK)
+        queries = Queries(query, keys, values, bias, real, self.scaling, BLOCK)
         weights = 4 * GRADIENTS * len(query) * min(BLOCK, len(asking)) * slots.shape[2]
         self.meter.hold(weights)
         with self.meter.holding(query, keys, values, bias, real):
-            clues = self.how.clues(asked)
+            clues = self.how.clues(queries)
         self.meter.hold(-weights)
         return clues
 
@@ -139,16 +139,16 @@ class NeighboursByQueries(Neighbours):
     merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
-    def clues(self, asked: Queries) -> Tensor:
+    def clues(self, queries: Queries) -> Tensor:
         """Return what has to be known of each entry, (lanes, entries, any); a merged entry has the sum of both."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of what is merged and of what it is merged into, and of the weights of the last queries, for
         a moment."""
-        held, most = super().holds(layer, geometry, entries, left), max(left, default=0)
-        if not most:
-            return held
-        both, queries = entries + most, max(most, QUERIES) * geometry.attention_heads
+        holding, evicted = super().holds(layer, geometry, entries, left), max(left, default=0)
+        if not evicted:
+            return holding
+        both, queries = entries + evicted, max(evicted, QUERIES) * geometry.attention_heads
         more = 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
         more += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
-        return replace(held, workspace=held.workspace + more)
+        return replace(holding, workspace=holding.workspace + more)

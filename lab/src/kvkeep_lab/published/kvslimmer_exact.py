@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.policies.fates.kvslimmer import alone, best_share, together
+from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 from kvkeep.stores.evicted.pairs import Pairs
 from kvkeep_lab.published.asymkv import energy
 from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
@@ -20,25 +20,25 @@ class KVSlimmerExact(NeighboursByQueries):
 
     source: ClassVar[str] = "arXiv:2603.00907, Eq. 30"
 
-    def clues(self, asked: Queries) -> Tensor:
+    def clues(self, queries: Queries) -> Tensor:
         """Return g11 of each entry and its g12 with the next, (lanes, entries, 2): E c_ij summed over the queries, E by
         backpropagation."""
-        found = torch.zeros(*asked.keys.shape[:2], 2, device=asked.keys.device)
-        for block in asked.blocks():
+        found = torch.zeros(*queries.keys.shape[:2], 2, device=queries.keys.device)
+        for block in queries.blocks():
             weights = block.weights(block.keys)
             output = weights @ block.values
             with torch.enable_grad():
-                own = output.detach().requires_grad_()
-                gradient = torch.autograd.grad(energy(own * block.real), own)[0]
+                leaf = output.detach().requires_grad_()
+                gradient = torch.autograd.grad(energy(leaf * block.real), leaf)[0]
             residual = gradient @ block.values.transpose(1, 2) - (gradient * output).sum(-1, keepdim=True)
-            found[..., 0] += (alone(weights) * residual).sum(1)
+            found[..., 0] += (diagonal(weights) * residual).sum(1)
             both = residual[..., :-1] + residual[..., 1:]
-            found[:, :-1, 1] += (together(weights[..., :-1], weights[..., 1:]) * both).sum(1)
+            found[:, :-1, 1] += (mixed(weights[..., :-1], weights[..., 1:]) * both).sum(1)
         return found
 
     def share(self, pairs: Pairs) -> Tensor:
         """Return (g11 + g12) / (g11 + 2 g12 + g22). Of an entry merged in this same pass g12 is a sum as well, which is
         not its own."""
         assert pairs.clues is not None
-        (own, both), other = pairs.clues[0].split(1, 2), pairs.clues[1][..., :1]
-        return best_share(own, both, other)
+        (first, both), second = pairs.clues[0].split(1, 2), pairs.clues[1][..., :1]
+        return best_share(first, both, second)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.policies.fates.kvslimmer import alone
+from kvkeep.policies.fates.kvslimmer import diagonal
 from kvkeep_lab.published.ahead_pairs import EPS, Seen
 from kvkeep_lab.published.neighbours_ahead import NeighboursAhead
 
@@ -28,11 +28,11 @@ class KVSlimmerPublished(NeighboursAhead):
         """Return a (1 - 2 a) |v - o|, the norm L1 and o the sum of a v."""
         alpha = seen.alpha[..., None]
         output = (alpha * seen.sums).sum(1, keepdim=True)
-        return alone(alpha) * (seen.sums - output).abs().sum(-1, keepdim=True)
+        return diagonal(alpha) * (seen.sums - output).abs().sum(-1, keepdim=True)
 
     def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return |c11| - |c12| and |c22| - |c12|, |c12| = a1 a2 (d1 + d2) with d the norms that the sensitivities were
         made of."""
-        residuals = [own / (alone(share) + EPS) for own, share in zip(sensitivity, alpha, strict=True)]
+        residuals = [norm / (diagonal(share) + EPS) for norm, share in zip(sensitivity, alpha, strict=True)]
         both = alpha[0] * alpha[1] * (residuals[0] + residuals[1])
         return sensitivity[0] - both, sensitivity[1] - both

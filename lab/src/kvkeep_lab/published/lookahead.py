@@ -41,7 +41,7 @@ class Lookahead(PassHook):
         full = any(layer.evicted.full(layer.resident) for layer in layers)
         if not past or not (full or tokens.shape[1] > 1):
             return
-        readers = [Look(self.gradients) for _ in layers]
+        readers = [LookaheadPass(self.gradients) for _ in layers]
         with rehearsing(cache, readers):
             if self.gradients:
                 _go_back(cache, given, readers)
@@ -52,7 +52,7 @@ class Lookahead(PassHook):
             layer.evicted.merge_before(layer.resident, real, reader.received, reader.gradients)
 
 
-class Look(Rehearsal):
+class LookaheadPass(Rehearsal):
     """The reader of a layer in the first pass.
 
     received: of each bank that holds something, (lanes, entries), what its entries received of the tokens. leaves: the
@@ -69,10 +69,10 @@ class Look(Rehearsal):
         if self.differentiable:
             return self._differentiable(layer, step)
         resident, wide = layer.resident, step.wide(layer.length)
-        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
-        output, lse = attend(step.query, [*held, step.arriving()], step.scaling, origin=layer.origin)
+        segments = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        output, lse = attend(step.query, [*segments, step.arriving()], step.scaling, origin=layer.origin)
         lse = resident.unpadded(lse)
-        self.received = [received(step.query, segment, lse, step.scaling) for segment in held]
+        self.received = [received(step.query, segment, lse, step.scaling) for segment in segments]
         return output
 
     def _differentiable(self, layer: Layer, step: AttentionInputs) -> Tensor:
@@ -83,15 +83,15 @@ class Look(Rehearsal):
         for bank in layer.resident.banks:
             query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
             mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
-            own = _scores(query, key, mask, new.causal, step.scaling)
+            new_scores = _scores(query, key, mask, new.causal, step.scaling)
             if not bank.used:
-                parts.append(own.softmax(-1).to(value.dtype) @ value)
+                parts.append(new_scores.softmax(-1).to(value.dtype) @ value)
                 continue
             piece = next(pieces)
             self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
             past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
             scores = _scores(query, past.key, past.mask, False, step.scaling)
-            weights = torch.cat([scores, own], -1).softmax(-1)
+            weights = torch.cat([scores, new_scores], -1).softmax(-1)
             parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
             heard = weights[..., : bank.used].detach()
             if visible is not None:
@@ -125,16 +125,16 @@ def _real(ledger: Ledger, past: int) -> Tensor:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[Look]) -> None:
+def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[LookaheadPass]) -> None:
     """Read the tokens of ``given``, and give readers the gradients of their loss by the keys of all layers' banks."""
     if given.get("input_ids") is None:
         raise UsageError("A loss is of token ids, and embeddings have none; 'kvslimmer-published' needs no loss.")
-    own = {name: part.clone() if isinstance(part, Tensor) else part for name, part in given.items()}
+    inputs = {name: part.clone() if isinstance(part, Tensor) else part for name, part in given.items()}
     past = cache.ledger.length
     with _frozen(cache.model), _graph(cache.model, cache.meter):
-        logits = cache.model(**own).logits
+        logits = cache.model(**inputs).logits
         leaves = [leaf for reader in readers for leaf in reader.leaves]
-        found = iter(torch.autograd.grad(loss(logits, own["input_ids"], _real(cache.ledger, past)), leaves))
+        found = iter(torch.autograd.grad(loss(logits, inputs["input_ids"], _real(cache.ledger, past)), leaves))
     for reader in readers:
         reader.gradients = [next(found) for _ in reader.leaves]
         reader.leaves = []
@@ -143,14 +143,14 @@ def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[Look]) -> None
 @contextmanager
 def _graph(model: Any, meter: Meter) -> Iterator[None]:
     """Count the tensors that the graph keeps, each once, as workspace while the block runs."""
-    known, held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, 0
+    known, graph_bytes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, 0
 
     def kept(tensor: Tensor) -> Tensor:
-        nonlocal held
+        nonlocal graph_bytes
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
-            held += storage.nbytes()
+            graph_bytes += storage.nbytes()
             meter.hold(storage.nbytes())
         return tensor
 
@@ -158,7 +158,7 @@ def _graph(model: Any, meter: Meter) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
             yield
     finally:
-        meter.hold(-held)
+        meter.hold(-graph_bytes)
 
 
 def loss(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:

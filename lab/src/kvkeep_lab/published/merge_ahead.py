@@ -72,10 +72,10 @@ class MergeAhead(MergesNeighbours):
                 _gathered(rows, order) for rows in (keys, values, slots, counts, scores, heard)
             )
             gradient = None if gradient is None else _gathered(gradient, order)
-        free, held = self.slack - 1, (slots >= 0).sum(1, keepdim=True)
-        tight = held + arriving > bank.budget - (free if several else 0)
-        asked = (held > 0) & (arriving > 0) & (tight | several)
-        excess = torch.where(tight & asked, held + arriving + free - bank.budget, 0)
+        free, used = self.slack - 1, (slots >= 0).sum(1, keepdim=True)
+        tight = used + arriving > bank.budget - (free if several else 0)
+        merging = (used > 0) & (arriving > 0) & (tight | several)
+        excess = torch.where(tight & merging, used + arriving + free - bank.budget, 0)
         places = (counts.cumsum(1) + bank.of(self.moved) - 1).long()
         sums = values.float() * counts[..., None]
         turned_back = None if gradient is None else self._turned(gradient.float(), -places)
@@ -85,7 +85,7 @@ class MergeAhead(MergesNeighbours):
         seen = Seen(heard * (slots >= 0), sums, merges, turned_back)
         sensitivity = self.how.sensitivity(seen)
         if self.how.averages:
-            sensitivity = self._averaged(bank, sensitivity[..., 0], scores, slots, asked)[..., None]
+            sensitivity = self._averaged(bank, sensitivity[..., 0], scores, slots, merging)[..., None]
         if bool((excess > 0).any()):
             chosen = cheapest(costs(seen, counts, heads), excess[::heads]).repeat_interleave(heads, 0)
             pairs = chosen.sum()
@@ -105,16 +105,16 @@ class MergeAhead(MergesNeighbours):
         scores = sensitivity[..., 0] if self.how.averages else scores
         _write(bank, keys, values, slots, counts, scores)
 
-    def _averaged(self, bank: Bank, new: Tensor, old: Tensor, slots: Tensor, asked: Tensor) -> Tensor:
-        """Return the mean of sensitivities over the chunks so far, (lanes, entries), where one ``asked`` (lanes, 1);
-        that of an entry no earlier chunk has looked at is its own."""
+    def _averaged(self, bank: Bank, new: Tensor, old: Tensor, slots: Tensor, merging: Tensor) -> Tensor:
+        """Return the mean of sensitivities over the chunks so far, (lanes, entries), where a bank is ``merging``
+        (lanes, 1); that of an entry no earlier chunk has looked at is its own."""
         assert self.looks is not None and self.seen is not None
-        looks, seen = bank.of(self.looks) + asked, bank.of(self.seen)
+        looks, seen = bank.of(self.looks) + merging, bank.of(self.seen)
         share = 1 / looks.clamp(min=1)
         mean = torch.where(slots < seen, share * new + (1 - share) * old, new)
         self.looks[bank.index] = looks.int()
-        self.seen[bank.index] = torch.where(asked, self.length, seen).int()
-        return torch.where(asked, mean, old)
+        self.seen[bank.index] = torch.where(merging, self.length, seen).int()
+        return torch.where(merging, mean, old)
 
     def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
         """Keep new entries, for which there is room once gaps are closed."""
@@ -154,17 +154,17 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, scores: Tensor) -> None:
     """Put entries into a bank in the order of the text, its last column used in every lane."""
-    held = (slots >= 0).sum(1)
-    most, least = int(held.max()), int(held.min())
-    assert most <= bank.columns
-    last = slots.argsort(dim=1, stable=True)[:, slots.shape[1] - most :]
+    used = (slots >= 0).sum(1)
+    longest, shortest = int(used.max()), int(used.min())
+    assert longest <= bank.columns
+    last = slots.argsort(dim=1, stable=True)[:, slots.shape[1] - longest :]
     extra = torch.zeros(bank.slots.shape, device=slots.device)
     fresh = torch.zeros_like(extra)
-    extra[:, :most] = (_gathered(counts, last) - 1).clamp(min=0)
-    fresh[:, :most] = _gathered(scores, last)
-    bank.keys[:, :most], bank.values[:, :most] = _gathered(keys, last), _gathered(values, last)
+    extra[:, :longest] = (_gathered(counts, last) - 1).clamp(min=0)
+    fresh[:, :longest] = _gathered(scores, last)
+    bank.keys[:, :longest], bank.values[:, :longest] = _gathered(keys, last), _gathered(values, last)
     slots = _gathered(slots, last)
-    bank.slots[:, most:] = -1
-    bank.slots[:, :most] = slots
+    bank.slots[:, longest:] = -1
+    bank.slots[:, :longest] = slots
     bank.extra, bank.scores = extra, fresh
-    bank.used, bank.vacant = most, most - least
+    bank.used, bank.vacant = longest, longest - shortest

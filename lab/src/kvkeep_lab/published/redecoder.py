@@ -49,7 +49,7 @@ class Redecoder(PassHook):
         layers, ledger, adapter = cache.layers, cache.ledger, bind(cache.model)
         if not layers[0].length:
             return
-        left = [_left(layer, held) for layer, held in zip(layers, before, strict=True)]
+        left = [_left(layer, resident) for layer, resident in zip(layers, before, strict=True)]
         slots = self._chosen(left, ledger.batch)
         if not slots.shape[1]:
             return
@@ -57,8 +57,8 @@ class Redecoder(PassHook):
             rows.view().squeeze(-1).gather(1, slots.clamp(min=0)) for rows in (ledger.ids, ledger.positions)
         )
         hidden = adapter.embed(ids, positions)
-        for layer, own in zip(layers, left, strict=True):
-            again = _Again(layer, slots, own)
+        for layer, evicted in zip(layers, left, strict=True):
+            again = _Again(layer, slots, evicted)
             with cache.meter.holding(hidden, again.past):
                 hidden = adapter.advance(layer.index, hidden, positions, again)
             again.settle(self.limit)
@@ -66,7 +66,7 @@ class Redecoder(PassHook):
     def _chosen(self, left: list[Tensor], rows: int) -> Tensor:
         """Return the slots of each row that left most KV heads of all layers, the older first where it is as many, in
         the order of the text: (rows, n) int64, -1 for none."""
-        votes = sum(own.unflatten(0, (rows, -1)).sum(1) for own in left)
+        votes = sum(evicted.unflatten(0, (rows, -1)).sum(1) for evicted in left)
         assert isinstance(votes, Tensor)
         length = votes.shape[1]
         order = votes * length - torch.arange(length, device=votes.device)
@@ -76,13 +76,13 @@ class Redecoder(PassHook):
 
 def _left(layer: Layer, before: Tensor) -> Tensor:
     """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
-    held = layer.resident.resident_slots()
-    there = torch.nn.functional.pad(before, (0, held.shape[1] - before.shape[1]), value=True)
+    resident = layer.resident.resident_slots()
+    there = torch.nn.functional.pad(before, (0, resident.shape[1] - before.shape[1]), value=True)
     if not len(before):  # before the first pass
-        there = torch.ones_like(held)
+        there = torch.ones_like(resident)
     if (visible := layer.ledger.visible_by(layer.heads)) is not None:
         there = there & visible[:, 0, 0]
-    return there & ~held
+    return there & ~resident
 
 
 class _Again:
@@ -98,8 +98,8 @@ class _Again:
             self.past = self.past & visible
         # Of each other, a lane sees those that are not resident in it anyhow; nobody sees nothing.
         there = (self.slots >= 0) & ~layer.resident.resident_slots().gather(1, self.slots.clamp(min=0))
-        self.own = (self.slots[:, None, None] <= asking) & there[:, None, None]
-        self.own |= torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device) & (asking < 0)
+        self.mutual = (self.slots[:, None, None] <= asking) & there[:, None, None]
+        self.mutual |= torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device) & (asking < 0)
         self.keys = self.values = slots.new_empty(0)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class _Again:
     ) -> Tensor:
         step = AttentionInputs.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
         segments = [self.layer.segment(piece, step, self.past) for piece in self.layer.resident.pieces()]
-        return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.own)], scaling)[0])
+        return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.mutual)], scaling)[0])
 
     def settle(self, limit: int) -> None:
         """Make the new entries resident in the lanes that they left, as many as have room."""

@@ -98,7 +98,7 @@ def _bars(figure: Any, group: TaskGroup) -> None:
 def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
     metric, baseline = group.task.metrics[0], group.experiment.baseline
     across = [_mean(metric, result) for result in methods.pop(baseline, ())]
-    held = {
+    megabytes = {
         name: [result.held_bytes / 1e6 for result in sorted(mine, key=lambda result: result.held_bytes)]
         for name, mine in methods.items()
     }
@@ -106,18 +106,18 @@ def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]
     grid = list(figure.subplots(rows, _PANELS, sharex=True, sharey=True, squeeze=False).flat)
     for axes, name in zip(grid, methods, strict=False):
         for other, (means, _) in of.items():
-            axes.plot(held[other], means, color="0.87", linewidth=0.8, zorder=1)
+            axes.plot(megabytes[other], means, color="0.87", linewidth=0.8, zorder=1)
         for mean in across:
             axes.axhline(mean, color="0.3", linewidth=0.8, linestyle=":")
         style: dict[str, Any] = {"color": _BLUE, "marker": "o", "markersize": 4, "elinewidth": 0.8, "capsize": 2}
-        axes.errorbar(held[name], of[name][0], yerr=of[name][1], zorder=3, clip_on=False, **style)
+        axes.errorbar(megabytes[name], of[name][0], yerr=of[name][1], zorder=3, clip_on=False, **style)
         axes.set_title(name, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
         plain(axes, "both")
     for axes in grid[len(methods) :]:
         axes.set_visible(False)
     grid[0].set_xscale("log")
-    _plain_numbers(grid[0].xaxis, [value for values in held.values() for value in values])
+    _plain_numbers(grid[0].xaxis, [value for values in megabytes.values() for value in values])
     _quality_axis(grid[0], metric, group.measured)
     for axes in grid[max(0, len(methods) - _PANELS) : len(methods)]:
         axes.tick_params(labelbottom=True)

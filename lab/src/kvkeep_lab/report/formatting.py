@@ -57,15 +57,17 @@ def ways(found: Iterable[tuple[str, str | None]]) -> str:
     for name, budget in found:
         budgets.setdefault(name, []).extend([budget] if budget else [])
     names: dict[tuple[str, ...], list[str]] = {}
-    for name, own in budgets.items():
-        names.setdefault(tuple(own), []).append(name)
-    return "; ".join(f"{listed(some)} at {listed(own)}" if own else listed(some) for own, some in names.items())
+    for name, of_name in budgets.items():
+        names.setdefault(tuple(of_name), []).append(name)
+    return "; ".join(
+        f"{listed(some)} at {listed(of_name)}" if of_name else listed(some) for of_name, some in names.items()
+    )
 
 
 def listed(words: Iterable[str]) -> str:
     """Return words with commas, and "and" before the last."""
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def code(word: str) -> str:

@@ -18,7 +18,7 @@ from kvkeep.errors import StoreError
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.page import write_page
 from kvkeep_lab.report.chapter import Chapter
-from kvkeep_lab.report.markdown import FRONT, anchors, markdown
+from kvkeep_lab.report.markdown import OVERVIEW, anchors, markdown
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 _LONG = 48
@@ -68,7 +68,7 @@ def page(text: str, pictures: Mapping[str, Path]) -> str:
     contents = []
     for (token, title), anchor in zip(found, anchors(titles), strict=True):
         token.attrSet("id", anchor)
-        if title in FRONT:
+        if title in OVERVIEW:
             token.attrJoin("class", "front")
         if token.tag == "h2":
             contents.append(f'<li><a href="#{html.escape(anchor)}">{html.escape(title)}</a></li>\n')

@@ -50,7 +50,7 @@ def place(
         for ends in (axes.transData.transform([first, second]),)
     ]
     frame = axes.get_window_extent(renderer)
-    room = Bbox.from_extents(frame.x0, frame.y0, figure.bbox.x1 - 4, frame.y1 + 12)
+    area = Bbox.from_extents(frame.x0, frame.y0, figure.bbox.x1 - 4, frame.y1 + 12)
     for label in labels:
         text = axes.annotate(
             label.text,
@@ -65,7 +65,7 @@ def place(
         tried = []
         for number, where in enumerate(_ROUND):
             box = _put(text, where, renderer)
-            beyond = box.x0 < room.x0 or box.x1 > room.x1 or box.y0 < room.y0 or box.y1 > room.y1
+            beyond = box.x0 < area.x0 or box.x1 > area.x1 or box.y0 < area.y0 or box.y1 > area.y1
             tried.append((sum(box.overlaps(other) for other in taken) + len(taken) * beyond, number))
             if not tried[-1][0]:
                 break

@@ -25,7 +25,7 @@ _MISSING = "What was not run"
 _CLAIMS, _READING = "What the paper claims", "How claims are judged"
 """The sections of one experiment's claims, and of what its verdicts mean."""
 
-FRONT = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
+OVERVIEW = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
 """The sections that are about all chapters."""
 
 _INTERVALS = (
@@ -42,41 +42,41 @@ def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str
     Of several experiments it begins with all verdicts, and with what was not run; of one with its claims, tables and
     figures.
     """
-    whole = [chapter for chapter in chapters if chapter.blocks]
-    alone = len(whole) == 1 or len({chapter.experiment or id(chapter) for chapter in whole}) == 1
-    parts = _of_one(whole, chapters, pictures) if alone else _of_many(whole, chapters, pictures)
+    measured = [chapter for chapter in chapters if chapter.blocks]
+    single = len(measured) == 1 or len({chapter.experiment or id(chapter) for chapter in measured}) == 1
+    parts = _of_one(measured, chapters, pictures) if single else _of_many(measured, chapters, pictures)
     return "\n\n".join([f"# {TITLE}", *parts]) + "\n"
 
 
-def _of_one(whole: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> Iterator[str]:
+def _of_one(measured: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> Iterator[str]:
     order = list(Outcome)
-    for chapter in whole:
+    for chapter in measured:
         heading, settings, *blocks = _part(chapter, pictures)
         yield heading
         yield settings
         if chapter.verdicts:
             ranked = sorted(chapter.verdicts, key=lambda verdict: order.index(verdict.outcome))
             yield f"### {_CLAIMS}"
-            yield "\n".join(line for verdict in ranked for line in _claim(verdict, alone=True))
+            yield "\n".join(line for verdict in ranked for line in _claim(verdict, single=True))
             if not blocks[0].startswith("#"):
                 yield "### What was measured"
         yield from blocks
-    if any(chapter.verdicts for chapter in whole):
+    if any(chapter.verdicts for chapter in measured):
         yield f"## {_READING}"
         yield _INTERVALS
     yield from _not_run(chapters, {})
 
 
-def _of_many(whole: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> list[str]:
-    bodies = [list(_part(chapter, pictures)) for chapter in whole]
-    front = _headings(_front(chapters, {}))
+def _of_many(measured: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> list[str]:
+    bodies = [list(_part(chapter, pictures)) for chapter in measured]
+    overview = _headings(_overview(chapters, {}))
     made = iter(
-        anchors([TITLE, *front, *(heading for body in bodies for heading in _headings(body))])[1 + len(front) :]
+        anchors([TITLE, *overview, *(heading for body in bodies for heading in _headings(body))])[1 + len(overview) :]
     )
     links = {}
-    for chapter, body in zip(whole, bodies, strict=True):
+    for chapter, body in zip(measured, bodies, strict=True):
         links[id(chapter)], *_ = [next(made) for _ in _headings(body)]
-    return [*_front(chapters, links), *(part for body in bodies for part in body)]
+    return [*_overview(chapters, links), *(part for body in bodies for part in body)]
 
 
 def _headings(parts: Iterable[str]) -> list[str]:
@@ -95,7 +95,7 @@ def anchors(titles: Sequence[str]) -> list[str]:
     return made
 
 
-def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[str]:
+def _overview(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[str]:
     """Yield what comes before the chapters; ``links``: the anchors of those that come, by identity."""
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
@@ -141,9 +141,9 @@ def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
     return f"**[{name}](#{links[id(chapter)]})**" if id(chapter) in links else f"**{name}**"
 
 
-def _claim(verdict: Verdict, alone: bool = False) -> Iterator[str]:
-    """Yield the lines of a claim; ``alone``: no section says that it was not measured."""
-    finding = f" **{_sentence(verdict.finding)}.**" if alone or verdict.outcome is not Outcome.UNMEASURED else ""
+def _claim(verdict: Verdict, single: bool = False) -> Iterator[str]:
+    """Yield the lines of a claim; ``single``: no section says that it was not measured."""
+    finding = f" **{_sentence(verdict.finding)}.**" if single or verdict.outcome is not Outcome.UNMEASURED else ""
     yield f'* "{escaped(verdict.says)}"{finding}'
     yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not Outcome.UNMEASURED)
     if verdict.reading:

@@ -47,9 +47,9 @@ class StudyGroup(Group):
         return {name: numbers for name, numbers in values.items() if numbers}
 
     def as_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("setting", "model", "values")}
+        facts = {name: getattr(self, name) for name in ("setting", "model", "values")}
         records = [record.model_dump(mode="json") for record in self.records]
-        return {**own, "records": records, "experiment": self.experiment.model_dump(mode="json")}
+        return {**facts, "records": records, "experiment": self.experiment.model_dump(mode="json")}
 
     @property
     def ours(self) -> str:

@@ -70,9 +70,9 @@ class TaskGroup(Group):
         return [*sorted(value for value in found if not isinstance(value, str)), *names]
 
     def as_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("setting", "model", "versions", "machines", "prompts")}
+        facts = {name: getattr(self, name) for name in ("setting", "model", "versions", "machines", "prompts")}
         lines = [result.as_dict() for result in self.results]
-        return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
+        return {**facts, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
     @property
     def ours(self) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.watching import Attended, grouped, watching
+from kvkeep_lab.attention_inputs import Attended, grouped, watching
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.sensitivity import sensitivity
 from kvkeep_lab.statistics import each, mean, rank_correlation, where
@@ -27,7 +27,7 @@ from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
-ALIKE = 0.25
+SIMILAR_SHARE = 0.25
 """The share of a head's pairs with the most similar keys, which merging is meant for."""
 
 
@@ -233,7 +233,7 @@ def _layer(attended: Attended, gradient: Tensor, at: Tensor, kind: str) -> list[
         convex, convex_closed = ((weights >= 0) & (weights <= 1) for weights in (wanted, got))
         both = convex & convex_closed
         means = [float(part.mean()) for part in (a, b, c, a.abs())]
-        shares = (agree, agree[like >= like.quantile(1 - ALIKE)], convex, convex_closed)
+        shares = (agree, agree[like >= like.quantile(1 - SIMILAR_SHARE)], convex, convex_closed)
         gaps = [_finite((wanted - other)[both].abs().mean()) for other in (got, 0.5)]
         found = (*means, *(_correlation(a, other) for other in (c, -b)), *(_mean(part) for part in shares), *gaps)
         measures: dict[str, Any] = dict(zip(MEASURES, found, strict=True))

@@ -26,7 +26,7 @@ from kvkeep_lab.serving import Served, measure_servers, served_table
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, OwnMethod, ServerName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
-from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
+from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Case, Timed, run
 
 COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvreviver:estimate=shrunk,by=mean")
 """What is timed beside the lossy methods that lists name: not lossy alone, or without a name of its own."""
@@ -55,7 +55,7 @@ class Benched:
         rivals = [
             rival.step_ms
             for rival in self.rows
-            if rival.label in LlamaCpp.whole and rival.context == row.context and rival.step_ms
+            if rival.label in LlamaCpp.unquantised and rival.context == row.context and rival.step_ms
         ]
         return row.step_ms / min(rivals) if row.step_ms and rivals else None
 
@@ -161,8 +161,8 @@ class Bench(EngineStudy):
 
     def _served(self, trial: Trial) -> list[Served]:
         of = {"contexts": self.contexts, "sessions": self.sessions, "steps": self.steps, "only": self.only}
-        own = {"methods": self.methods, "budget": self.budget, "memory": self.memory, "progress": trial.progress}
-        return measure_servers(trial.loaded, self.peers or (), self.interpreters, **of, **own)  # type: ignore[arg-type]
+        options = {"methods": self.methods, "budget": self.budget, "memory": self.memory, "progress": trial.progress}
+        return measure_servers(trial.loaded, self.peers or (), self.interpreters, **of, **options)  # type: ignore[arg-type]
 
     def conditions(self) -> dict[str, Any]:
         return {"clock": self.clock}
@@ -254,7 +254,7 @@ def cases(
             listed += [_case(name, length, budget, steps) for name in methods if name != STOCK]
         with suppress(BudgetError):  # which methods with a budget will say
             if entries := Budget.parse(budget).entries(geometry, context=length):
-                listed.append(Case(HELD, length, STOCK, reads=entries))
+                listed.append(Case(SAME_ENTRIES, length, STOCK, reads=entries))
         if slow and methods is None:
             rebuilt = (_direct(length, budget, *place) for place in (("residual:4", "host"), ("tokens", "device")))
             listed += [Case(NAIVE, length, NAIVE), *rebuilt]

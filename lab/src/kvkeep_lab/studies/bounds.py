@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from kvkeep.errors import UsageError
-from kvkeep.models.watching import Attended
+from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where
@@ -85,11 +85,11 @@ class BoundsStudy(TextStudy):
             )
         rows: list[Row] = []
 
-        def look(attended: Attended) -> None:
+        def observe(attended: Attended) -> None:
             for page in self.pages:
                 rows.append(Row(attended.layer, page, *loose(attended, self.queries, page, self.share)))
 
-        watch(trial.model, ids, look, trial.progress)
+        watch(trial.model, ids, observe, trial.progress)
         return Looseness(tokens, self.queries, self.share, rows)
 
     def tables(self, found: Looseness) -> list[Table]:
@@ -124,15 +124,17 @@ def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[fl
     tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
     last = torch.arange(tokens - queries, tokens, device=attended.key.device)
     keys = attended.key[0].float()  # (kv_heads, n, dim)
-    asked = attended.query[0, :, last].float().unflatten(0, (kv_heads, -1)).flatten(1, 2)  # (kv_heads, rows, dim)
-    scores = asked @ keys.transpose(1, 2) * attended.scaling
+    last_queries = (
+        attended.query[0, :, last].float().unflatten(0, (kv_heads, -1)).flatten(1, 2)
+    )  # (kv_heads, rows, dim)
+    scores = last_queries @ keys.transpose(1, 2) * attended.scaling
     seen = attended.visible(last)[0].expand(kv_heads, -1, -1)
     scores.masked_fill_(~seen.repeat(1, scores.shape[1] // queries, 1), float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)
     count = (tokens - queries) // page
     paged = keys[:, : count * page].unflatten(1, (count, page))
     low, high = paged.amin(2).transpose(1, 2), paged.amax(2).transpose(1, 2)
-    upper = (asked.clamp(min=0) @ high + asked.clamp(max=0) @ low) * attended.scaling
+    upper = (last_queries.clamp(min=0) @ high + last_queries.clamp(max=0) @ low) * attended.scaling
     true = scores[..., : count * page].unflatten(-1, (count, page))
     return (
         float((upper - true.amax(-1)).mean()),

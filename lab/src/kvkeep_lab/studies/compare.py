@@ -29,7 +29,7 @@ from kvkeep_lab.tasks.texts import ShortText, pieces
 log = logging.getLogger(__name__)
 
 METHODS = ["kv-direct", "streaming-llm", "h2o", "snapkv", "tova", "window"]
-_WHOLE = "the full cache's in bfloat16, where an entry in float32 counts twice"
+_FULL_CACHE = "the full cache's in bfloat16, where an entry in float32 counts twice"
 
 
 class Compare(Study):
@@ -95,15 +95,15 @@ class Compare(Study):
         listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts), left_out)
         for place, (text, seed, ids) in enumerate(prompts):
             progress = part(self._numbered(trial.progress, place, len(prompts)), place, len(prompts))
-            whole = whole_bytes(trial.model, len(ids) + self.new)
+            full_bytes = whole_bytes(trial.model, len(ids) + self.new)
             try:
                 one = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
             except Interruption as stop:
-                found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=whole)))
+                found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=full_bytes)))
                 raise Interruption(found) from None
             except KeyboardInterrupt:
                 raise (Interruption(found) if found.passages else KeyboardInterrupt) from None
-            found.passages.append(Passage(text, seed, replace(one, whole_bytes=whole)))
+            found.passages.append(Passage(text, seed, replace(one, whole_bytes=full_bytes)))
         return found
 
     def _prompts(self, trial: Trial, left_out: list[str]) -> Iterator[tuple[str, int | None, list[int]]]:
@@ -171,7 +171,7 @@ class Compare(Study):
             notes=[
                 f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
                 "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
-                f"Of bfloat16: held bytes as a share of {_WHOLE}.",
+                f"Of bfloat16: held bytes as a share of {_FULL_CACHE}.",
                 *(self._of_passages(found) if several else ()),
                 *found.refusals,
                 *(_merged(line) for line in lines if any(row.merges[0] > 0 for row in line.rows)),
@@ -197,12 +197,12 @@ class Compare(Study):
 
     def records(self, found: Comparisons) -> list[dict[str, Any]]:
         """Return the figures of every method and budget on every passage, the reference's first."""
-        own = {"kvkeep": kvkeep.__version__, "commit": commit()}
+        versions = {"kvkeep": kvkeep.__version__, "commit": commit()}
         return [
             {"text": one.text, "seed": one.seed, "prompt_tokens": one.found.prompt_tokens}
             | {"new_tokens": one.found.new_tokens, "role": "reference" if row is one.found.reference else "method"}
             | _figures(row)
-            | {"whole_bytes": one.found.whole_bytes, "error": row.error, **own}
+            | {"whole_bytes": one.found.whole_bytes, "error": row.error, **versions}
             for one in found.passages
             for row in (one.found.reference, *one.found.rows)
         ]
@@ -227,7 +227,7 @@ class Compare(Study):
             f"{Path(str(where['model'])).name} ({where['weights']}): {found.measured}, greedily{texts}. Match with the "
             f"unbounded cache ({found.reference.method}) is free-running; KL (nats) and top-1 are teacher-forced, KL, "
             "free is not. Held: bytes that attention reads, as a share of "
-            f"{_WHOLE}; budgets in percent are of a cache in the run's own precision. In bold: the best of a "
+            f"{_FULL_CACHE}; budgets in percent are of a cache in the run's own precision. In bold: the best of a "
             f"budget.{several} {' '.join([*missing, version()])}."
         )
         return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])

@@ -101,13 +101,13 @@ class ConversationBytes(Study):
         tokens = tokens_of(large, self.megabytes * megabyte, windowed)
         beside = tokens_of(small, self.beside_megabytes * megabyte, windowed)
         entry, residual, budget = large.kv_bytes_per_token, large.residual_bytes_per_token, self.budget * megabyte
-        held = large.full_bytes_per_token if windowed else entry
+        size_before = large.full_bytes_per_token if windowed else entry
         return Reading(
             name,
             megabyte,
             itemsize,
             windowed,
-            held,
+            size_before,
             tokens,
             beside,
             same_mb=bytes_of(large, beside, windowed) / megabyte,
@@ -161,5 +161,5 @@ def tokens_of(geometry: ModelGeometry, size: float, windowed: bool) -> float:
         if bytes_of(geometry, window, windowed) >= size:
             break
         before = float(window)
-    held = bytes_of(geometry, before, windowed)
-    return before + (size - held) / (bytes_of(geometry, before + 1, windowed) - held)
+    size_before = bytes_of(geometry, before, windowed)
+    return before + (size - size_before) / (bytes_of(geometry, before + 1, windowed) - size_before)

@@ -178,14 +178,14 @@ class Decoding(Study):
 
     def tables(self, found: Decoded) -> list[Table]:
         stock = found.run(STOCK)
-        whole = Table(
+        times_table = Table(
             f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
             ["", "first token", "early steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
         )
         for one in found.runs:
             first, last = (milliseconds(step / 1e3) for step in _ends(one))
             total = [f"{one.total_s:.2f} s", times(one.total_s / stock.total_s)]
-            whole.rows.append([f"`{one.way}`", f"{one.first_s:.3f} s", first, last, *total])
+            times_table.rows.append([f"`{one.way}`", f"{one.first_s:.3f} s", first, last, *total])
         phases = Table(
             "Prefill and decode apart",
             ["tokens", "prefill", "tokens/s", "a cached step", "tokens/s", "a naive step", "naive by cached"],
@@ -201,7 +201,7 @@ class Decoding(Study):
         by_place = {(one.length, one.way): one.microseconds for one in found.appends}
         for length in each(found.appends, "length"):
             appends.rows.append([f"{length:,}", *(number(by_place[length, way]) for way in ways)])
-        return [whole, phases, appends]
+        return [times_table, phases, appends]
 
     def draw(self, found: Decoded, path: FilePath, *, title: str) -> None:
         with panels(path, title, 3) as (steps, sums, appends):
@@ -224,5 +224,5 @@ def _cache(model: Any, way: str, length: int) -> Any:
 
 def _ends(one: Run) -> tuple[float, float]:
     """Return the mean ms of the first and the last eight steps, the very first left out."""
-    own = one.step_ms[1:9], one.step_ms[-8:]
-    return tuple(sum(steps) / len(steps) for steps in own)  # type: ignore[return-value]
+    ends = one.step_ms[1:9], one.step_ms[-8:]
+    return tuple(sum(steps) / len(steps) for steps in ends)  # type: ignore[return-value]

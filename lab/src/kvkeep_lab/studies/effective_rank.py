@@ -24,8 +24,8 @@ from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.models.head_weights import HeadWeights, head_weights
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
+from kvkeep_lab.head_weights import HeadWeights, head_weights
 from kvkeep_lab.statistics import each, effective_rank, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, Trial, first_tokens, part, rising
 from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
@@ -249,11 +249,11 @@ def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: T
     heads_, groups, fourth = (
         effective_rank(part, ENERGY).tolist() for part in (energies, stacked.square(), energies.square())
     )
-    about, held = (layer.index, layer.kind, query.shape[-1]), (_held(energies), _held(energies.square()))
-    return LayerRank(*about, heads_, groups, turned or None, held[0], fourth, held[1])
+    about, kept = (layer.index, layer.kind, query.shape[-1]), (_kept_energy(energies), _kept_energy(energies.square()))
+    return LayerRank(*about, heads_, groups, turned or None, kept[0], fourth, kept[1])
 
 
-def _held(energies: Tensor) -> list[float]:
+def _kept_energy(energies: Tensor) -> list[float]:
     """Return E(r), the mean over heads."""
     return (energies.cumsum(-1) / energies.sum(-1, keepdim=True)).mean(0).tolist()
 

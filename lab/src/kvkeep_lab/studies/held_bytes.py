@@ -69,10 +69,10 @@ class HeldBytesStudy(Study):
     def measure(self, trial: Trial) -> HeldBytes:
         """Read and count. Raises UnsupportedModelError for a kind that the family cannot have."""
         ids = built_in(trial.tokenizer, max(self.lengths)).to(trial.model.device)
-        asked = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
+        settings = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
         rows: list[Bytes] = []
-        for kind, budget, length in asked:
-            trial.progress(f"{length} tokens, {kind}", len(rows), len(asked))
+        for kind, budget, length in settings:
+            trial.progress(f"{length} tokens, {kind}", len(rows), len(settings))
             cache = KeepCache(trial.model, "kv-direct", budget, checkpoint=kind, where="host")
             trial.model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
             rows.append(_count(cache, kind, length, budget))
@@ -111,8 +111,8 @@ def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) ->
 def _used(cache: KeepCache) -> int:
     """Add up the tensors of all rows held, resident and checkpointed."""
     used = 0
-    for held in cache.holdings:
-        used += nbytes(*(tensor for tensor in held.state().values() if tensor.is_floating_point()))
+    for state in cache.holdings:
+        used += nbytes(*(tensor for tensor in state.state().values() if tensor.is_floating_point()))
     for _, rows in cache.checkpoint_rows():
         used += nbytes(*(piece for _, piece in rows.read(rows.first, rows.length)))
     if cache.checkpoint is not None and cache.checkpoint.reads_ids:

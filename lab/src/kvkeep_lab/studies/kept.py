@@ -113,10 +113,10 @@ def agreement(method: str, other: str, one: Sequence[Tensor], two: Sequence[Tens
     """Compare what two methods keep, (kv_heads, tokens) bool by layer."""
     shares, differing, of = [], 0, 0
     for ours, theirs in zip(one, two, strict=True):
-        most = torch.maximum(ours.sum(1), theirs.sum(1))
+        larger = torch.maximum(ours.sum(1), theirs.sum(1))
         both = (ours & theirs).sum(1)
-        shares.append((both / most.clamp(min=1)).tolist())
-        differing += int((most - both).sum())
-        of += int(most.sum())
+        shares.append((both / larger.clamp(min=1)).tolist())
+        differing += int((larger - both).sum())
+        of += int(larger.sum())
     least = min(min(layer) for layer in shares)
     return Agreement(method, other, [fmean(layer) for layer in shares], least, differing, of)

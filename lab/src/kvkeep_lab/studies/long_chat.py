@@ -49,7 +49,7 @@ QUESTIONS = (
     "Describe Versailles.",
     "Summarise what we have talked about.",
 )
-"""Asked in this order, and again from the first when they run out."""
+"""RulerQuestion in this order, and again from the first when they run out."""
 
 SHOWN = 20
 """Turns in a table, of longer conversations."""
@@ -82,7 +82,7 @@ class Turn:
         return self.prefill_s + self.decode_s
 
     @property
-    def held(self) -> int:
+    def attended_bytes(self) -> int:
         """Bytes of entries that attention reads, in full or in a smaller form."""
         return self.memory.resident_bytes + self.memory.compressed_bytes
 
@@ -174,11 +174,11 @@ class LongChat(Study):
                 prompt = talk.prompt(question)
                 _check_room(loaded.model, talk.cache, len(prompt) + self.new, number + 1)
                 result = talk.answer(question, prompt, max_new_tokens=self.new)
-                took, tokens = result.timing, result.tokens
+                timing, tokens = result.timing, result.tokens
                 reference = tokens if reference is None else reference
-                counts = number + 1, talk.cache.get_seq_length(), took.prefill_tokens, len(tokens)
+                counts = number + 1, talk.cache.get_seq_length(), timing.prefill_tokens, len(tokens)
                 same = tokens == reference
-                yield Turn(name, *counts, took.prefill_s, took.decode_s, same, result.memory, result.text)
+                yield Turn(name, *counts, timing.prefill_s, timing.decode_s, same, result.memory, result.text)
 
     def _conversation(self, loaded: Loaded, method: str) -> Conversation:
         """Return a method's; options go to those that take them."""
@@ -195,10 +195,10 @@ class LongChat(Study):
 
     def scores(self, found: Chat) -> dict[str, float]:
         first, *others = found.methods
-        scores = {"grown": found.of(first)[-1].held / 1e6}
+        scores = {"grown": found.of(first)[-1].attended_bytes / 1e6}
         if others:
             mine = found.of(others[0])
-            scores |= {"held": mine[-1].held / 1e6, "kept": mine[-1].kept / 1e6}
+            scores |= {"held": mine[-1].attended_bytes / 1e6, "kept": mine[-1].kept / 1e6}
             scores |= {"ratio": found.ratios(others[0]), "same": sum(turn.same for turn in mine) / len(mine)}
         return scores
 
@@ -211,9 +211,9 @@ class LongChat(Study):
         )
         for name in found.methods:
             mine = found.of(name)
-            sizes = [f"{mine[-1].context:,}", megabytes(mine[-1].held), megabytes(mine[-1].kept)]
-            took = [f"{median(turn.seconds for turn in mine):.2f} s", times(found.ratios(name))]
-            table.rows.append([f"`{name}`", *sizes, *took, f"{sum(turn.same for turn in mine)}/{len(mine)}"])
+            sizes = [f"{mine[-1].context:,}", megabytes(mine[-1].attended_bytes), megabytes(mine[-1].kept)]
+            timings = [f"{median(turn.seconds for turn in mine):.2f} s", times(found.ratios(name))]
+            table.rows.append([f"`{name}`", *sizes, *timings, f"{sum(turn.same for turn in mine)}/{len(mine)}"])
         return [table]
 
     def details(self, found: Chat) -> list[Table]:
@@ -226,10 +226,10 @@ class LongChat(Study):
         )
         for turn in found.turns:
             if turn.turn == 1 or not turn.turn % -(-last // SHOWN) or turn.turn == last:
-                own = [f"{turn.turn}", f"`{turn.method}`", f"{turn.context:,}", f"{turn.read}+{turn.written}"]
-                took = [fixed(turn.prefill_s), fixed(turn.decode_s), times(found.ratio(turn))]
-                sizes = [megabytes(turn.held), megabytes(turn.kept or None)]
-                table.rows.append([*own, *took, *sizes, "yes" if turn.same else "no"])
+                labels = [f"{turn.turn}", f"`{turn.method}`", f"{turn.context:,}", f"{turn.read}+{turn.written}"]
+                timings = [fixed(turn.prefill_s), fixed(turn.decode_s), times(found.ratio(turn))]
+                sizes = [megabytes(turn.attended_bytes), megabytes(turn.kept or None)]
+                table.rows.append([*labels, *timings, *sizes, "yes" if turn.same else "no"])
         return [table]
 
     def draw(self, found: Chat, path: FilePath, *, title: str) -> None:
@@ -241,7 +241,7 @@ class LongChat(Study):
                 mine = found.of(name)
                 turns, style = [turn.turn for turn in mine], styled(place)
                 style["markevery"] = max(1, len(turns) // 20)
-                memory.plot(turns, [turn.held / 1e6 for turn in mine], label=name, **style)
+                memory.plot(turns, [turn.attended_bytes / 1e6 for turn in mine], label=name, **style)
                 if any(turn.kept for turn in mine):
                     places = [where for where, size in mine[-1].memory.checkpoint_bytes.items() if size]
                     label = f"{name}, checkpoints on {' and '.join(places)}"

@@ -113,10 +113,10 @@ class MergingCost(Study):
         costs = []
         for one, row in zip(wanted, rows, strict=True):
             memory = row.memory
-            held = row.held_bytes + memory["bookkeeping_bytes"]
+            held_bytes = row.held_bytes + memory["bookkeeping_bytes"]
             peak = memory["peak_cache_bytes"] + memory["peak_workspace_bytes"] + memory["bookkeeping_bytes"]
             peak = memory.get("device_peak_bytes", peak)
-            costs.append(Cost(*one, row.prefill_s, row.mean_ms, held, peak, row.error))
+            costs.append(Cost(*one, row.prefill_s, row.mean_ms, held_bytes, peak, row.error))
         return Costs(costs, self.answer)
 
     def _case(self, method: str, length: int, chunk: int) -> Case:
@@ -154,9 +154,9 @@ class MergingCost(Study):
             rival = found.of(rivals, row.length)
             ratio = None if rival is None else found.seconds(row) / found.seconds(rival)
             assert row.prefill_s is not None and row.mean_ms is not None
-            took = [f"{row.prefill_s:.2f} s", milliseconds(row.mean_ms / 1e3), f"{found.seconds(row):.2f} s"]
+            timings = [f"{row.prefill_s:.2f} s", milliseconds(row.mean_ms / 1e3), f"{found.seconds(row):.2f} s"]
             sizes = [megabytes(row.held_bytes), megabytes(row.peak_bytes)]
-            seconds.rows.append([f"`{row.method}`, {row.length:,}", *took, times(ratio), *sizes])
+            seconds.rows.append([f"`{row.method}`, {row.length:,}", *timings, times(ratio), *sizes])
         peaks = Table(
             f"Peak memory by chunk, {self.middle:,} tokens",
             ["chunk", f"`{ours}`", f"`{rivals}`", "less"],
@@ -173,8 +173,8 @@ class MergingCost(Study):
         titles = (f"seconds of a request of {found.answer}", "ms of a step, mean", f"peak MB, {self.middle:,} tokens")
         with panels(path, f"{title}, budget {self.budget}", 3) as grid:
             for place, method in enumerate(self.methods):
-                own = [row for row in found.rows if row.method == method and not row.error]
-                mine, chunked = ([row for row in own if bool(row.chunk) is by] for by in (False, True))
+                rows = [row for row in found.rows if row.method == method and not row.error]
+                mine, chunked = ([row for row in rows if bool(row.chunk) is by] for by in (False, True))
                 lengths, style = [row.length for row in mine], styled(place, method, None)
                 grid[0].plot(lengths, [found.seconds(row) for row in mine], **style)
                 grid[1].plot(lengths, [row.mean_ms for row in mine], **style)

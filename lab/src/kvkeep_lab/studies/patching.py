@@ -154,8 +154,10 @@ class PatchingStudy(Study):
     def draw(self, found: Patches, path: FilePath, *, title: str) -> None:
         """Draw the KL at each layer; what is 0 lies on the axis."""
         with panels(path, title, height=3) as (axes,):
-            for place, (alone, words) in enumerate(((True, "nothing else is read"), (False, "something else is, too"))):
-                mine = [row for row in found.rows if (not row.also_reads) == alone]
+            for place, (single, words) in enumerate(
+                ((True, "nothing else is read"), (False, "something else is, too"))
+            ):
+                mine = [row for row in found.rows if (not row.also_reads) == single]
                 if mine:
                     layers, sizes = [row.layer for row in mine], [abs(row.kl) for row in mine]
                     axes.plot(layers, sizes, "o", color=COLOURS[place], label=words, clip_on=False)

@@ -158,11 +158,11 @@ class Prove(Study):
         """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read
         or written."""
         text = text_of(trial.sources) if trial.sources else "\n\n".join([TEXT] * 3)
-        asked = prompts(trial.tokenizer, text, self.lengths, self.prompts, self.kinds)
-        return self.answer(trial.loaded, asked, trial.progress)
+        given = prompts(trial.tokenizer, text, self.lengths, self.prompts, self.kinds)
+        return self.answer(trial.loaded, given, trial.progress)
 
-    def answer(self, loaded: Loaded, asked: Sequence[Prompt], progress: Progress) -> Proof:
-        """Answer ``asked`` with every case or with one case a prompt, in turn; the store's answers of the same model,
+    def answer(self, loaded: Loaded, given: Sequence[Prompt], progress: Progress) -> Proof:
+        """Answer ``given`` with every case or with one case a prompt, in turn; the store's answers of the same model,
         precision, machine, prompt and case are not asked for again."""
         known = {} if self.store is None else _known(self.store)
         listed = self.cases()
@@ -175,7 +175,7 @@ class Prove(Study):
 
         asking = [
             (prompt, case, key(prompt, case))
-            for number, prompt in enumerate(asked)
+            for number, prompt in enumerate(given)
             for case in (listed if self.every else [listed[number % len(listed)]])
         ]
         found = Proof([known[key] for *_, key in asking if key in known], {})
@@ -217,9 +217,9 @@ class Prove(Study):
                 if reference is None:
                     progress(f"{about}, {rival}", done, total)
                     reference = written(loaded, prompt, Case(rival), self.new)[0]
-                    whole = torch.tensor([[*prompt.ids, *reference.tokens[:-1]]], device=loaded.model.device)
+                    text_ids = torch.tensor([[*prompt.ids, *reference.tokens[:-1]]], device=loaded.model.device)
                     if self.bits:
-                        logits = one_at_a_time(loaded.model, whole, new_cache(loaded.model, rival))
+                        logits = one_at_a_time(loaded.model, text_ids, new_cache(loaded.model, rival))
                     done += 1
                 progress(f"{about}, {case.label}", done, total)
                 done += 1
@@ -231,7 +231,7 @@ class Prove(Study):
                 answer = judged(loaded.model, prompt, case, key, result, reference, cache)
                 if logits is not None:
                     make = partial(new_cache, loaded.model, case.method, **case.options(len(prompt.ids) + self.new))
-                    answer = replace(answer, logits=greatest_difference(loaded.model, whole, logits, make))
+                    answer = replace(answer, logits=greatest_difference(loaded.model, text_ids, logits, make))
                 yield answer
 
     def problem(self, found: Proof) -> str | None:
@@ -242,7 +242,7 @@ class Prove(Study):
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
 
     def tables(self, found: Proof) -> list[Table]:
-        own = "transformers' own cache"
+        stock = "transformers' own cache"
         table = Table(
             f"Answers of {self.new} tokens",
             [
@@ -250,7 +250,7 @@ class Prove(Study):
                 *(["logits differ by"] if self.bits else []),
             ],
             notes=[
-                f"Times are relative to {'full' if self.bits else own} in the same run: below 1 is faster.",
+                f"Times are relative to {'full' if self.bits else stock} in the same run: below 1 is faster.",
                 *([_BITS] if self.bits else []),
                 *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
                 *(
@@ -264,31 +264,31 @@ class Prove(Study):
         for row in (row for row in found.rows if not row.error):
             counts = [f"{row.prompts}", f"{row.identical}", f"{row.ties}", f"{row.same}/{row.tokens}"]
             rounds = [fixed(row.tokens_a_round, 1), percent(row.right, 0)]
-            held = "-" if row.within_budget is None else "held" if row.within_budget else "exceeded"
-            took = [times(row.prefill_ratio), times(row.decode_ratio)]
+            within = "-" if row.within_budget is None else "held" if row.within_budget else "exceeded"
+            ratios = [times(row.prefill_ratio), times(row.decode_ratio)]
             bits = [number(row.logits)] if self.bits else []
-            table.rows.append([f"`{row.label}`", *counts, *took, *rounds, held, *bits])
+            table.rows.append([f"`{row.label}`", *counts, *ratios, *rounds, within, *bits])
         return [table]
 
 
-def _row(label: str, own: Sequence[Answer]) -> Row:
-    rounds = [answer.rounds for answer in own if answer.rounds is not None]
+def _row(label: str, answers: Sequence[Answer]) -> Row:
+    rounds = [answer.rounds for answer in answers if answer.rounds is not None]
     tried = sum(one["drafted"] + one["copied"] for one in rounds)
-    budgeted = [answer for answer in own if answer.budget_bytes is not None]
+    budgeted = [answer for answer in answers if answer.budget_bytes is not None]
     exceeded = [answer.resident_bytes > (answer.budget_bytes or 0) for answer in budgeted]
     return Row(
         label,
-        len(own),
-        sum(answer.differs_at is None for answer in own),
-        sum(answer.tie for answer in own),
-        sum(answer.tokens for answer in own),
-        sum(answer.same for answer in own),
-        median(answer.prefill_ratio for answer in own),
-        median(answer.decode_ratio for answer in own),
-        sum(answer.tokens - 1 for answer in own) / sum(one["rounds"] for one in rounds) if rounds else None,
+        len(answers),
+        sum(answer.differs_at is None for answer in answers),
+        sum(answer.tie for answer in answers),
+        sum(answer.tokens for answer in answers),
+        sum(answer.same for answer in answers),
+        median(answer.prefill_ratio for answer in answers),
+        median(answer.decode_ratio for answer in answers),
+        sum(answer.tokens - 1 for answer in answers) / sum(one["rounds"] for one in rounds) if rounds else None,
         sum(one["accepted"] for one in rounds) / tried if tried else None,
         not any(exceeded) if budgeted else None,
-        logits=max((max(answer.logits) for answer in own if answer.logits is not None), default=None),
+        logits=max((max(answer.logits) for answer in answers if answer.logits is not None), default=None),
     )
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from kvkeep.models.watching import Attended
+from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where
@@ -122,14 +122,14 @@ class ReactivationStudy(TextStudy):
         rows: list[Row] = []
         active: dict[int, float] = {}
 
-        def look(attended: Attended) -> None:
+        def observe(attended: Attended) -> None:
             half = torch.arange(tokens, device=attended.query.device).split([prompt, tokens - prompt])
             before, after = (_by_kv_head(attended, part) for part in half)
             for rule, ratio, measured in reactivated(before, after, self.threshold, self.ratios, bins):
                 rows.append(Row(attended.layer, rule, ratio, **measured))
             active[attended.layer] = float((after[..., :prompt] > self.threshold).float().sum(-1).mean())
 
-        watch(trial.model, ids, look, trial.progress)
+        watch(trial.model, ids, observe, trial.progress)
         return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:

@@ -144,8 +144,8 @@ class Rebuilt(Study):
         """Return the largest differences."""
         scores = {name: max(getattr(row.same, name) for row in found.rows) for name in ("keys", "values")}
         if bits := [row.entropy for row in found.rows if row.entropy is not None]:
-            most = reduce(or_, bits)
-            scores |= {"entropy": most.ordered, "entropy_any": most.any_order, "entropy_keys": most.keys}
+            union = reduce(or_, bits)
+            scores |= {"entropy": union.ordered, "entropy_any": union.any_order, "entropy_keys": union.keys}
         return scores if found.windows is None else scores | {"window": found.windows.held.keys}
 
     def tables(self, found: Differences) -> list[Table]:
@@ -209,10 +209,10 @@ def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -
                 yield Reconstruction(name, length, kind, same, pages, rows, layers, bits)
 
 
-def _layer(adapter: Adapter, index: int, hidden: Tensor, held: Any) -> LayerDifference:
+def _layer(adapter: Adapter, index: int, hidden: Tensor, cached_layer: Any) -> LayerDifference:
     length = hidden.shape[1]
     positions = torch.arange(length, device=hidden.device).unsqueeze(0)
-    cached = _flat((held.keys, held.values))
+    cached = _flat((cached_layer.keys, cached_layer.values))
 
     def span(low: int, high: int) -> Tensor:
         return _flat(adapter.project(index, hidden[:, low:high], positions[:, low:high]))
@@ -222,7 +222,7 @@ def _layer(adapter: Adapter, index: int, hidden: Tensor, held: Any) -> LayerDiff
     same = span(0, length)
     pages = torch.cat([span(low, min(low + page, length)) for low in range(0, length, page)])
     rows = torch.cat([span(at, at + 1) for at in singles])
-    keys = held.keys.shape[1] * held.keys.shape[-1]  # elements of a token's keys, which come first
+    keys = cached_layer.keys.shape[1] * cached_layer.keys.shape[-1]  # elements of a token's keys, which come first
 
     def apart(rebuilt: Tensor, expected: Tensor) -> Difference:
         return difference((rebuilt[:, :keys], rebuilt[:, keys:]), (expected[:, :keys], expected[:, keys:]))

@@ -42,11 +42,11 @@ class ReceiptStudy(Study):
 
     def measure(self, trial: Trial) -> Receipt:
         """Answer the prompts with each method."""
-        asked = prompts(trial.loaded, text_of(trial.sources) if trial.sources else text())
+        given = prompts(trial.loaded, text_of(trial.sources) if trial.sources else text())
         cases = [case for case in CASES if not self.methods or case.method in self.methods]
-        found = start(trial.loaded, asked)
+        found = start(trial.loaded, given)
         with keeping(found, found.rows):
-            for row in rows(trial.loaded, cases, asked, lambda label, done: trial.progress(label, done, len(cases))):
+            for row in rows(trial.loaded, cases, given, lambda label, done: trial.progress(label, done, len(cases))):
                 found.rows.append(row)
         return found
 

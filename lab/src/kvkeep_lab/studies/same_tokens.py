@@ -93,10 +93,10 @@ class SameTokens(Study):
         greedy(model, ids, 2, past_key_values=stock())  # warms up
         expected, stock_s = greedy(model, ids, self.new, past_key_values=stock())
         rows = [Tokens("stock cache", self.new, self.new, stock_s, 1.0)]
-        asked = [(budget, kind) for budget in self.budgets for kind in kinds]
-        for way in (None, *asked):
+        settings = [(budget, kind) for budget in self.budgets for kind in kinds]
+        for way in (None, *settings):
             label = NO_CACHE if way is None else f"kv-direct B={way[0]}, {way[1]}"
-            trial.progress(label, len(rows), len(asked) + 2)
+            trial.progress(label, len(rows), len(settings) + 2)
             options: dict[str, Any] = {"use_cache": False}
             if way is not None:
                 cache = KeepCache(model, "kv-direct", way[0], checkpoint=way[1], where="device")

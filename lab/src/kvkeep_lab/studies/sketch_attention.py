@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvkeep.models.binding import bind
-from kvkeep.models.watching import Attended, grouped, watching
 from kvkeep.stores.evicted.sketch import CountSketch, places
+from kvkeep_lab.attention_inputs import Attended, grouped, watching
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, TextStudy, Trial

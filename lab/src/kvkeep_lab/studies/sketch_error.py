@@ -190,16 +190,16 @@ class SketchError(TextStudy):
             dress(axes, words, "load: vectors that share a slot", x="log", y="log", legend=True)
 
 
-def coded_error(vectors: Tensor, room: float) -> float:
+def coded_error(vectors: Tensor, ratio: float) -> float:
     """Return the mean squared error of uniform codes of ``vectors`` (heads, n, dim), by their mean square, in the bytes
-    of ``room`` n vectors of 16 bits.
+    of ``ratio`` n vectors of 16 bits.
 
     Codes are those of :mod:`kvkeep.stores.evicted.coded`: by channel over 32 vectors, with a scale and an offset of 16
     bits each, so 3, 5 or 9 bits an element. Where the bytes lie between two of these, so many groups have the one and
     the others the other; below 3 bits some are lost, and count as 0. What 32 does not divide is left out.
     """
     groups = vectors[:, : vectors.shape[1] // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, 3)
-    bits = min(16 * room, float(_LEVELS[-1][0]))
+    bits = min(16 * ratio, float(_LEVELS[-1][0]))
     (low, coarse), (high, fine) = next(pair for pair in pairwise(_LEVELS) if bits <= pair[1][0])
     finer = round(groups.shape[1] * (bits - low) / (high - low))
     lost = 0.0

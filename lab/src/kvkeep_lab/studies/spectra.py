@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
-from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
-from kvkeep.models.watching import Attended, watching
+from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.head_weights import HeadWeights, head_weights, inputs
 from kvkeep_lab.statistics import each, effective_rank, mean, rank_correlation, where
 from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
@@ -69,8 +69,8 @@ class Spectra:
 
     def mean(self, projection: str, measure: str, layer: int | None = None) -> float | None:
         """Return the mean of a measure over layers, or a layer's; None where the layer has no such projection."""
-        own = where(self.rows, projection=projection, **({} if layer is None else {"layer": layer}))
-        return mean(own, measure)
+        rows = where(self.rows, projection=projection, **({} if layer is None else {"layer": layer}))
+        return mean(rows, measure)
 
 
 class SpectraStudy(TextStudy):
@@ -125,8 +125,8 @@ class SpectraStudy(TextStudy):
         )
         for name in PROJECTIONS:
             cosines = [number(found.mean(name, measure), 2) for measure in ("cosine", "apart", "attended")]
-            held = percent(found.mean(name, "modes"), 0)
-            table.rows.append([name, *cosines, held, number(found.correlation[name], 2)])
+            modes_held = percent(found.mean(name, "modes"), 0)
+            table.rows.append([name, *cosines, modes_held, number(found.correlation[name], 2)])
         table.rows.append(["all", "", "", "", "", number(found.correlation["all"], 2)])
         return [table]
 
@@ -136,8 +136,8 @@ class SpectraStudy(TextStudy):
         table = Table("Queries, keys and values by layer", ["layer", *headings])
         for layer in each(found.rows, "layer"):
             cells = [fixed(found.mean(name, measure, layer)) for measure in words for name in PROJECTIONS]
-            held = (percent(found.mean(name, "modes", layer), 0) for name in PROJECTIONS)
-            table.rows.append([f"{layer}", *cells, *held])
+            modes_held = (percent(found.mean(name, "modes", layer), 0) for name in PROJECTIONS)
+            table.rows.append([f"{layer}", *cells, *modes_held])
         return [table]
 
     def draw(self, found: Spectra, path: FilePath, *, title: str) -> None:
@@ -153,8 +153,8 @@ class SpectraStudy(TextStudy):
                     lines = [getattr(row, attribute) for row in rows]
                     for line in lines:
                         axes.plot(_shares(line), line, color=colour, alpha=0.12, linewidth=0.6)
-                    alike = [line for line, row in zip(lines, rows, strict=True) if row.dim == rows[0].dim]
-                    middling = [fmean(values) for values in zip(*alike, strict=True)]
+                    same_width = [line for line, row in zip(lines, rows, strict=True) if row.dim == rows[0].dim]
+                    middling = [fmean(values) for values in zip(*same_width, strict=True)]
                     axes.plot(_shares(middling), middling, color=colour, linewidth=2)
             across = "mode, % of all, largest first"
             dress(left, "cosine of neighbours", "layer")
@@ -174,7 +174,7 @@ def _layer(weights: HeadWeights, kind: str, x: Tensor, attended: Attended) -> li
         coordinates = torch.einsum("td,hed->hte", x, weight) @ vectors  # y V: (heads, tokens, dim)
         contributions = contributed(coordinates).mean(1)  # (heads, dim)
         cosines = contributions.sum(-1)
-        held = effective_rank(eigenvalues, ENERGY) / eigenvalues.shape[-1]
+        modes_held = effective_rank(eigenvalues, ENERGY) / eigenvalues.shape[-1]
         rows.append(
             Projection(
                 layer=weights.layer,
@@ -185,11 +185,11 @@ def _layer(weights: HeadWeights, kind: str, x: Tensor, attended: Attended) -> li
                 cosine=float(cosines.mean()),
                 apart=float(contributed(coordinates, x.shape[0] // 2).sum(-1).mean()),
                 attended=float(contributed(handed[name][0].float()).sum(-1).mean()),
-                modes=float(held.mean()),
+                modes=float(modes_held.mean()),
                 eigenvalues=(eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).tolist(),
                 contributions=contributions.mean(0).tolist(),
                 head_cosines=cosines.tolist(),
-                head_modes=held.tolist(),
+                head_modes=modes_held.tolist(),
             )
         )
     return rows
@@ -215,9 +215,9 @@ def _correlations(rows: list[Projection]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name in (*PROJECTIONS, "all"):
         mine = [row for row in rows if name in (row.projection, "all")]
-        held = torch.tensor([value for row in mine for value in row.head_modes])
+        modes_held = torch.tensor([value for row in mine for value in row.head_modes])
         cosines = torch.tensor([value for row in mine for value in row.head_cosines])
-        found[name] = rank_correlation(held, cosines)
+        found[name] = rank_correlation(modes_held, cosines)
     return found
 
 

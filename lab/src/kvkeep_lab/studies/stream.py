@@ -109,17 +109,17 @@ def stretches(
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
     for start in range(0, tokens.shape[1] - 1, stretch):
-        own = tokens[:, start : min(start + stretch, tokens.shape[1] - 1)]
-        steps = min(STEPS, own.shape[1] - 1)
+        part_ids = tokens[:, start : min(start + stretch, tokens.shape[1] - 1)]
+        steps = min(STEPS, part_ids.shape[1] - 1)
         if isinstance(cache, KeepCache):
-            cache.stream.admit(own.shape[1])
-        rows, took = [], []
-        for part in own.split([own.shape[1] - steps, *[1] * steps], dim=1):
+            cache.stream.admit(part_ids.shape[1])
+        rows, seconds = [], []
+        for part in part_ids.split([part_ids.shape[1] - steps, *[1] * steps], dim=1):
             begin = time.perf_counter()
             rows.append(model(part, past_key_values=cache).logits[0])
-            took.append(time.perf_counter() - begin)
-        expected = tokens[0, start + 1 : start + own.shape[1] + 1]
+            seconds.append(time.perf_counter() - begin)
+        expected = tokens[0, start + 1 : start + part_ids.shape[1] + 1]
         loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)
-        progress(start + own.shape[1], tokens.shape[1] - 1)
-        read_ms, step_ms = took[0] / (own.shape[1] - steps), median(took[1:]) if steps else math.nan
-        yield Stretch(start, own.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache))
+        progress(start + part_ids.shape[1], tokens.shape[1] - 1)
+        read_ms, step_ms = seconds[0] / (part_ids.shape[1] - steps), median(seconds[1:]) if steps else math.nan
+        yield Stretch(start, part_ids.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache))

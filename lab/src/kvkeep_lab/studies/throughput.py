@@ -118,12 +118,12 @@ class Throughput(EngineStudy):
         return Rates(rates, notes)
 
     def scores(self, found: Rates) -> dict[str, float]:
-        most, scores = max(self.batches), dict[str, float | None]()
+        largest, scores = max(self.batches), dict[str, float | None]()
         if 1 in self.batches and (full := found.of(1, FULL)) and (mine := found.of(1, REVIVER)):
             scores |= {"full_1": full.tokens_per_s, "reviver_1": mine.tokens_per_s}
             scores |= {"fits": full.held_bytes / mine.held_bytes}
         scores |= {f"ratio_{batch}": found.ratio(batch, REVIVER) for batch in (1, 2) if batch in self.batches}
-        scores |= {"best": found.ratio(most, REVIVER, most // FITS) if most >= FITS else None}
+        scores |= {"best": found.ratio(largest, REVIVER, largest // FITS) if largest >= FITS else None}
         return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Rates) -> list[Table]:
@@ -149,20 +149,20 @@ class Throughput(EngineStudy):
         for row in (row for row in found.rows if not row.error):
             fits = "-" if one is None or not row.held_bytes else f"{one.held_bytes * row.batch / row.held_bytes:.1f}"
             paper = PAPER.get((row.batch, row.method))
-            took = [f"{row.prefill_s:.2f} s", f"{row.step_ms:.0f} ms", number(row.tokens_per_s)]
+            timings = [f"{row.prefill_s:.2f} s", f"{row.step_ms:.0f} ms", number(row.tokens_per_s)]
             sizes = [megabytes(row.held_bytes or None), fits, "" if paper is None else f"{paper:.2f}"]
             table.rows.append(
-                [f"`{row.method}`, {row.batch}", *took, times(found.ratio(row.batch, row.method)), *sizes]
+                [f"`{row.method}`, {row.batch}", *timings, times(found.ratio(row.batch, row.method)), *sizes]
             )
         return [table]
 
     def draw(self, found: Rates, path: FilePath, *, title: str) -> None:
-        with panels(path, f"{title}, budget {self.budget}", 2, 4.2, sharey=True) as (rows, held):
+        with panels(path, f"{title}, budget {self.budget}", 2, 4.2, sharey=True) as (rows, memory_axes):
             for place, method in enumerate(self.methods):
                 mine = [row for row in found.rows if row.method == method and not row.error]
                 rates, style = [row.tokens_per_s for row in mine], styled(place, method, None)
                 if mine:
                     rows.plot([row.batch for row in mine], rates, **style)
-                    held.plot([row.held_bytes / 1e6 for row in mine], rates, **style)
+                    memory_axes.plot([row.held_bytes / 1e6 for row in mine], rates, **style)
             dress(rows, "tokens a second, all rows", "rows", x="log2", y=0, legend=True)
-            dress(held, "", "MB of entries held", x="log2", y=0)
+            dress(memory_axes, "", "MB of entries held", x="log2", y=0)

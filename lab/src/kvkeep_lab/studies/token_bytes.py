@@ -84,11 +84,11 @@ class TokenBytes(Study):
         ids = torch.arange(_READ, device=model.device).unsqueeze(0)
         with torch.no_grad():
             model(ids, past_key_values=cache, logits_to_keep=1)
-        held = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
-        rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, held)]
+        measured = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
+        rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, measured)]
         return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])
 
-    def _sizes(self, name: str, config: Any, itemsize: int, held: float | None = None) -> Sizes:
+    def _sizes(self, name: str, config: Any, itemsize: int, measured: float | None = None) -> Sizes:
         geometry = ModelGeometry.from_config(config, itemsize)
         layer = geometry.layers[0]
         sized = geometry.checkpoint_bytes_per_token
@@ -97,7 +97,7 @@ class TokenBytes(Study):
         layers = len(geometry.full_layers), len(geometry.sliding_layers)
         shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
         sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
-        return Sizes(name, *shape, *sizes, checkpoints, held)
+        return Sizes(name, *shape, *sizes, checkpoints, measured)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
         """Return the loaded model's, as if it were in the papers' dtype."""

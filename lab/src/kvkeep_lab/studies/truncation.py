@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.head_weights import head_weights
+from kvkeep_lab.head_weights import head_weights
 from kvkeep_lab.reading import greedy
 from kvkeep_lab.reference import cases, compare, judge
 from kvkeep_lab.studies.base import Progress, part
@@ -37,7 +37,7 @@ EVERY: dict[str, tuple[tuple[str, ...], int]] = {
 SCORES = "scores"
 LOWRANK = "lowrank"
 WAYS = (*EVERY, SCORES, LOWRANK)
-ROOM = 128
+SPARE_ENTRIES = 128
 """Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
 
 
@@ -68,7 +68,7 @@ def truncations(
             raise UsageError(f"A rank is from 1 to the width of a head, here {dim}, not {rank}.")
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     found = _every_entry(model, ids, listed, new, part(progress, 0, 2))
-    listed_cases = cases([f"{LOWRANK}:{rank}" for rank in listed], [str(len(prompt) + new + ROOM)])
+    listed_cases = cases([f"{LOWRANK}:{rank}" for rank in listed], [str(len(prompt) + new + SPARE_ENTRIES)])
     comparison = compare(model, prompt, listed_cases, new=new, progress=part(progress, 1, 2))
     for rank, row in zip(listed, comparison.rows, strict=True):
         found.append(Truncation(LOWRANK, rank, row.match, row.kl_mean, row.top1, row.error))
@@ -123,10 +123,10 @@ def scored_by(model: Any, rank: int) -> Iterator[None]:
     it. Raises UnsupportedModelError where queries have no module of their own."""
     weights, geometry = head_weights(model), ModelGeometry.from_config(model.config)
     mapped = []
-    for layer, own in zip(geometry.layers, weights, strict=True):
+    for layer, of_layer in zip(geometry.layers, weights, strict=True):
         keys = weights[layer.source].key
         assert keys is not None
-        mapped.append((own.layer, "query", best_scores(own.query, keys, rank)))
+        mapped.append((of_layer.layer, "query", best_scores(of_layer.query, keys, rank)))
     with _mapped(model, mapped, 0):
         yield
 

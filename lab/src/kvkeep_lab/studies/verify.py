@@ -95,15 +95,15 @@ class Verify(Study):
         dtype = str(model.dtype).removeprefix("torch.")
         geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
         kinds, refused = checkpoint_kinds(model)
-        most = min(LENGTHS[-1], geometry.max_positions or LENGTHS[-1])
-        ids, lengths = built_in(tokenizer, most), LENGTHS[-1:] if quick else LENGTHS
+        longest = min(LENGTHS[-1], geometry.max_positions or LENGTHS[-1])
+        ids, lengths = built_in(tokenizer, longest), LENGTHS[-1:] if quick else LENGTHS
         rebuilt: list[Reconstruction] = []
         for name in (dtype,) if quick else DTYPES:
             trial.progress(f"rebuilding in {name}", 0, 5)
             rebuilt += reconstruction(model, ids, lengths, name)
         exact = [kind for kind in kinds if not quick or kind != "tokens"]
         tokens = SameTokens.model_validate({"kinds": exact, "new": 12 if quick else 30})
-        texts = {"lengths": [min(160, most)], "budgets": [64]} if quick else {"lengths": [96, most]}
+        texts = {"lengths": [min(160, longest)], "budgets": [64]} if quick else {"lengths": [96, longest]}
         counted = HeldBytesStudy.model_validate({"kinds": kinds, **texts})
         trials = [replace(trial, progress=part(trial.progress, place, 5)) for place in (1, 2, 3)]
         said, patched = tokens.measure(trials[0]).rows, PatchingStudy().measure(trials[1]).rows
@@ -124,8 +124,8 @@ class Verify(Study):
 
     def tables(self, found: Report) -> list[Table]:
         sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
-        own = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
-        sizes.rows = [[f"{found.model}, {found.dtype}", *own], *TABLE_1]
+        cells = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
+        sizes.rows = [[f"{found.model}, {found.dtype}", *cells], *TABLE_1]
         verdict = f"{found.failures} measurements contradict a claim." if found.failures else "Every claim held."
         claims = Table("Claims", ["", "measurements", "that hold"], notes=[verdict])
         for claim, rows in found.claims.items():

@@ -102,12 +102,12 @@ class WindowRecompute(Study):
         for done, row in enumerate(taken):
             trial.progress("rows", done, len(taken) + 1)
             context = list(tokenizer(row["ctx"]).input_ids)
-            whole = [list(tokenizer(f"{row['ctx']} {ending}").input_ids) for ending in row["endings"]]
-            longest = max(longest, *map(len, whole))
+            endings = [list(tokenizer(f"{row['ctx']} {ending}").input_ids) for ending in row["endings"]]
+            longest = max(longest, *map(len, endings))
             for way, within in _WAYS.items():
-                sums = [_log_likelihood(model, ids, len(ids) - len(context), within) for ids in whole]
+                sums = [_log_likelihood(model, ids, len(ids) - len(context), within) for ids in endings]
                 likely[way].append(_best(sums))
-            weighed, _ = direct.weigh(context, [ids[len(context) :] for ids in whole])
+            weighed, _ = direct.weigh(context, [ids[len(context) :] for ids in endings])
             likely[DIRECT].append(_best([sum(one.logs) for one in weighed]))
         text = " ".join(f"{row['ctx']} {row['endings'][row['label']]}" for row in found)
         length = text_length(geometry)
@@ -119,7 +119,7 @@ class WindowRecompute(Study):
             perplexity = None
             if scored and way in _WAYS:
                 perplexity = math.exp(-_log_likelihood(model, ids, scored, _WAYS[way]) / scored)
-            measured.append(Recompute(way, _alike(answers, labels), _alike(answers, likely[FULL]), perplexity))
+            measured.append(Recompute(way, _agreement(answers, labels), _agreement(answers, likely[FULL]), perplexity))
         return Recomputes(measured, len(taken), longest, window, len(ids) if scored else 0)
 
     def scores(self, found: Recomputes) -> dict[str, float]:
@@ -147,7 +147,7 @@ def _best(sums: list[float]) -> int:
     return max(range(len(sums)), key=sums.__getitem__)
 
 
-def _alike(answers: list[int], others: list[int]) -> float:
+def _agreement(answers: list[int], others: list[int]) -> float:
     return fmean(a == b for a, b in zip(answers, others, strict=True))
 
 

@@ -146,13 +146,13 @@ def _in_the_window(model: Any, geometry: ModelGeometry, ids: Tensor) -> tuple[Di
     with without_windows(model):
         _, unbound = observed(adapter.decoder, ids, DynamicCache())
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    held, blind = Difference(), Difference()
+    kept_differences, blind = Difference(), Difference()
     for index in (layer.index for layer in geometry.sliding_layers):
         kept = (cache.layers[index].keys, cache.layers[index].values)
-        whole = (unbound.layers[index].keys, unbound.layers[index].values)
-        held |= difference(_last(adapter.project(index, entering[index], positions), kept), kept)
-        blind |= difference(_last(whole, kept), kept)
-    return held, blind
+        unbound_entries = (unbound.layers[index].keys, unbound.layers[index].values)
+        kept_differences |= difference(_last(adapter.project(index, entering[index], positions), kept), kept)
+        blind |= difference(_last(unbound_entries, kept), kept)
+    return kept_differences, blind
 
 
 @contextmanager

@@ -89,12 +89,12 @@ class LmEval(Task):
         if sources:
             found = rows(sources[0])
             changes["custom_dataset"] = lambda **options: _dataset(found)
-        whole = "output_type" in self.config
-        manager = _manager(not whole)
-        if not whole and self.task not in manager.all_subtasks:
+        inline = "output_type" in self.config
+        manager = _manager(not inline)
+        if not inline and self.task not in manager.all_subtasks:
             raise UsageError(f"lm-evaluation-harness knows no task '{self.task}'; 'lm_eval ls tasks' lists them.")
-        asked = {"task": self.task, **changes}
-        loaded = manager.load([asked if whole else {"group": "kvkeep", "task": [asked]}])  # a group's may be changed
+        config = {"task": self.task, **changes}
+        loaded = manager.load([config if inline else {"group": "kvkeep", "task": [config]}])  # a group's may be changed
         (task,) = loaded["tasks"].values()
         return task
 
@@ -104,8 +104,8 @@ class LmEval(Task):
         task, instances = sample.facts["task"], sample.facts["instances"]
         model = KeepLM(subject)
         for kind, group in groupby(instances, lambda instance: instance.request_type):
-            asked = list(group)
-            for instance, answer in zip(asked, getattr(model, kind)(asked, disable_tqdm=True), strict=True):
+            requests = list(group)
+            for instance, answer in zip(requests, getattr(model, kind)(requests, disable_tqdm=True), strict=True):
                 instance.resps, instance.filtered_resps = [answer], {}
         for filtering in task._filters:
             filtering.apply(instances)

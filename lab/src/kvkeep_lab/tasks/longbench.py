@@ -110,9 +110,9 @@ class LongBench(Task):
 
     def _sample(self, tokenizer: Any, name: str, row: dict[str, Any]) -> Sample:
         setting = SETTINGS[name]
-        if (asked := row.get("input", row.get("question"))) is None:  # as the release calls it, and as the hub does
+        if (question := row.get("input", row.get("question"))) is None:  # as the release calls it, and as the hub does
             raise UsageError(f"A row of {name} has no field 'input'; take the official release (--data).")
-        text = cut(tokenizer, setting.prompt.format(input=asked, context=row["context"]), self.max_length)
+        text = cut(tokenizer, setting.prompt.format(input=question, context=row["context"]), self.max_length)
         ids = encode(tokenizer, [{"role": "user", "content": text}], raw=not setting.chat)
         return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
 

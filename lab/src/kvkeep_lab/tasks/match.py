@@ -54,6 +54,8 @@ class Match(Task):
         scores = {"kl": row.kl_mean, "kl_free": row.kl_free_mean, "match": row.match, "top1": row.top1}
         scores["nll"] = math.log(row.perplexity)
         token_s = None if row.tokens_per_s is None else 1 / row.tokens_per_s
-        whole = whole_bytes(subject.loaded.model, len(sample.ids) + self.new)
-        cost = AnswerCost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries, whole)
+        full_bytes = whole_bytes(subject.loaded.model, len(sample.ids) + self.new)
+        cost = AnswerCost(
+            len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries, full_bytes
+        )
         return Outcome(scores, cost)

@@ -93,10 +93,10 @@ class Needle(Task):
         for number in range(self.samples):
             draw = random.Random(f"{seed}/{number}")
             form = FORMS[self.form].filled(draw)
-            room = length - len(_prompt(tokenizer, form, form.needle))
-            if room < 1:
+            tokens_left = length - len(_prompt(tokenizer, form, form.needle))
+            if tokens_left < 1:
                 raise UsageError(f"A length of {length} tokens has no room for the question; give a greater one.")
-            hay = tokenizer.decode(passage(tokenizer, text, room, draw))
+            hay = tokenizer.decode(passage(tokenizer, text, tokens_left, draw))
             ids = _prompt(tokenizer, form, hidden(hay, form.needle, depth))
             right = list(tokenizer(f" {form.value}", add_special_tokens=False).input_ids)
             made.append(Sample(ids, {"value": form.value, "right": right}))

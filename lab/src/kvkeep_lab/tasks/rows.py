@@ -85,11 +85,11 @@ def rows(path: Path, *wanted: str) -> list[dict[str, Any]]:
     """
     text = read_text(str(path))
     try:
-        whole = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         found, place = [_parsed(line) for line in text.split("\n") if line.strip()], "Line"
     else:
-        found, place = (whole, "Entry") if isinstance(whole, list) else ([whole], "Entry")
+        found, place = (parsed, "Entry") if isinstance(parsed, list) else ([parsed], "Entry")
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
             raise UsageError(f"{place} {number} of '{path}' is not a JSON object.")

@@ -38,24 +38,24 @@ def named_files(given: Sequence[str]) -> list[Path]:
     for name in given:
         path = Path(name)
         if path.is_dir():
-            if not (own := sorted(path.glob("*.txt"))):
+            if not (matches := sorted(path.glob("*.txt"))):
                 raise UsageError(f"There are no .txt files in the folder '{name}'.")
-            found += own
+            found += matches
         elif path.exists() or name == "-" or not set(name) & set("*?[,"):
             found.append(path)
         elif "," in name:
             found += named_files([part.strip() for part in name.split(",") if part.strip()])
-        elif own := sorted(map(Path, glob(name, recursive=True))):
-            found += own
+        elif matches := sorted(map(Path, glob(name, recursive=True))):
+            found += matches
         else:
             raise UsageError(f"No file matches '{name}'.")
     return list(dict.fromkeys(found))
 
 
-def begun(tokenizer: Any, text: str, asked: str | None, lead: str, gap: str) -> list[int]:
+def begun(tokenizer: Any, text: str, prompt: str | None, lead: str, gap: str) -> list[int]:
     """Return a message's token ids with the answer's first words after them, ``gap`` between without a template."""
     lead = lead if getattr(tokenizer, "chat_template", None) else f"{gap}{lead}"
-    return encode(tokenizer, question(text, asked)) + list(tokenizer(lead, add_special_tokens=False).input_ids)
+    return encode(tokenizer, question(text, prompt)) + list(tokenizer(lead, add_special_tokens=False).input_ids)
 
 
 def joined(sources: Sequence[Path]) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.chat import answering, window
-from kvkeep.cli.chat.change import NONE, change, described
-from kvkeep.cli.chat.keeper import transcript
-from kvkeep.cli.chat.state import Chat, File, Leave
+from kvkeep.cli.chat import answering, context_limit
+from kvkeep.cli.chat.saving import transcript
+from kvkeep.cli.chat.state import Attachment, Chat, Leave
+from kvkeep.cli.chat.switch_cache import NONE, described, switch_cache
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, unknown
 from kvkeep.policies.methods import STOCK, names
@@ -72,16 +72,16 @@ def _help(chat: Chat, rest: str) -> None:
 
 def _file(chat: Chat, rest: str) -> None:
     if rest == NONE:
-        chat.attached.clear()
+        chat.attachments.clear()
         chat.screen.note("No file goes before the next question.")
         return
     path, question = _path_and_rest(rest)
     text = read_text(path)
     tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if question:
-        answering.ask(chat, question, File(path, text))
+        answering.ask(chat, question, Attachment(path, text))
         return
-    chat.attached.append(File(path, text))
+    chat.attachments.append(Attachment(path, text))
     chat.screen.note(f"{path}: {tokens} tokens, which go before your next question.")
 
 
@@ -94,15 +94,15 @@ def _retry(chat: Chat, rest: str) -> None:
 
 
 def _continue(chat: Chat, rest: str) -> None:
-    answering.go_on(chat)
+    answering.continue_answer(chat)
 
 
 def _undo(chat: Chat, rest: str) -> None:
     question = chat.talk.undo()
     answering.save(chat)
     chat.screen.note(f"Forgotten: {_short(question)}")
-    if chat.attached:
-        chat.screen.note(answering.attached(chat))
+    if chat.attachments:
+        chat.screen.note(answering.describe_attachments(chat))
 
 
 def _system(chat: Chat, rest: str) -> None:
@@ -120,7 +120,7 @@ def _method(chat: Chat, rest: str) -> None:
         chat.screen.note(f"{described(chat.talk.cache)}; 'kvkeep methods' lists all.")
         return
     name, *budget = rest.split(maxsplit=1)
-    change(chat, name, budget[0] if budget else None)
+    switch_cache(chat, name, budget[0] if budget else None)
     answering.save(chat)
 
 
@@ -128,22 +128,24 @@ def _budget(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(f"{described(chat.talk.cache)}; entries (512), bytes (64MB) or a share (25%) are a budget.")
         return
-    change(chat, None, rest)
+    switch_cache(chat, None, rest)
     answering.save(chat)
 
 
 def _window(chat: Chat, rest: str) -> None:
     if not rest:
-        chat.screen.note(window.told(chat))
-        chat.screen.table([(f"/window {end.name}", end.help) for end in window.ENDS.values()])
+        chat.screen.note(context_limit.usage(chat))
+        chat.screen.table([(f"/window {way.name}", way.help) for way in context_limit.CONTINUATIONS.values()])
         return
-    if rest not in window.ENDS:
-        raise unknown("way to go on", rest, window.ENDS)
-    window.ENDS[rest].make_room(chat, None if chat.waiting is None else answering.whole(chat, chat.waiting))
+    if rest not in context_limit.CONTINUATIONS:
+        raise unknown("way to go on", rest, context_limit.CONTINUATIONS)
+    context_limit.CONTINUATIONS[rest].make_room(
+        chat, None if chat.pending is None else answering.with_attachments(chat, chat.pending)
+    )
     answering.save(chat)
-    if chat.waiting is not None:
-        chat.screen.note(f"Your last question: {_short(chat.waiting)}")
-        answering.ask(chat, chat.waiting)
+    if chat.pending is not None:
+        chat.screen.note(f"Your last question: {_short(chat.pending)}")
+        answering.ask(chat, chat.pending)
 
 
 def _memory(chat: Chat, rest: str) -> None:
@@ -156,24 +158,24 @@ def _memory(chat: Chat, rest: str) -> None:
 
 
 def _save(chat: Chat, rest: str) -> None:
-    keeper, talk = chat.keeper, chat.talk
+    saver, talk = chat.saver, chat.talk
     if not rest:
-        if keeper.session is None:
+        if saver.session is None:
             raise UsageError("Name a file: /save talk.session to go on from another day, or /save talk.md to read.")
         answering.save(chat)
-        if keeper.unsaved is None:
-            chat.screen.note(f"Saved to {keeper.session.path}, as after every answer.")
+        if saver.unsaved is None:
+            chat.screen.note(f"Saved to {saver.session.path}, as after every answer.")
     elif rest.endswith(".md"):
         chat.screen.note(f"Written to {_written(rest, transcript(talk))}.")
     else:
-        chat.screen.note(f"Saved to {keeper.move(talk, rest)}, and again after every answer.")
+        chat.screen.note(f"Saved to {saver.save_as(talk, rest)}, and again after every answer.")
 
 
 def _reset(chat: Chat, rest: str) -> None:
     chat.talk.reset()
-    chat.attached.clear()
-    chat.waiting = None
-    if chat.keeper.session is not None and chat.keeper.session.turns:
+    chat.attachments.clear()
+    chat.pending = None
+    if chat.saver.session is not None and chat.saver.session.turns:
         answering.save(chat)
     chat.screen.note("The conversation is forgotten.")
 
@@ -264,7 +266,7 @@ COMMANDS = {
             "[WAY]",
             "Show the model's positions, or go on at their end: drop, summary or endless.",
             _window,
-            _among(lambda: window.ENDS),
+            _among(lambda: context_limit.CONTINUATIONS),
         ),
         Command("memory", "", "Show what the cache holds.", _memory),
         Command("save", "[FILE]", "Save here from now on; to FILE.md, write what was said.", _save, _paths),

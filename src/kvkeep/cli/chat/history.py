@@ -11,17 +11,17 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
 
-LONGEST = 4000
+MAX_CHARACTERS = 4000
 """Characters of a question that is kept; a pasted text is not."""
 
 
-class Typed(FileHistory):
+class QuestionHistory(FileHistory):
     """Questions in a file; one that cannot be written is only forgotten when the chat ends."""
 
     def store_string(self, string: str) -> None:
         """Append one question."""
         with suppress(OSError, UnicodeEncodeError):
-            if len(string) <= LONGEST:
+            if len(string) <= MAX_CHARACTERS:
                 super().store_string(string)
 
 
@@ -30,11 +30,11 @@ def history(kept: bool) -> History:
     is no place for them."""
     with suppress(OSError, UsageError):
         if kept:
-            return Typed(str(_made(data_folder() / "chat-history")))
+            return QuestionHistory(str(_ensure_private(data_folder() / "chat-history")))
     return InMemoryHistory()
 
 
-def _made(path: Path) -> Path:
+def _ensure_private(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     return path

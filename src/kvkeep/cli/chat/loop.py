@@ -11,24 +11,24 @@ from kvkeep.errors import KvkeepError
 def run(chat: Chat) -> None:
     """Take lines until there are no more. An error is a sentence, and the chat goes on. Raises SystemExit after a
     hang-up, and OSError where standard output is gone."""
-    keeper, left = chat.keeper, False
+    saver, left = chat.saver, False
     try:
-        while not chat.endings.asked and _line(chat):
-            if chat.screen.unwritable is not None and not chat.endings.asked:
+        while not chat.signals.received and _line(chat):
+            if chat.screen.unwritable is not None and not chat.signals.received:
                 raise chat.screen.unwritable
-        left = not chat.endings.asked
+        left = not chat.signals.received
     finally:
-        if not left and keeper.session is None and chat.screen.typed:
-            _rescue(chat)
-        if keeper.saved and keeper.session is not None:
-            chat.screen.note(f"Saved to {keeper.session.path}.")
+        if not left and saver.session is None and chat.screen.interactive:
+            _save_on_hangup(chat)
+        if saver.saved and saver.session is not None:
+            chat.screen.note(f"Saved to {saver.session.path}.")
 
 
 def _line(chat: Chat) -> bool:
     """Do what the next line says; return whether another may follow."""
     line: str | None = None
     try:
-        with chat.endings.waiting():
+        with chat.signals.exit_at_once():
             line = chat.screen.ask()
         if commands.is_command(line):
             commands.run(chat, line)
@@ -54,10 +54,10 @@ def _failed(chat: Chat, line: str | None, error: str) -> None:
     chat.fail(line, error)
 
 
-def _rescue(chat: Chat) -> None:
+def _save_on_hangup(chat: Chat) -> None:
     """Save a conversation without a session, which ends without having been left."""
     if chat.talk.turns:
         try:
-            chat.screen.note(f"Saved to {chat.keeper.rescue(chat.talk)}.")
+            chat.screen.note(f"Saved to {chat.saver.save_on_hangup(chat.talk)}.")
         except (KvkeepError, OSError) as error:
             chat.screen.note(str(error))

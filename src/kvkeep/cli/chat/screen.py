@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from rich.table import Table
 
 from kvkeep.cli import output
-from kvkeep.cli.chat.painter import Painter
-from kvkeep.cli.chat.questions import Ask
+from kvkeep.cli.chat.input import Ask
+from kvkeep.cli.chat.markdown import MarkdownWriter
 
 Say = Callable[[str], None]
 
 
 class Screen:
-    """ask: returns the next question. typed: it is a person's. quiet: answers are not shown. plain: they are shown as
-    they are written, without Markdown."""
+    """ask: returns the next question. interactive: a person types on a terminal. silent: answers are not shown. plain:
+    they are shown as they are written, without Markdown."""
 
-    def __init__(self, ask: Ask, *, typed: bool = False, quiet: bool = False, plain: bool = False) -> None:
-        self.ask, self.typed, self.quiet = ask, typed, quiet
+    def __init__(self, ask: Ask, *, interactive: bool = False, silent: bool = False, plain: bool = False) -> None:
+        self.ask, self.interactive, self.silent = ask, interactive, silent
         self._terminal = output.out.is_terminal
         self._paints = self._terminal and not plain and not output.out.is_dumb_terminal
         self.unwritable: OSError | None = None  # why standard output is gone
@@ -50,10 +50,10 @@ class Screen:
     def answer(self) -> Iterator[Say]:
         """Yield what shows the pieces of an answer, whose last line is ended with the block. A terminal or pipe that
         was closed takes none, which ``unwritable`` tells."""
-        if self.quiet:
+        if self.silent:
             yield lambda text: None
             return
-        writer = Painter(output.out, output.write) if self._paints else _Plain(self._terminal)
+        writer = MarkdownWriter(output.out, output.write) if self._paints else _Plain(self._terminal)
 
         def safely(write: Callable[[], None]) -> None:
             try:
@@ -61,7 +61,7 @@ class Screen:
             except OSError as error:
                 self.unwritable = error
 
-        with _silent(self.typed):
+        with _echo_off(self.interactive):
             try:
                 yield lambda text: safely(lambda: writer.add(text))
                 safely(lambda: writer.add(""))  # an answer without text is one, too
@@ -88,13 +88,13 @@ class _Plain:
 
 
 @contextmanager
-def _silent(typed: bool) -> Iterator[None]:
+def _echo_off(interactive: bool) -> Iterator[None]:
     """Within the block what is typed is not shown, where an answer is being written; the next question has it."""
     try:
         import termios
     except ImportError:  # Windows shows nothing that nobody reads
-        typed = False
-    if not typed:
+        interactive = False
+    if not interactive:
         yield
         return
     handle = sys.stdin.fileno()

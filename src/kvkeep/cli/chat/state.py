@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvkeep.cli.chat.endings import Endings
-from kvkeep.cli.chat.keeper import Keeper
+from kvkeep.cli.chat.saving import Saver
 from kvkeep.cli.chat.screen import Screen
+from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.decode.chat import Conversation
 
 
@@ -15,7 +15,7 @@ class Leave(Exception):
     """The chat is over."""
 
 
-class File(NamedTuple):
+class Attachment(NamedTuple):
     """A text that goes before the next question, and what it was read from."""
 
     path: str
@@ -26,22 +26,22 @@ class File(NamedTuple):
 class Chat:
     """One run of the command.
 
-    max_tokens, temperature, seed: of answers. at_end: what to do where the model's positions end, by name. attached:
-    what goes before the next question. waiting: a question that there were no positions for. tries: how often answers
+    max_tokens, temperature, seed: of answers. at_end: what to do where the model's positions end, by name. attachments:
+    what goes before the next question. pending: a question that there were no positions for. retries: how often answers
     were sampled again. turns: answers, and what failed, as ``--json`` prints them. failed: whether a line did.
     """
 
     talk: Conversation
     screen: Screen
-    keeper: Keeper
-    endings: Endings
+    saver: Saver
+    signals: EndSignals
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
-    attached: list[File] = field(default_factory=list)
-    waiting: str | None = None
-    tries: int = 0
+    attachments: list[Attachment] = field(default_factory=list)
+    pending: str | None = None
+    retries: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
     failed: bool = False
 

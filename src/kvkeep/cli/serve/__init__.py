@@ -1,1 +1,1 @@
-"""``kvkeep serve``: what is asked for, where it listens, and one process or replicas that answer there."""
+"""``kvkeep serve``: options, address, defaults, and the server in one process or in replicas."""

@@ -1,4 +1,4 @@
-"""What sessions are that name nothing, and how many bytes they all have: as given, or the planner's choice."""
+"""The memory of a server, and the cache of sessions that name none: as given, or the planner's choice."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.service import Service
 
-UNBOUNDED = 8192
-"""Tokens of a conversation that is planned for, where a model has no number of positions."""
-USUAL = 8192
-"""Tokens of a conversation that memory is taken for at most, where nothing is said of memory."""
-SHARE = 4
-"""At most this part of what is free is taken."""
+UNLIMITED_TOKENS = 8192
+"""Tokens of a planned conversation, if the model has no maximum number of positions."""
+PLANNED_TOKENS = 8192
+"""Maximum tokens of a conversation for which memory is reserved by default."""
+MEMORY_SHARE = 4
+"""By default at most 1/MEMORY_SHARE of the free memory is used."""
 
 
-def settled(service: Service, loaded: Loaded, conversations: int, processes: int = 1) -> Service:
-    """Return ``service`` with what it names, else with memory for so many conversations in each of ``processes``, and
-    an exact method for them. Says what it takes, and why."""
+def with_defaults(service: Service, loaded: Loaded, conversations: int, processes: int = 1) -> Service:
+    """Return ``service`` with its memory and cache; what it lacks is chosen for ``conversations`` in each of
+    ``processes``. Prints each choice and its reason."""
     memory = service.memory
     if memory is None:
-        memory, why = modest(loaded, conversations, processes)
-        note(why)
-    return replace(service, memory=memory, cache=service.cache or planned(loaded, memory, conversations))
+        memory, reason = default_memory(loaded, conversations, processes)
+        note(reason)
+    return replace(service, memory=memory, cache=service.cache or default_cache(loaded, memory, conversations))
 
 
-def modest(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
-    """Return the bytes for a process where nothing was said: for so many usual conversations with all their entries,
-    but no more than the processes' part of what is free; and a line that says so."""
-    from kvkeep.models.room import free_memory
-    from kvkeep.units import size
-
-    tokens, free = min(_positions(loaded), USUAL), free_memory(next(loaded.model.parameters()).device)
-    wanted, limit = conversations * _whole(loaded, tokens), free // SHARE // processes
-    kind = f"{conversations} conversations of {tokens:,} tokens"
-    each = "" if processes == 1 else " for each replica"
-    if wanted <= limit:
-        return wanted, f"memory: {size(wanted)}{each}, for {kind} with all their entries (--memory for another)"
-    part = "a quarter of" if processes == 1 else "this replica's part of a quarter of"
-    return limit, (
-        f"memory: {size(limit)}{each}, {part} the {size(free)} that are free; {kind} with all their entries would take "
-        f"{size(wanted)} (--memory for another)"
-    )
-
-
-def settled_beforehand(service: Service, conversations: int, processes: int) -> Service:
-    """Return what :func:`settled` does for each of several processes here. A model that is loaded for that is gone
-    afterwards. Raises as loading does for one that cannot be served."""
-    from kvkeep.models.freed import give_back
+def with_defaults_for_replicas(service: Service, conversations: int, processes: int) -> Service:
+    """Return what :func:`with_defaults` does, before any of ``processes`` runs. A model loaded for it is freed again.
+    Raises the errors of loading for a model that cannot be served."""
     from kvkeep.models.loading import describe, load
+    from kvkeep.native.library import trim_memory
 
     if service.memory is not None and service.cache:
         describe(service.model, weights=service.weights, device=service.device or "cpu", progress=note)
         return service
     loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
-    service = settled(service, loaded, conversations, processes)
+    service = with_defaults(service, loaded, conversations, processes)
     del loaded
     gc.collect()  # a model refers to itself
-    give_back()
+    trim_memory()
     return service
 
 
-def planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
-    """Return ``full`` where so many conversations of all the model's positions fit with all their entries, else the
-    planner's choice of exact caches for them. Raises UsageError where nothing fits."""
+def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
+    """Return the bytes of a process, and a line that explains them: enough for ``conversations`` with all their
+    entries, at most the process's part of the free memory."""
+    from kvkeep.models.room import free_memory
+    from kvkeep.units import size
+
+    tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
+    wanted, limit = conversations * _full_bytes(loaded, tokens), free // MEMORY_SHARE // processes
+    load = f"{conversations} conversations of {tokens:,} tokens with all their entries"
+    each = "" if processes == 1 else " for each replica"
+    if wanted <= limit:
+        return wanted, f"memory: {size(wanted)}{each}, enough for {load} (change it with --memory)"
+    part = "a quarter of" if processes == 1 else "this replica's part of a quarter of"
+    return limit, (
+        f"memory: {size(limit)}{each}, {part} the {size(free)} that are free; {load} would need {size(wanted)} "
+        "(change it with --memory)"
+    )
+
+
+def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, Any]:
+    """Return method ``full`` if ``conversations`` of the maximum length fit with all their entries, else the planner's
+    choice of an exact cache. Raises UsageError if nothing fits."""
     from kvkeep.plan.planner import ANSWER, recommend
 
-    positions, share = _positions(loaded), total // conversations
-    if _whole(loaded, positions) <= share:
+    positions, share = _positions(loaded), memory // conversations
+    if _full_bytes(loaded, positions) <= share:
         return {"method": "full"}
     answer = min(ANSWER, positions // 2)
     try:
@@ -85,28 +85,28 @@ def planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
     return {name: value for name, value in choice.options().items() if value is not None}
 
 
+def describe_default(engine: Engine) -> str:
+    """Return a line on the default cache, and how many conversations of the maximum length fit with it."""
+    from kvkeep.cache import KeepCache
+
+    cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNLIMITED_TOKENS
+    entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
+    name = f"default cache: '{cache.method.name}'{entries} ({cache.exactness})"
+    if fitting := engine.arbiter.fitting(cache, tokens):
+        return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
+    return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"
+
+
 def _positions(loaded: Loaded) -> int:
     """Return the tokens of the longest conversation."""
     from kvkeep.geometry import ModelGeometry
 
-    return ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNBOUNDED
+    return ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNLIMITED_TOKENS
 
 
-def _whole(loaded: Loaded, tokens: int) -> int:
-    """Return the bytes that a conversation of ``tokens`` tokens is granted with all its entries."""
+def _full_bytes(loaded: Loaded, tokens: int) -> int:
+    """Return the bytes granted to a conversation of ``tokens`` tokens with all its entries."""
     from kvkeep.cache import KeepCache
     from kvkeep.serve.arbiter import peak_bytes
 
     return peak_bytes(KeepCache(loaded.model, "full"), tokens)
-
-
-def fitting(engine: Engine) -> str:
-    """Return, in a sentence, what sessions are that name nothing, and how many of them fit."""
-    from kvkeep.cache import KeepCache
-
-    cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNBOUNDED
-    kind = f"'{cache.method.name}'" + ("" if cache.entries is None else f" with {cache.entries} entries a layer")
-    fit = engine.arbiter.fitting(cache, tokens)
-    if not fit:
-        return f"by default {kind} ({cache.exactness}): none of {tokens:,} tokens fits, only shorter conversations"
-    return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"

@@ -1,4 +1,4 @@
-"""What fates have in common that keep entries in a smaller form, within what the budget's exact entries leave over."""
+"""Fates that keep entries in a smaller form, in the part of the budget that exact entries do not use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
-    """Return how many of a budget's ``entries`` stay as they are: a share of them, or (from 1 on) a number, of which
-    half the budget is allowed."""
+    """Return how many of a budget's ``entries`` are kept as they are: a share of them, or (from 1 on) a number, at most
+    half of the budget."""
     if exact <= 0:
         raise UsageError(f"Some entries stay exact: a share of the budget, or their number, not {exact:g}.")
     return min(int(exact), entries // 2) if exact >= 1 else int(entries * exact)
@@ -26,28 +26,28 @@ def exact_entries(exact: float, entries: int) -> int:
 def spare(
     fate: Fate, layer: LayerGeometry, geometry: ModelGeometry, entries: int, size: int, waiting: int | None = None
 ) -> int:
-    """Return the bytes of a KV head that its exact entries and the group that waits leave over, within ``entries``;
-    what waits takes ``waiting`` bytes a channel (None: 32 numbers of the model's own). Raises BudgetError where these
-    are no group of ``size`` bytes."""
+    """Return the bytes of a KV head within ``entries`` that neither its exact entries nor the waiting group use. The
+    waiting group takes ``waiting`` bytes a channel (None: 32 numbers of the model's dtype). Raises BudgetError where
+    they are fewer than ``size``, the bytes of a group."""
     numbers, number = layer.key_dim + layer.value_dim, geometry.dtype_bytes
 
-    def room(entries: int) -> int:
+    def unused(entries: int) -> int:
         return numbers * ((entries - fate.resident(entries)) * number - (waiting or GROUP * number))
 
-    if room(entries) < size:
-        least = next(n for n in count(entries + 1) if room(n) >= size)
+    if unused(entries) < size:
+        least = next(n for n in count(entries + 1) if unused(n) >= size)
         raise BudgetError(
             f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
             f"give it at least {least}."
         )
-    return room(entries)
+    return unused(entries)
 
 
 class GroupedFate(Fate):
-    """Evicted entries are encoded by groups of 32, as many as have room beside the exact ones; the oldest make way.
-    exact: a parameter, the share of the budget that is for exact entries, or (from 1 on) their number."""
+    """Evicted entries are encoded in groups of 32, as many as fit beside exact ones; the oldest group is replaced."""
 
     exact: float
+    """A parameter: the share of the budget for exact entries, or (from 1 on) their number."""
 
     @abstractmethod
     def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
@@ -62,21 +62,21 @@ class GroupedFate(Fate):
         return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
 
     def resident(self, entries: int) -> int:
-        """Return the exact ones; the group that waits for its last entry comes on top."""
+        """Return the exact entries; the group that waits for its last entry is not counted."""
         return exact_entries(self.exact, entries)
 
-    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+    def _groups(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         size = self.size(layer, geometry)
         return spare(self, layer, geometry, entries, size) // size
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         super().fits(name, geometry, entries)
         for layer in geometry.full_layers:
-            self._room(layer, geometry, entries)
+            self._groups(layer, geometry, entries)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return Groups(self._room(site.layer, site.geometry, site.entries), self.codec(site))
+        return Groups(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        room, size = self._room(layer, geometry, entries), self.size(layer, geometry)
-        return group_holds(layer, geometry, room, left, size, self.written(layer, geometry))
+        groups, size = self._groups(layer, geometry, entries), self.size(layer, geometry)
+        return group_holds(layer, geometry, groups, left, size, self.written(layer, geometry))

@@ -1,4 +1,4 @@
-"""``checkpoint``: what leaves is kept in a form from which exact keys and values come back (KV-Direct)."""
+"""``checkpoint``: evicted entries are kept in a form from which exact keys and values are rebuilt (KV-Direct)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from kvkeep.step.plan import LayerStep, Span
 
 @dataclass(frozen=True)
 class Checkpointed(Fate):
-    """``kind``: kv, residual, residual:STRIDE or tokens; by default what the cache's ``checkpoint`` says."""
+    """Evicted entries are in a checkpoint, from which every step reads them."""
 
     kind: str = ""
+    """kv, residual, residual:STRIDE or tokens; by default the ``checkpoint`` of the cache."""
 
     label: ClassVar[str] = "checkpointed"
     source: ClassVar[str] = "KV-Direct, arXiv:2603.19664"
@@ -38,13 +39,14 @@ class Checkpointed(Fate):
 
 @dataclass(frozen=True)
 class Recorded(Checkpointed):
-    """The same, with the ids of all tokens, by which the text can be read once more."""
+    """The same, with the ids of all tokens, so that the text can be read once more."""
 
     records: ClassVar[bool] = True
 
 
 class InOrder(EvictedStore):
-    """The first entries of the text, which left in order, in all lanes alike; they are in the cache's checkpoint."""
+    """The first entries of the text, evicted in order and in all lanes at the same time; the cache's checkpoint has
+    them."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
@@ -57,7 +59,7 @@ class InOrder(EvictedStore):
         return codes
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
-        self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left something behind
+        self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left some rows
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 

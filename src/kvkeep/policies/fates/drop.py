@@ -1,4 +1,4 @@
-"""``drop``: what leaves is gone."""
+"""``drop``: evicted entries are discarded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dropped(EvictedStore):
 
 @dataclass(frozen=True)
 class Drop(Fate):
-    """Nothing is kept of what leaves."""
+    """Evicted entries are discarded."""
 
     label: ClassVar[str] = "dropped"
     keeps: ClassVar[bool] = False

@@ -27,8 +27,8 @@ class KVSlimmer(Neighbours):
 
     def share(self, pairs: Pairs) -> Tensor:
         """Return (|c11| - |c12|) / (|c11| - 2 |c12| + |c22|)."""
-        own, other, both = (c.norm(dim=-1, keepdim=True) for c in curvatures(pairs))
-        return best_share(own, -both, other)
+        first, second, mixed = (c.norm(dim=-1, keepdim=True) for c in curvatures(pairs))
+        return best_share(first, -mixed, second)
 
 
 def curvatures(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,20 +37,20 @@ def curvatures(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     assert pairs.output is not None
     (first, second), (one, two) = (weight[..., None] for weight in pairs.attention), pairs.values
     one, two = one - pairs.output, two - pairs.output
-    return alone(first) * one, alone(second) * two, together(first, second) * (one + two)
+    return diagonal(first) * one, diagonal(second) * two, mixed(first, second) * (one + two)
 
 
-def alone(attention: Tensor) -> Tensor:
-    """Return a (1 - 2 a), by which c_11 is r_m, and c_22 is r_m+1."""
+def diagonal(attention: Tensor) -> Tensor:
+    """Return the factor of c_11 and c_22: a (1 - 2 a)."""
     return attention * (1 - 2 * attention)
 
 
-def together(first: Tensor, second: Tensor) -> Tensor:
-    """Return -a_m a_m+1, by which c_12 is r_m + r_m+1."""
+def mixed(first: Tensor, second: Tensor) -> Tensor:
+    """Return the factor of c_12: -a_m a_m+1."""
     return -first * second
 
 
-def best_share(own: Tensor, both: Tensor, other: Tensor) -> Tensor:
+def best_share(first: Tensor, mixed: Tensor, second: Tensor) -> Tensor:
     """Return the first key's share of the merged one from g_11, g_12 and g_22, g_ij = E . c_ij (Eq. 30); the closed
     form has |c_11|, -|c_12| and |c_22| in their place (Eq. 33)."""
-    return (own + both) / (own + 2 * both + other)
+    return (first + mixed) / (first + 2 * mixed + second)

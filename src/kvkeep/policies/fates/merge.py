@@ -1,4 +1,4 @@
-"""``merge``: what leaves joins the resident entry that is most like it."""
+"""``merge``: an evicted entry is merged into the most similar resident one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from kvkeep.stores.resident.banks import Bank
 
 @dataclass(frozen=True)
 class Merge(Fate):
-    """What leaves joins a resident entry of its lane, which from then on counts for both: keys and values are means of
-    all tokens that an entry stands for. ``by``: "key", the one with the most similar key (cosine, as cached), or
-    "slot", the nearest in the text."""
+    """An evicted entry is merged into a resident entry of its lane, which then counts for both: its key and value are
+    the means of all tokens that it stands for."""
 
     by: str = "key"
+    """Into which: "key", the entry with the most similar key (cosine, as cached), or "slot", the nearest in the text.
+    """
 
     label: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
@@ -38,7 +39,7 @@ class Merge(Fate):
 
 
 class MergeLikest(MergeOnEvict):
-    """Merges each entry into the one that is most like it, by "key" or by "slot"."""
+    """Merges each entry into the most similar one, by "key" or by "slot"."""
 
     def __init__(self, site: Site, by: str) -> None:
         super().__init__(site)
@@ -53,23 +54,23 @@ class MergeLikest(MergeOnEvict):
         else:
             at = torch.arange(bank.used, device=target.device).expand(len(target), -1)
             place = target
-        held = 1 + extra.gather(1, at)
-        total = held.scatter_add(1, place, counts)
+        before = 1 + extra.gather(1, at)
+        total = before.scatter_add(1, place, counts)
         for rows, new in ((bank.keys, left.keys), (bank.values, left.values)):
             wide = at[..., None].expand(-1, -1, rows.shape[2])
-            summed = rows.gather(1, wide).float() * held[..., None]
+            summed = rows.gather(1, wide).float() * before[..., None]
             summed = summed.scatter_add(1, place[..., None].expand_as(new), new.float() * counts[..., None])
             rows.scatter_(1, wide, (summed / total[..., None]).to(rows.dtype))
         extra.scatter_(1, at, total - 1)
         newest.scatter_reduce_(1, target, newest_of(left).masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
     def target(self, bank: Bank, left: EvictedEntries) -> Tensor:
-        """Return which column each of what leaves joins, (lanes, n) int64."""
+        """Return the column into which each evicted entry is merged, (lanes, n) int64."""
         slots = bank.slots[:, None, : bank.used]
         if self.by == "slot":
-            alike = -(slots - left.slots[..., None]).abs().float()
+            similarity = -(slots - left.slots[..., None]).abs().float()
         else:
-            held = bank.keys[:, : bank.used].float()
-            # Cosines but for the length of what leaves, which all its candidates share.
-            alike = left.keys.float() @ held.transpose(1, 2) / vector_norm(held, dim=-1)[:, None].clamp(min=1e-12)
-        return alike.masked_fill(slots < 0, float("-inf")).argmax(2)
+            keys = bank.keys[:, : bank.used].float()
+            # Cosines but for the length of the evicted key, which is the same for all columns.
+            similarity = left.keys.float() @ keys.transpose(1, 2) / vector_norm(keys, dim=-1)[:, None].clamp(min=1e-12)
+        return similarity.masked_fill(slots < 0, float("-inf")).argmax(2)

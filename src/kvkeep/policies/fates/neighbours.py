@@ -1,4 +1,4 @@
-"""What the fates have in common that merge neighbours: none is evicted, the least attended become one."""
+"""Fates that merge neighbours: no entry is evicted, the least attended neighbours become one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from kvkeep.stores.evicted.pairs import PairMerging
 
 @dataclass(frozen=True)
 class MergesPairs(Fate):
-    """The parameters of both ways. sinks: first entries of a row that stay as they are. cap: the largest count a merged
-    entry has, 0 for none. slack: how many pairs are merged at once while decoding: a share of the budget, or (from 1
-    on) their number."""
+    """The parameters of all of them."""
 
     sinks: int = 32
+    """First entries of a row that are never merged."""
     cap: int = 5
+    """The largest count of a merged entry; 0: no limit."""
     slack: float = 0.125
+    """Pairs that are merged at a time while decoding: a share of the budget, or (from 1 on) their number."""
 
     label: ClassVar[str] = "merged"
     leaves: ClassVar[str] = "the least attended neighbours"
@@ -42,7 +43,7 @@ class MergesPairs(Fate):
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
-        """Return how many tokens of a prompt to take at a time: by default a quarter of the budget, as in the papers
+        """Return how many tokens of a prompt to read at a time: by default a quarter of the budget, as in the papers
         (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
         return chunk if chosen else min(chunk, max(MIN_CHUNK, entries // 4))
 
@@ -59,18 +60,18 @@ class MergesPairs(Fate):
         """Raise BudgetError where ``entries`` leave nothing to merge."""
 
     def pairs_at_once(self, budget: int) -> int:
-        """Return how many pairs are merged at once while decoding, of a ``budget`` of entries: a quarter of those that
-        may merge at most."""
+        """Return how many pairs are merged at a time while decoding with a ``budget`` of entries: at most a quarter of
+        those that may merge."""
         wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
         return max(1, min(wanted, (budget - self.sinks) // 4))
 
 
 @dataclass(frozen=True)
 class Neighbours(MergesPairs, PairMerging):
-    """How the least attended neighbours become one, by the queries that there were. One file for each: a frozen
-    dataclass and :meth:`share`. merging: the store that it makes."""
+    """How the least attended neighbours become one, by the queries so far: a frozen dataclass with :meth:`share`."""
 
     merging: ClassVar[type[MergeNeighbours]] = MergeNeighbours
+    """The store that it makes."""
 
     def refuses(self, method: Any) -> str | None:
         reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
@@ -89,7 +90,7 @@ class Neighbours(MergesPairs, PairMerging):
         return self.merging(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of what is merged and of what it is merged into, for a moment."""
-        most = max(left, default=0)
-        both = entries + most if most else 0
-        return PredictedBytes(workspace=4 * both * layer.entry_elements * geometry.dtype_bytes)
+        """Return the bytes of the merged entries and of those that they are merged into, for a moment."""
+        longest = max(left, default=0)
+        merged = entries + longest if longest else 0
+        return PredictedBytes(workspace=4 * merged * layer.entry_elements * geometry.dtype_bytes)

@@ -1,4 +1,4 @@
-"""``quantize``: what leaves is kept in few bits (KIVI, arXiv:2402.02750)."""
+"""``quantize``: evicted entries are kept in few bits (KIVI, arXiv:2402.02750)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from kvkeep.stores.evicted.groups import GROUP, Codec
 
 @dataclass(frozen=True)
 class Quantize(GroupedFate):
-    """Entries that leave are kept at ``bits`` bits, in what the budget's exact entries leave over; once that is full
-    too, those that left first are dropped. ``exact``: the share of the budget that is for exact entries, or (from 1 on)
-    their number, of which the budget allows half at most."""
+    """Evicted entries are kept at ``bits`` bits, in the part of the budget that exact entries do not use. Once that is
+    full, those that were evicted first are dropped."""
 
     bits: int = 4
+    """8, 4 or 2."""
     exact: float = 0.5
+    """The share of the budget for exact entries, or (from 1 on) their number, at most half of the budget."""
 
     label: ClassVar[str] = "quantised"
     source: ClassVar[str] = "KIVI, arXiv:2402.02750"

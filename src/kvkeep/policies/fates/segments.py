@@ -1,4 +1,5 @@
-"""``segments``: what leaves is kept whole, and each query reads the few segments that promise it most (Quest)."""
+"""``segments``: evicted entries are kept as they are, and each query reads the few segments that can matter most
+to it (Quest)."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ class Segments(Fate):
     over the segment's keys, the largest of the step's queries."""
 
     top: int = 8
+    """Segments that a KV head reads in a step."""
 
     label: ClassVar[str] = "kept in segments"
     source: ClassVar[str] = "Quest, arXiv:2406.10774"
@@ -38,7 +40,7 @@ class Segments(Fate):
             raise UsageError(f"At least one segment is read, not {self.top}.")
 
     def read(self, stored: int) -> int:
-        """Return the entries of the segments that are read, and one for the bound of every segment."""
+        """Return the entries of the segments that a step reads, and one for the bound of every segment."""
         return min(stored, GROUP * self.top) + stored // GROUP
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
@@ -48,9 +50,9 @@ class Segments(Fate):
         """Return the bytes of all groups, with the least and greatest of their keys' channels."""
         b = geometry.dtype_bytes
         size = GROUP * (layer.key_dim + layer.value_dim) * b + 2 * layer.key_dim * b
-        held = group_holds(layer, geometry, None, left, size, 0)
+        groups = group_holds(layer, geometry, None, left, size, 0)
         read = min(self.top, sum(left) // GROUP) * GROUP * layer.entry_elements * b
-        return PredictedBytes(held.compressed, held.bookkeeping, read, held.entries)
+        return PredictedBytes(groups.compressed, groups.bookkeeping, read, groups.entries)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Promising(Codec):
         keys, values, low, high = parts
         if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
             # max(q min, q max) is q max for positive q and q min for negative.
-            asked = query.flatten(1, 2)
-            bound = asked.clamp(min=0) @ high.transpose(1, 2) + asked.clamp(max=0) @ low.transpose(1, 2)
+            queries = query.flatten(1, 2)
+            bound = queries.clamp(min=0) @ high.transpose(1, 2) + queries.clamp(max=0) @ low.transpose(1, 2)
             chosen = bound.amax(1).topk(self.top, dim=1, sorted=False).indices
             lanes = torch.arange(len(chosen), device=chosen.device)[:, None]
             keys, values, slots = keys[lanes, chosen], values[lanes, chosen], slots[lanes, chosen]

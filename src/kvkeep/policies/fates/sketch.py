@@ -1,4 +1,4 @@
-"""``sketch``: what leaves is added to a count sketch, and attention sees what it is estimated to be (KVReviver)."""
+"""``sketch``: evicted entries are added to a count sketch, and attention reads estimates of them (KVReviver)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Sketch(Fate):
-    """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
-    keys only where ``keys`` is "signed"; cells of "averaged" keys are divided by how many are in them. ``estimate``:
-    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots
-    (:mod:`kvkeep.stores.evicted.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above that
-    many times the lowest resident one; 0: none does."""
+    """Part of the budget is a count sketch (:mod:`kvkeep.stores.evicted.sketch`), the rest exact entries."""
 
     vague: float = 0.1
+    """The sketch's share of the budget."""
     swap: float = 0.0
+    """An entry's estimate becomes resident when it ranks above that many times the lowest resident entry; 0: never."""
     estimate: str = "plain"
+    """How an entry is estimated: "plain", "centred" or "shrunk"."""
     by: str = "median"
+    """The "median" or "mean" of the rows."""
     keys: str = "unsigned"
+    """Whether keys have random signs, as values do: "signed" or "unsigned"; "averaged" are unsigned, and divided by
+    their number in the cell."""
     rows: int = 3
+    """Rows of slots that every entry is added to."""
 
     label: ClassVar[str] = "sketched"
     source: ClassVar[str] = "KVReviver, Algorithms 1 to 4"
@@ -71,15 +74,15 @@ class Sketch(Fate):
         return None
 
     def resident(self, entries: int) -> int:
-        return entries - self._own(entries)
+        return entries - self._sketched(entries)
 
-    def _own(self, entries: int) -> int:
-        """Return how many entries' room is the sketch's: whole rows of slots, two at least."""
+    def _sketched(self, entries: int) -> int:
+        """Return how many entries' bytes are the sketch's: a multiple of its rows, two slots or more in each."""
         return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         super().fits(name, geometry, entries)
-        if 2 * self._own(entries) > entries:
+        if 2 * self._sketched(entries) > entries:
             raise BudgetError(
                 f"A budget of {entries} entries has no room for a sketch of {self.rows} rows beside the exact ones; "
                 f"give it at least {4 * self.rows}."
@@ -88,11 +91,11 @@ class Sketch(Fate):
     def _slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         """Return the slots of a row of a layer's sketch."""
         entry, (cell, total) = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes, self._tallies(layer)
-        return max(1, (self._own(entries) * entry - total) // (self.rows * (entry + cell)))
+        return max(1, (self._sketched(entries) * entry - total) // (self.rows * (entry + cell)))
 
     def _tallies(self, layer: LayerGeometry) -> tuple[int, int]:
-        """Return the bytes of float32 tallies beside each cell, counts of its keys and of its values, and of those
-        beside all, their sums."""
+        """Return the bytes of float32 tallies: for each cell the counts of its keys and values, and for all cells their
+        sums."""
         if self.estimate == "plain":
             return 4 * (self.keys == "averaged"), 0
         return 8, 4 * (layer.key_dim + layer.value_dim)
@@ -105,7 +108,7 @@ class Sketch(Fate):
         return Sketched(shared, slots, self.estimate, self.by, self.keys, self.swap, site.meter, site.first)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of all cells and tallies, and of estimates looked up for a moment."""
+        """Return the bytes of all cells and tallies, and of the estimates of a step."""
         if not sum(left):
             return PredictedBytes()
         cells, width = self.rows * self._slots(layer, geometry, entries), layer.key_dim + layer.value_dim

@@ -1,4 +1,4 @@
-"""``tiers``: what leaves is kept in fewer and fewer bits, the less attention it gets."""
+"""``tiers``: evicted entries are kept in the fewer bits, the less attention they get."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from kvkeep.stores.evicted.waiting import waiting_bytes
 
 @dataclass(frozen=True)
 class InTiers(Fate):
-    """Entries that leave are kept at 16 bits (of a float32 cache), 8 or 4, or 4 for keys and 2 for values, in what the
-    budget's exact entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from
-    the last one they are gone; attention that returns to a group keeps it where it is. What waits to be a group has
-    half of its bits. ``exact``: as for 'quantize', but a quarter of the budget at most. ``without``: a part to leave
-    out, to see what it is good for: 'attention' (groups fall by age), 'channels' (values are not
-    normalised by channel) or 'waiting' (what waits to be a group has 16 bits)."""
+    """Evicted entries are kept at 16 bits (of a float32 cache), 8 or 4, or 4 for keys and 2 for values, in the part of
+    the budget that exact entries do not use. As the text grows, the groups of 32 that get least attention fall a tier,
+    and from the last tier they are dropped. Attention that returns to a group keeps it in its tier. Entries that wait
+    for a full group have half of their bits."""
 
     exact: float = 8
+    """The share of the budget for exact entries, or (from 1 on) their number, at most a quarter of the budget."""
     without: str = ""
+    """A part to leave out, to measure what it does: 'attention' (groups fall by age), 'channels' (values are not
+    normalised by channel) or 'waiting' (waiting entries have 16 bits)."""
 
     label: ClassVar[str] = "quantised by attention"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
@@ -38,7 +39,7 @@ class InTiers(Fate):
             raise unknown("part of tiers", self.without, PARTS)
 
     def resident(self, entries: int) -> int:
-        """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""
+        """Return the exact entries; the group that waits for its last entry is not counted."""
         return min(exact_entries(self.exact, entries), entries // 4)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -50,18 +51,18 @@ class InTiers(Fate):
                     f"Heads of '{geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
                     f"bytes at {bits} bits; use quantize:8."
                 )
-            self._room(layer, geometry, entries)
+            self._tier_bytes(layer, geometry, entries)
 
-    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+    def _tier_bytes(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         least = channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, TIERS[-1])
         waiting = waiting_bytes(geometry.dtype_bytes, self.without != "waiting")
         return spare(self, layer, geometry, entries, least, waiting)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         layer, geometry = site.layer, site.geometry
-        room = self._room(layer, geometry, site.entries)
-        return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
+        nbytes = self._tier_bytes(layer, geometry, site.entries)
+        return Tiers(nbytes, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        room = self._room(layer, geometry, entries)
-        return tiers_hold(room, layer, geometry.dtype_bytes, left, self.without)
+        nbytes = self._tier_bytes(layer, geometry, entries)
+        return tiers_hold(nbytes, layer, geometry.dtype_bytes, left, self.without)

@@ -18,14 +18,15 @@ from kvkeep.stores.slots import compact
 
 @dataclass(frozen=True)
 class FetchOnMiss(PagesThatMatter):
-    """A step attends to what is resident; what it may have missed is resident for the next one.
+    """A step attends to the resident entries; evicted ones that it may have missed are resident for the next step.
 
-    Missed is what a query might have given ``threshold`` of its attention, by the bounds of the keys; 0 stands for 1/T
-    with T tokens so far. At most ``limit`` entries of a KV head come back, the highest bound first, and half a KV
-    head's budget at most, so that what was in use is not all driven out."""
+    A step may have missed an entry that some query could have given ``threshold`` of its attention, by the bounds of
+    the keys. The highest bounds come back first, at most half of a KV head's budget, so that entries in use stay."""
 
     limit: int = 64
+    """Entries of a KV head that come back after a step, at most."""
     threshold: float = 0.0
+    """The share of attention; 0 is 1/T after T tokens."""
 
     label: ClassVar[str] = "what a step missed, for the next"
     source: ClassVar[str] = "llama.cpp pull request 21097"
@@ -37,8 +38,8 @@ class FetchOnMiss(PagesThatMatter):
         if self.limit < 0 or not 0 <= self.threshold <= 1:
             raise UsageError("A recall of what was missed has a limit from 0 on and a threshold from 0 to 1.")
 
-    def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
-        """Entries of pages that may have been used, the highest bound first."""
+    def fetch(self, bounds: Tensor, tokens: Tensor | int, free: Callable[[int], Tensor], away: Tensor) -> Tensor:
+        """Return entries of pages that may have been used, the highest bound first."""
         by_page = away.unflatten(1, (-1, PAGE))
         used = math.log(self.threshold) if self.threshold else -torch.as_tensor(tokens).log()
         missed = by_page & (bounds >= used)[..., None]
@@ -46,7 +47,7 @@ class FetchOnMiss(PagesThatMatter):
         order = highest.topk(min(self.limit, bounds.shape[1]), dim=1).indices
         slots = (order[..., None] * PAGE + torch.arange(PAGE, device=order.device)).flatten(1)
         wanted = missed.flatten(1).gather(1, slots)
-        wanted &= wanted.cumsum(1) <= halves(self.limit)
+        wanted &= wanted.cumsum(1) <= free(self.limit)
         chosen = compact(wanted)
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
 

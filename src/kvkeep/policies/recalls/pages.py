@@ -1,4 +1,4 @@
-"""``pages``: every KV head recalls the few pages that can matter most."""
+"""``pages``: every KV head recalls the few pages that can matter most to a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ALL = 2**31
 
 @dataclass(frozen=True)
 class Pages(PagesThatMatter):
-    """In each step every KV head recalls the ``count`` pages of 32 tokens that promise most.
+    """In each step every KV head recalls the ``count`` pages of 32 tokens with the highest bounds.
 
-    What a page can add to the head's attention is known from the bounds of its keys; the query that it can add most to
-    decides. "all" leaves nothing out."""
+    The bound of a page is what it can add to the head's attention, by the bounds of its keys, for the query that it can
+    add most to."""
 
     count: int = 8
+    """Pages of a KV head in a step; "all" in a method's name."""
 
     label: ClassVar[str] = "the highest-scoring pages"
     source: ClassVar[str] = "Quest, arXiv:2406.10774"

@@ -1,4 +1,4 @@
-"""What recalls of single pages have in common."""
+"""Recalls of some pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PagesThatMatter(Recall):
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.readers.selective.PageChoice`."""
+        """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:

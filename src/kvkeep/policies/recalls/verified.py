@@ -1,4 +1,4 @@
-"""``verified``: drafts within the budget, then one exact pass over the whole run (speculative decoding with itself)."""
+"""``verified``: drafts within the budget, then one exact pass over all of them (self-speculative decoding)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvkeep.stores.readers.round import Round
 
 @dataclass(frozen=True)
 class Verified(Recall):
-    """Tokens are drafted with what is resident, and a run of them is verified at once: every page is recalled once for
-    all its positions. What is accepted is what the unbounded cache gives, token for token; the first that is wrong is
-    replaced. ``longest``: the most tokens drafted before they are verified."""
+    """Tokens are drafted with the resident entries, and several of them are verified in one pass, which recalls every
+    page once. Accepted tokens are those of the unbounded cache; the first wrong one is replaced."""
 
     longest: int = 24
+    """Tokens that are drafted before they are verified, at most."""
 
     label: ClassVar[str] = "verified, once for a run of drafts"
     source: ClassVar[str] = "arXiv:2211.17192, a model drafting for itself"
@@ -31,8 +31,8 @@ class Verified(Recall):
             raise UsageError(f"A run has at least one drafted token, not {self.longest}.")
 
     def tail(self, entries: int) -> int:
-        """Return room for the drafts and the token before them, half the budget at most. Raises BudgetError where
-        there is none."""
+        """Return the entries for the drafts and the token before them, at most half of the budget. Raises BudgetError
+        where there is none."""
         if entries < 4:
             raise BudgetError(
                 f"A budget of {entries} entries has no room for drafts beside what they attend to; give it at least 4, "

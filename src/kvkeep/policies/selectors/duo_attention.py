@@ -17,11 +17,10 @@ from kvkeep.policies.retrieval_heads import retrieval_scores
 
 @dataclass(frozen=True)
 class DuoAttention(Selector):
-    """A share ``retrieval`` of the KV heads keeps what the budget has left; the others their ``sinks`` and the newest.
+    """Retrieval heads keep far more entries than streaming heads; both keep their sinks and their newest entries.
 
-    The paper lets retrieval heads grow without bound. Under a hard budget they have all that the streaming heads leave
-    over (these have a share ``streaming`` of the mean), and beyond that keep their sinks and newest entries, too.
-    scores: a file of head scores, a row a layer; measured on synthetic passkeys if empty.
+    The paper lets retrieval heads grow without bound. Here streaming heads have a share of the mean budget, and
+    retrieval heads the rest.
     """
 
     leaves: ClassVar[str] = "in streaming heads, all but sinks and newest"
@@ -30,16 +29,20 @@ class DuoAttention(Selector):
     files: ClassVar[Sequence[str]] = ("scores",)
 
     retrieval: float = 0.5
+    """The share of KV heads that retrieve."""
     streaming: float = 0.25
+    """The budget of a streaming head, as a share of the mean."""
     sinks: int = 4
+    """First entries that stay."""
     scores: str = ""
+    """A file of head scores, a row for each layer; by default they are measured on synthetic passkeys."""
 
     def __post_init__(self) -> None:
         if not (0 < self.retrieval <= 1 and 0 < self.streaming <= 1):
             raise UsageError("DuoAttention's 'retrieval' and 'streaming' are shares above 0 and up to 1.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return many entries for the heads of highest score, few for the others, ``entries`` on average."""
+        """Return many entries for the heads with the highest scores and few for the others, ``entries`` on average."""
         layers = geometry.full_layers
         scores = torch.zeros(len(layers), layers[0].kv_heads)
         if self.scores or model is not None:

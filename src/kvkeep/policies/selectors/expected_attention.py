@@ -1,4 +1,4 @@
-"""``expected-attention``: what queries to come can be expected to attend to stays (Devoto et al., arXiv:2510.00636)."""
+"""``expected-attention``: entries stay that later queries should attend to (Devoto et al., arXiv:2510.00636)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 
 FEWEST = 16
-"""Queries at least whose mean and covariance say something."""
+"""Queries that a mean and a covariance need, at least."""
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Those that queries of the next ``future`` positions are expected to attend to, by the norm of their values.
+    """Entries stay that queries of the next positions are expected to attend to, weighted by the norm of their values.
 
-    The score of an entry is (a + ``epsilon``) |v|: v its value, and a the softmax over entries of s m k + s^2 k C k / 2
-    of its key k, mean over the query heads; s scales scores, m and C are mean and covariance of the queries, each
-    turned to the positions ahead by the mean of their rotations. The first ``sinks`` entries stay, and neither their
-    queries nor their keys count.
+    The score of an entry is (a + ``epsilon``) |v|: v is its value, and a the softmax over entries of s m k + s^2 k C k
+    / 2 of its key k, mean over the query heads; s scales scores, m and C are mean and covariance of the queries, each
+    rotated to the ``future`` positions by the mean of their rotations. Queries and keys of the sinks do not count.
 
-    The paper scores once, after the prompt, by all its queries. Here every chunk of a prompt scores what is held and
-    what is new, by its own queries, so that the budget holds after each. Decoded tokens, and chunks of fewer than 16,
-    are not scored: they stay, the lowest score is evicted first, and then the oldest. As in the authors' code the norm
-    is that of the value, where the paper has the value after the output projection.
+    The paper scores once, after the prompt, by all its queries. Here every chunk of a prompt scores the resident and
+    the new entries by its own queries, so that the budget holds after each. Decoded tokens, and chunks of fewer than
+    16, are not scored: they stay; the lowest score is evicted first, and then the oldest. As in the authors' code the
+    norm is that of the value, where the paper has the value after the output projection.
     """
 
     leaves: ClassVar[str] = "least attended by queries to come, as expected"
@@ -36,8 +35,11 @@ class ExpectedAttention(Scored):
     needs_kv: ClassVar[bool] = True
 
     future: int = 512
+    """Positions ahead, over which the queries' rotations are averaged."""
     sinks: int = 4
+    """First entries that stay."""
     epsilon: float = 0.0
+    """Added to the expected attention before it is multiplied by the value's norm."""
 
     def __post_init__(self) -> None:
         if self.future < 1 or self.sinks < 0 or self.epsilon < 0:
@@ -45,7 +47,7 @@ class ExpectedAttention(Scored):
 
     @property
     def observation_window(self) -> int:
-        """The last query's attention, which is not used: this is when scores are made, with keys and values at hand."""
+        """One query: its attention is not used, but with it :meth:`observe` gets keys and values."""
         return 1
 
     @property

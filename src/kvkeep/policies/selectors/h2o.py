@@ -14,17 +14,17 @@ from kvkeep.portable import interpolated
 
 @dataclass(frozen=True)
 class H2O(Selector):
-    """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest. ``halflife``:
-    after how many queries attention counts half; what counts is then the mean over the queries that could see an entry,
-    not their sum, in which one that came just now is far behind. 0: the sum, and never less, as in the paper."""
+    """The newest entries stay, and of the others those that got most attention from all queries so far."""
 
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
-
     of_any_layer: ClassVar[bool] = True
 
     recent: float = 0.5
+    """The share of the budget for the newest entries."""
     halflife: int = 0
+    """Queries after which attention counts half. It is then averaged over the queries that could attend to the entry,
+    since a new entry has had few; 0: the sum over all queries, as in the paper."""
 
     def __post_init__(self) -> None:
         if self.halflife < 0:
@@ -34,7 +34,7 @@ class H2O(Selector):
 
     @property
     def observation_window(self) -> None:
-        """All queries count, those of the prompt too."""
+        """All queries count, those of the prompt, too."""
         return None
 
     @property
@@ -42,7 +42,7 @@ class H2O(Selector):
         return not self.halflife
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Add up, or go on with the mean."""
+        """Add the attention to the sum, or to the running mean."""
         assert entries.scores is not None
         if not self.halflife:
             return entries.scores + weights

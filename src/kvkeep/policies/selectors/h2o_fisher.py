@@ -18,8 +18,7 @@ from kvkeep.policies.selectors.h2o import H2O
 
 @dataclass(frozen=True)
 class H2OFisher(H2O):
-    """As h2o; the layers share the budget by the Fisher information of their W_k and W_v: each has a share ``least`` of
-    the mean, and what is left in proportion. ``scores``: a file of numbers, one a layer; measured if empty."""
+    """As h2o; the Fisher information of W_k and W_v divides the budget between the layers."""
 
     leaves: ClassVar[str] = "as h2o; layers that matter less keep fewer"
     source: ClassVar[str] = "KVReviver, appendix D"
@@ -27,7 +26,9 @@ class H2OFisher(H2O):
     files: ClassVar[Sequence[str]] = ("scores",)
 
     least: float = 0.25
+    """The share of the mean that every layer has; the rest is divided by the information."""
     scores: str = ""
+    """A file of numbers, one for each layer; by default they are measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ from kvkeep.contracts.selector import Candidates, Selector
 
 @dataclass(frozen=True)
 class KNorm(Selector):
-    """Those with the smallest L2 norm of the key."""
+    """The entries with the smallest L2 norm of the key stay."""
 
     leaves: ClassVar[str] = "largest key norms"
     source: ClassVar[str] = "arXiv:2406.11430"

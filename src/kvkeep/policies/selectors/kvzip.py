@@ -1,4 +1,4 @@
-"""``kvzip``: what the text itself attends to when it is repeated stays (Kim et al., arXiv:2505.23416)."""
+"""``kvzip``: entries stay that the text itself attends to when it is repeated (Kim et al., arXiv:2505.23416)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from kvkeep.policies.selectors.scored import Scored
 
 @dataclass(frozen=True)
 class KVzip(Scored):
-    """Those that receive the most attention when the text that was read is repeated, whatever will be asked about it.
+    """Entries stay that receive the most attention when the text is read a second time.
 
-    The score of an entry is the largest weight that any query of the repeated text, of any head that shares the entry,
-    gives it. The text is repeated ``piece`` tokens at a time, and weights are among the piece's own entries and the
-    first ``sinks``, which stay. Each KV head has a share ``least`` of the mean budget, in the end for tokens to come,
-    and what is left goes to the entries of highest score of all layers and heads; with ``least=1`` heads are alike.
+    The score of an entry is the largest weight that any query of the repeated text gives it, in any head that shares
+    the entry. Weights are among the entries of a piece and the sinks. Each KV head has a share of the mean budget, in
+    the end for tokens to come; the rest goes to the entries with the highest scores of all layers and heads.
 
-    Entries read after that are not scored: they stay, the lowest score is evicted first, and then the oldest.
+    Entries that are read later are not scored: they stay; the lowest score is evicted first, and then the oldest.
     """
 
     leaves: ClassVar[str] = "least attended when the text is repeated"
@@ -31,8 +30,11 @@ class KVzip(Scored):
     across_heads: ClassVar[bool] = True
 
     least: float = 0.25
+    """The share of the mean budget that every KV head has; with 1 all heads have the same."""
     piece: int = 2000
+    """Tokens that are repeated at a time."""
     sinks: int = 4
+    """First entries that stay."""
 
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
@@ -47,13 +49,13 @@ class KVzip(Scored):
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return a share for every lane, one for each of its entries that are among the best of its row, and an equal
         part of what a short row leaves over; rounded down."""
-        own = max(1, int(self.least * entries))
+        each = max(1, int(self.least * entries))
         scores = torch.cat([part.unflatten(0, (rows, -1)) for part in received], 1)  # (rows, KV heads of all layers, n)
         heads, slots = scores.shape[1:]
-        best = scores.flatten(1).topk(min((entries - own) * heads, heads * slots))
+        best = scores.flatten(1).topk(min((entries - each) * heads, heads * slots))
         wanted = (best.values > float("-inf")).long()
         counts = torch.zeros(rows, heads, dtype=torch.int64, device=scores.device)
         counts.scatter_add_(1, best.indices // slots, wanted)
-        counts += own + ((entries - own) * heads - counts.sum(1, keepdim=True)) // heads
+        counts += each + ((entries - each) * heads - counts.sum(1, keepdim=True)) // heads
         parts = counts.split([len(part) // rows for part in received], 1)
         return [part.flatten().tolist() if self.least < 1 else [entries] for part in parts]

@@ -1,4 +1,4 @@
-"""``lru``: what was used least recently leaves (llama.cpp pull request 21097)."""
+"""``lru``: the least recently used entry is evicted (llama.cpp pull request 21097)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from kvkeep.errors import UsageError
 
 @dataclass(frozen=True)
 class LRU(Selector):
-    """Those that a query gave ``threshold`` of its attention to most recently; to arrive is to be used.
-
-    The largest share of any query head counts; 0 stands for 1/T with T tokens so far. A step's queries are one time.
-    """
+    """The most recently used entries stay. A new entry counts as used, and so does one that some query head of a step
+    gave ``threshold`` of its attention. All queries of a step have the same time."""
 
     threshold: float = 0.0
+    """The share of attention; 0 is 1/T after T tokens."""
 
     leaves: ClassVar[str] = "least recently used"
     source: ClassVar[str] = "llama.cpp pull request 21097"
@@ -40,7 +39,7 @@ class LRU(Selector):
         return torch.full(entries.slots.shape, float(entries.length), device=keys.device)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Score what was used by the time."""
+        """Return the scores, with the time for the entries that were used."""
         assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
         return entries.scores.masked_fill(used, float(entries.length))

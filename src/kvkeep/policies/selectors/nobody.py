@@ -12,10 +12,10 @@ from kvkeep.contracts.selector import Candidates, Selector
 
 @dataclass(frozen=True)
 class Nobody(Selector):
-    """All entries stay. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
-    pool)."""
+    """All entries stay."""
 
     layout: str = "dynamic"
+    """"dynamic" (buffers that grow), "static" (allocated once), or "paged" (blocks of a pool)."""
 
     leaves: ClassVar[str] = "none"
     source: ClassVar[str] = ""
@@ -23,7 +23,7 @@ class Nobody(Selector):
 
     @property
     def budgeted(self) -> bool:
-        """Where memory is allocated once: the most entries there will be."""
+        """A static cache needs a budget: the entries to allocate."""
         return self.layout == "static"
 
     def rank(self, entries: Candidates) -> Tensor:

@@ -13,13 +13,13 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """The budget besides the window falls in a straight line from the first layer to the last, which has 1/``beta`` of
-    the mean."""
+    """As snapkv; the budget beside the window falls in a straight line from the first layer to the last."""
 
     leaves: ClassVar[str] = "as snapkv; later layers keep fewer"
     source: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = 20.0
+    """The mean budget beside the window over that of the last layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,9 +31,9 @@ class PyramidKV(SnapKV):
         full = [layer.index for layer in geometry.full_layers]
         window = min(self.window, entries // 2)
         least = (entries - window) / self.beta
-        most = 2 * (entries - window) - least
+        largest = 2 * (entries - window) - least
         budgets: list[Sequence[int]] = [(entries,)] * len(geometry.layers)
         for depth, index in enumerate(full):
             share = depth / (len(full) - 1) if len(full) > 1 else 0.5
-            budgets[index] = (window + int(most + (least - most) * share),)
+            budgets[index] = (window + int(largest + (least - largest) * share),)
         return budgets

@@ -1,4 +1,4 @@
-"""``snapkv``: what the prompt's last queries attend to stays (Li et al., arXiv:2404.14469, section 4)."""
+"""``snapkv``: entries stay that the prompt's last queries attend to (Li et al., arXiv:2404.14469, section 4)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from kvkeep.portable import interpolated
 
 @dataclass(frozen=True)
 class SnapKV(Selector):
-    """Those the last ``window`` queries voted for, votes max-pooled over ``kernel`` neighbours, and the window itself.
+    """The entries that the last queries attend to most stay, and the last entries. Each of ``window`` queries votes
+    with its attention; votes are max-pooled over ``kernel`` neighbours.
 
     The paper chooses once, after the prompt. Here every chunk of a prompt votes with its own last queries, so that the
-    budget holds after each, and the last chunk's are the prompt's; a decoded token's query counts as one of ``window``:
-    votes are then a running mean over about that many.
+    budget holds after each; those of the last chunk are the prompt's. The votes of decoded tokens are a running mean
+    over about ``window`` queries.
     """
 
     leaves: ClassVar[str] = "least attended by the last 32 queries"
@@ -29,7 +30,9 @@ class SnapKV(Selector):
     may_tie: ClassVar[bool] = True  # pooling makes neighbours equal
 
     window: int = 32
+    """Queries that vote."""
     kernel: int = 7
+    """Neighbours over which votes are pooled: an odd number of entries."""
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -47,11 +50,11 @@ class SnapKV(Selector):
         return interpolated(entries.scores, weights, 1 / self.window)
 
     def _pooled(self, entries: Candidates, votes: Tensor) -> Tensor:
-        """Spread each vote to its neighbours among the entries held; the window's own are not spread."""
-        own = entries.slots >= entries.length - self.window
+        """Spread each vote to the neighbours among the resident entries; votes for the window are not spread."""
+        newest = entries.slots >= entries.length - self.window
         order = entries.slots.argsort(1)
-        pooled = F.max_pool1d(votes.masked_fill(own, 0).gather(1, order), self.kernel, 1, self.kernel // 2)
-        return torch.where(own, votes, torch.empty_like(votes).scatter_(1, order, pooled))
+        pooled = F.max_pool1d(votes.masked_fill(newest, 0).gather(1, order), self.kernel, 1, self.kernel // 2)
+        return torch.where(newest, votes, torch.empty_like(votes).scatter_(1, order, pooled))
 
     def rank(self, entries: Candidates) -> Tensor:
         assert entries.scores is not None

@@ -15,33 +15,33 @@ from kvkeep.geometry import ModelGeometry
 
 @dataclass(frozen=True)
 class StreamingLLM(Selector):
-    """``sinks`` first entries and the last B - sinks.
-
-    positions: "cache" (the paper's: an entry's position is its place in the cache, so a stream never ends), "absolute"
-    (where it was read), or "" for "cache" where entries are dropped and "absolute" where they come back.
-    """
+    """The first entries stay, and the newest."""
 
     leaves: ClassVar[str] = "all but sinks and newest"
     source: ClassVar[str] = "arXiv:2309.17453"
 
     sinks: int = 4
+    """First entries that stay."""
     positions: str = ""
+    """An entry's position: "cache" (its place in the cache, as in the paper, so that a stream can be of any length),
+    "absolute" (its place in the text), or "" for "cache" where evicted entries are dropped and "absolute" where they
+    come back."""
 
     def __post_init__(self) -> None:
         if self.positions not in ("", "cache", "absolute"):
             raise UsageError(f"Positions are 'cache' or 'absolute', not '{self.positions}'.")
-
         if self.sinks < 0:
             raise UsageError(f"There are 0 sinks or more, not {self.sinks}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return the same for all. Raises BudgetError where the sinks would take it all."""
+        """Return the same for all. Raises BudgetError where the sinks would take all of it."""
         if 0 < entries <= self.sinks:
             raise BudgetError(f"The budget leaves nothing beside {self.sinks} sinks; give it more, or fewer sinks.")
         return super().budgets(model, geometry, entries)
 
     def sinks_in_cache(self, drops: bool) -> int | None:
-        """Return the sinks unless positions are absolute. Raises UsageError where what comes back needs those."""
+        """Return the sinks unless positions are absolute. Raises UsageError where entries come back and
+        need absolute ones."""
         if self.positions == "cache" and not drops:
             raise UsageError(
                 "Positions within the cache change with every step, so a recalled entry would be rotated for the wrong "

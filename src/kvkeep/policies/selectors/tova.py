@@ -1,4 +1,4 @@
-"""``tova``: what the last query attends to stays (Oren et al., arXiv:2401.06104, section 3.2)."""
+"""``tova``: entries stay that the last query attends to (Oren et al., arXiv:2401.06104, section 3.2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from kvkeep.contracts.selector import Candidates, Selector
 
 @dataclass(frozen=True)
 class Tova(Selector):
-    """Those the last query gave most, mean over all heads: one choice for the layer."""
+    """The entries with most attention of the last query stay, by the mean over all heads: one choice for the layer."""
 
     leaves: ClassVar[str] = "least attended by the last query"
     source: ClassVar[str] = "arXiv:2401.06104"
     across_heads: ClassVar[bool] = True
-
     of_any_layer: ClassVar[bool] = True
 
     @property

@@ -12,7 +12,7 @@ from kvkeep.contracts.selector import Candidates, Selector
 
 @dataclass(frozen=True)
 class Window(Selector):
-    """The last B entries."""
+    """The newest entries stay."""
 
     leaves: ClassVar[str] = "oldest"
     source: ClassVar[str] = "kv-direct section 5.6 (sliding window)"
@@ -25,6 +25,6 @@ class Window(Selector):
 
 @dataclass(frozen=True)
 class InOrder(Window):
-    """The same, in a ring: for fates that take entries in the order of the text, in all heads alike."""
+    """The same in a ring, for fates that take entries in the order of the text and in all heads at the same time."""
 
     in_order: ClassVar[bool] = True

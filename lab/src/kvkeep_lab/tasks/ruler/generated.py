@@ -20,7 +20,7 @@ from kvkeep_lab.tasks.texts import joined
 
 
 @dataclass(frozen=True)
-class Asked:
+class RulerQuestion:
     """One question. text: the user's message. lead: how the answer is begun for the model. answers: what has to stand
     in the answer. right: how the right answer goes on after ``lead``, without the space before it."""
 
@@ -59,7 +59,7 @@ _DEPTHS = [round(100 * place / 39) for place in range(40)]
 
 @dataclass(frozen=True)
 class Niah:
-    """keys, values: what they are. needles: how many keys have one; each: values a key has; asked: keys that are asked
+    """keys, values: what they are. needles: how many keys have one; each: values of a key; queried: keys that are asked
     for."""
 
     haystack: Literal["noise", "essays", "needles"]
@@ -67,16 +67,16 @@ class Niah:
     values: Literal["numbers", "uuids"] = "numbers"
     needles: int = 1
     each: int = 1
-    asked: int = 1
+    queried: int = 1
 
-    def __call__(self, essays: list[str] | None, draw: random.Random, size: int, length: int) -> Asked:
+    def __call__(self, essays: list[str] | None, draw: random.Random, size: int, length: int) -> RulerQuestion:
         """Return a question about ``size`` words of ``essays``, or ``size`` lines of the other haystacks."""
         pairs: dict[str, list[str]] = {}
-        while len(pairs) < max(self.needles, self.asked):
+        while len(pairs) < max(self.needles, self.queried):
             pairs[_drawn(draw, self.keys)] = [_drawn(draw, self.values) for _ in range(self.each)]
         needles = [self._needle(key, value) for key, values in pairs.items() for value in values]
         draw.shuffle(needles)
-        queries = draw.sample(list(pairs), self.asked)
+        queries = draw.sample(list(pairs), self.queried)
         answers = [value for key in queries for value in pairs[key]]
         if self.haystack == "essays":
             assert essays is not None
@@ -86,7 +86,7 @@ class Niah:
         query = f"{', '.join(queries[:-1])}, and {queries[-1]}" if len(queries) > 1 else queries[0]
         text, lead = _ONE if len(answers) == 1 else _MANY
         kind = self.values.removesuffix("s") if len(answers) == 1 else self.values
-        return Asked(
+        return RulerQuestion(
             text.format(kind=kind, context=context, query=query),
             lead.format(kind=kind, query=query),
             answers,
@@ -145,17 +145,20 @@ _TRACKING_LEAD = (
 )
 
 
-def track(loaded: None, draw: random.Random, size: int, length: int) -> Asked:
+def track(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
     """Return a question about one chain among ``size`` lines of noise, after an example that is answered. The example
     has ten lines of noise, as RULER's has at most lengths, and fewer below 4,000 tokens."""
     example = _chain(draw, min(10, max(1, length // 400)), letters=3)
-    asked = _chain(draw, size, letters=5)
-    return Asked(
-        f"{example.text} {example.lead} {example.right}\n\n{asked.text}", asked.lead, asked.answers, asked.right
+    question = _chain(draw, size, letters=5)
+    return RulerQuestion(
+        f"{example.text} {example.lead} {example.right}\n\n{question.text}",
+        question.lead,
+        question.answers,
+        question.right,
     )
 
 
-def _chain(draw: random.Random, size: int, letters: int) -> Asked:
+def _chain(draw: random.Random, size: int, letters: int) -> RulerQuestion:
     names: list[str] = []
     while len(names) < HOPS + 1:
         name = "".join(draw.choices(string.ascii_uppercase, k=letters))
@@ -169,7 +172,7 @@ def _chain(draw: random.Random, size: int, letters: int) -> Asked:
     for number, place in enumerate(sorted(draw.sample(range(len(lines)), len(chain)))):
         lines.insert(place + number, chain[number])
     context = " ".join(lines)
-    return Asked(
+    return RulerQuestion(
         _TRACKING_TEXT.format(context=context, query=value),
         _TRACKING_LEAD.format(count=len(names), query=value),
         names,
@@ -193,28 +196,33 @@ _ZETA_2 = math.pi**2 / 6  # what a Zipf distribution of exponent 2 sums to
 _LETTERS = 6
 
 
-def common_words(loaded: None, draw: random.Random, size: int, length: int) -> Asked:
+def common_words(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
     """Return a question about a list of ``size`` different words, ten of them more common, after an example that is
     answered. From 4,096 tokens on the common ones come 30 times and the others 3 times, below 6 times and once."""
     small = length < 4096
     example = _list(draw, *((20, 3, 1) if small else (40, 10, 3)))
-    asked = _list(draw, size, *((6, 1) if small else (30, 3)))
-    return Asked(f"{example.text} {example.lead} {example.right}\n{asked.text}", asked.lead, asked.answers, asked.right)
+    question = _list(draw, size, *((6, 1) if small else (30, 3)))
+    return RulerQuestion(
+        f"{example.text} {example.lead} {example.right}\n{question.text}",
+        question.lead,
+        question.answers,
+        question.right,
+    )
 
 
-def _list(draw: random.Random, size: int, often: int, seldom: int) -> Asked:
+def _list(draw: random.Random, size: int, often: int, seldom: int) -> RulerQuestion:
     drawn = draw.sample(WORDS, size)
     common, others = drawn[:COMMON], drawn[COMMON:]
     listed = common * often + others * seldom
     draw.shuffle(listed)
-    return Asked(_COMMON_TEXT.format(context=_numbered(listed)), _COMMON_LEAD, common, _numbered(common))
+    return RulerQuestion(_COMMON_TEXT.format(context=_numbered(listed)), _COMMON_LEAD, common, _numbered(common))
 
 
 def _numbered(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
-def frequent_words(loaded: None, draw: random.Random, size: int, length: int) -> Asked:
+def frequent_words(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
     """Return a question about some ``size`` made-up words, the k-th most frequent of which has a share that falls as
     k**-2; the most frequent one is dots, and does not count."""
     words: list[str] = []
@@ -225,4 +233,6 @@ def frequent_words(loaded: None, draw: random.Random, size: int, length: int) ->
     counts = [int(size * rank**-2 / _ZETA_2) for rank in range(1, len(words) + 1)]
     listed = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     draw.shuffle(listed)
-    return Asked(_FREQUENT_TEXT.format(context=" ".join(listed)), _FREQUENT_LEAD, words[1:4], " ".join(words[1:4]))
+    return RulerQuestion(
+        _FREQUENT_TEXT.format(context=" ".join(listed)), _FREQUENT_LEAD, words[1:4], " ".join(words[1:4])
+    )

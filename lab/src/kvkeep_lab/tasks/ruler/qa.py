@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.tasks.rows import rows
-from kvkeep_lab.tasks.ruler.generated import Asked
+from kvkeep_lab.tasks.ruler.generated import RulerQuestion
 
 _ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 _TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"
@@ -18,11 +18,11 @@ _TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY
 
 @dataclass(frozen=True)
 class Question:
-    """own: places of the documents that come with it; near: of those on the same subject, its own among them."""
+    """context: places of the documents that come with it; near: of those on the same subject, these among them."""
 
     query: str
     answers: list[str]
-    own: list[int]
+    context: list[int]
     near: list[int]
 
 
@@ -34,10 +34,10 @@ class Documents:
     questions: list[Question]
 
 
-def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> Asked:
+def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> RulerQuestion:
     """Return a question and ``size`` documents, or its own where they are more: then near ones, then any."""
     chosen = draw.choice(loaded.questions)
-    documents = list(chosen.own)
+    documents = list(chosen.context)
     for others in (chosen.near, range(len(loaded.texts))):
         new = sorted(set(others) - set(documents))
         draw.shuffle(new)
@@ -46,7 +46,9 @@ def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> Asked
     context = "\n\n".join(
         f"Document {number}:\n{loaded.texts[place]}" for number, place in enumerate(documents, start=1)
     )
-    return Asked(_TEXT.format(context=context, query=chosen.query), "Answer:", chosen.answers, chosen.answers[0])
+    return RulerQuestion(
+        _TEXT.format(context=context, query=chosen.query), "Answer:", chosen.answers, chosen.answers[0]
+    )
 
 
 def squad(paths: Sequence[Path]) -> Documents:
@@ -60,14 +62,14 @@ def squad(paths: Sequence[Path]) -> Documents:
             near = [places[paragraph["context"]] for paragraph in subject]
             questions += [
                 Question(
-                    asked["question"],
-                    [answer["text"] for answer in asked["answers"]],
+                    entry["question"],
+                    [answer["text"] for answer in entry["answers"]],
                     [places[paragraph["context"]]],
                     near,
                 )
                 for paragraph in subject
-                for asked in paragraph["qas"]
-                if asked["answers"] and not asked.get("is_impossible", False)
+                for entry in paragraph["qas"]
+                if entry["answers"] and not entry.get("is_impossible", False)
             ]
         return _made(texts, questions)
 
@@ -79,10 +81,11 @@ def hotpotqa(paths: Sequence[Path]) -> Documents:
             (row["question"], row["answer"], [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
             for row in rows(paths[0])
         ]
-        texts = sorted({text for _, _, own in found for text in own})
+        texts = sorted({text for _, _, contexts in found for text in contexts})
         places = {text: place for place, text in enumerate(texts)}
         return _made(
-            texts, [Question(query, [answer], [places[text] for text in own], []) for query, answer, own in found]
+            texts,
+            [Question(query, [answer], [places[text] for text in contexts], []) for query, answer, contexts in found],
         )
 
 

@@ -16,7 +16,7 @@ from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.generated import Asked
+from kvkeep_lab.tasks.ruler.generated import RulerQuestion
 from kvkeep_lab.tasks.texts import begun, text_files
 
 FamilyName = Annotated[str, among("family of RULER", FAMILIES)]
@@ -63,19 +63,19 @@ class Ruler(Task):
         family = FAMILIES[name]
         new = min(self.new, family.new)
 
-        def ask(size: int) -> Asked:
+        def ask(size: int) -> RulerQuestion:
             return family.ask(loaded, random.Random(key), size, length)
 
         def tokens(size: int) -> int:
             return len(_prompt(tokenizer, ask(size)))
 
-        size = largest(tokens, length - new, family.least, family.most(loaded))
+        size = largest(tokens, length - new, family.least, family.greatest(loaded))
         if size is None:
             raise UsageError(f"A length of {length} tokens has no room for RULER's {name}; give a greater one.")
-        asked = ask(size)
-        right = list(tokenizer(f" {asked.right}", add_special_tokens=False).input_ids)
-        facts = {"answers": asked.answers, "some": family.some, "right": right, "new": new}
-        return Sample(_prompt(tokenizer, asked), facts)
+        question = ask(size)
+        right = list(tokenizer(f" {question.right}", add_special_tokens=False).input_ids)
+        facts = {"answers": question.answers, "some": family.some, "right": right, "new": new}
+        return Sample(_prompt(tokenizer, question), facts)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         facts = sample.facts
@@ -92,15 +92,15 @@ def string_match(text: str, answers: Sequence[str], *, some: bool) -> float:
     return float(any(found)) if some else fmean(found)
 
 
-def largest(tokens: Callable[[int], int], room: int, least: int, most: int | None) -> int | None:
-    """Return the largest size from ``least`` to ``most`` whose ``tokens`` are no more than ``room``, taking them to
-    grow with the size; None where ``least`` has too many."""
-    if tokens(least) > room:
+def largest(tokens: Callable[[int], int], limit: int, least: int, greatest: int | None) -> int | None:
+    """Return the largest size from ``least`` to ``greatest`` whose ``tokens`` are no more than ``limit``, taking them
+    to grow with the size; None where ``least`` has too many."""
+    if tokens(least) > limit:
         return None
-    fits, over = least, None if most is None else most + 1
+    fits, over = least, None if greatest is None else greatest + 1
     while over is None or over - fits > 1:
         size = 2 * fits if over is None else (fits + over) // 2
-        if tokens(size) <= room:
+        if tokens(size) <= limit:
             fits = size
         else:
             over = size
@@ -111,5 +111,5 @@ def _kind(path: Path) -> str:
     return ESSAYS if path.suffix == ".txt" else path.name
 
 
-def _prompt(tokenizer: Any, asked: Asked) -> list[int]:
-    return begun(tokenizer, asked.text, None, asked.lead, " ")
+def _prompt(tokenizer: Any, task: RulerQuestion) -> list[int]:
+    return begun(tokenizer, task.text, None, task.lead, " ")

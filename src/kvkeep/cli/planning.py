@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from kvkeep.plan.shape import Shape
 
 
-def predicted(model: str, machine: str | None, weights: str = "auto", device: str = "cpu") -> tuple[Shape, Machine]:
+def shape_and_rates(
+    model: str, machine: str | None, weights: str = "auto", device: str = "cpu"
+) -> tuple[Shape, Machine]:
     """Return the shape of ``model`` without loading its weights, and the rates of the file ``machine``, or of
     ``device`` here: measured earlier, or estimated."""
     from kvkeep.models.loading import describe

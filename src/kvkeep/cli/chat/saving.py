@@ -13,18 +13,18 @@ from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore, sessions_folder
 from kvkeep.errors import KvkeepError, UsageError
 
-RESCUED = "hangup-"
+HANGUP_PREFIX = "hangup-"
 """What the names of chats begin with that were saved on a hang-up, in the folder of sessions."""
 
 
-class Keeper:
+class Saver:
     """Saves a conversation to the session ``named``, a path, or with ``folder`` a name there; None: to none yet."""
 
     def __init__(self, named: str | None = None, folder: str | None = None) -> None:
         if named is None and folder is not None:
             raise UsageError("A folder of sessions takes the name of one of them, too: --session NAME.")
         self.folder = folder
-        self.session = None if named is None else self._opened(named)
+        self.session = None if named is None else self._open(named)
         self.saved = False
         self.unsaved: KvkeepError | None = None  # why the last save failed
 
@@ -47,11 +47,11 @@ class Keeper:
         self.unsaved, self.saved = None, True
         return None
 
-    def move(self, talk: Conversation, named: str) -> str:
+    def save_as(self, talk: Conversation, named: str) -> str:
         """Save to the session ``named`` from now on; return its path. Raises SessionError, and UsageError where there
         is a conversation in it."""
         talk.check_savable()
-        fresh = self._opened(named)
+        fresh = self._open(named)
         try:
             if fresh.turns:
                 raise UsageError(f"There is a session in '{fresh.path}' already; name another.")
@@ -64,15 +64,15 @@ class Keeper:
         self.session, self.saved, self.unsaved = fresh, True, None
         return fresh.path
 
-    def rescue(self, talk: Conversation) -> str:
+    def save_on_hangup(self, talk: Conversation) -> str:
         """Save a conversation without a session to the folder of sessions; return its path. Raises SessionError."""
         store = SessionStore(sessions_folder(self.folder))
-        with store.open(f"{RESCUED}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}") as file:
+        with store.open(f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}") as file:
             os.chmod(file.path, 0o600)
             talk.save(file)
             return file.path
 
-    def _opened(self, named: str) -> SessionFile:
+    def _open(self, named: str) -> SessionFile:
         """Return the session open for writing, which is made where there is none."""
         if self.folder is not None:
             return SessionStore(self.folder).open(named)
@@ -82,10 +82,10 @@ class Keeper:
         return SessionFile(path, writing=True)
 
 
-def rescued() -> str | None:
+def last_hangup() -> str | None:
     """Return the path of the last conversation that was saved on a hang-up, within a day; None without one."""
     with suppress(OSError, UsageError):  # a user without a home has none
-        paths = sorted(sessions_folder().glob(f"{RESCUED}*.session"))
+        paths = sorted(sessions_folder().glob(f"{HANGUP_PREFIX}*.session"))
         if paths and time.time() - paths[-1].stat().st_mtime < 86400:
             return str(paths[-1])
     return None

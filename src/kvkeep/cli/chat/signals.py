@@ -1,4 +1,4 @@
-"""Endings: SIGTERM and SIGHUP during a conversation."""
+"""SIGTERM and SIGHUP during a conversation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import FrameType
 from typing import Any
 
 
-class Endings:
+class EndSignals:
     """Within the block the first SIGTERM or SIGHUP sets a flag, so that an answer can be finished and saved. A second
-    one, or one while :meth:`waiting`, exits at once. The exit code is a shell's for the signal."""
+    one, or one while :meth:`exit_at_once`, exits at once. The exit code is a shell's for the signal."""
 
     def __init__(self) -> None:
         self.code: int | None = None  # exit code, once a signal came
         self._waits = False
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Endings:
+    def __enter__(self) -> EndSignals:
         for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -30,27 +30,27 @@ class Endings:
             signal.signal(number, before)
 
     @property
-    def asked(self) -> bool:
+    def received(self) -> bool:
         """Whether a signal came."""
         return self.code is not None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def exit_at_once(self) -> Iterator[None]:
         """Within the block a signal, also an earlier one, raises SystemExit."""
         self._waits = True
         try:
-            self.leave()
+            self.exit_if_received()
             yield
         finally:
             self._waits = False
 
-    def leave(self) -> None:
+    def exit_if_received(self) -> None:
         """Raise SystemExit if a signal came."""
         if self.code is not None:
             raise SystemExit(self.code)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked
+        again = self.received
         self.code = 128 + number
         if self._waits or again:
             raise SystemExit(self.code)

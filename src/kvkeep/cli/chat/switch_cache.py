@@ -19,12 +19,12 @@ NONE = "none"
 """A budget that is none."""
 
 
-def change(chat: Chat, method: str | None, budget: str | None) -> None:
+def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
     """Go on with ``method`` and ``budget``, as they are where None, and say whether what was said is read again. Raises
     UsageError, and whatever a :class:`KeepCache` raises; nothing is changed then."""
     talk = chat.talk
     cache, reason = _moved(talk.cache, talk.model, wanted(talk.cache, method, budget))
-    if chat.keeper.session is not None:
+    if chat.saver.session is not None:
         check_savable(cache)
     line = f"The conversation goes on with {described(cache)}"
     if not talk.turns:

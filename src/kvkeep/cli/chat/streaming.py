@@ -11,7 +11,7 @@ from kvkeep.decode.generate import Generation
 STOPPED = "Stopped while reading; nothing was changed."
 
 
-def shown(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Generation | None:
+def stream_answer(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Generation | None:
     """Show what ``generate`` writes after a prompt of so many tokens; Ctrl-C, a hang-up or a closed output end it.
     Return None where that came while the prompt was read: nothing is remembered then."""
     screen = chat.screen
@@ -19,9 +19,9 @@ def shown(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Gener
         try:
             with screen.reading(tokens) as advance, screen.answer() as say:
                 return generate(
-                    on_text=None if screen.quiet else say,
+                    on_text=None if screen.silent else say,
                     on_progress=advance,
-                    interrupted=lambda: interrupted() or chat.endings.asked or screen.unwritable is not None,
+                    interrupted=lambda: interrupted() or chat.signals.received or screen.unwritable is not None,
                     **chat.sampling,
                 )
         except KeyboardInterrupt:

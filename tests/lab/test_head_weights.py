@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, tiny
+from kvkeep_lab.attention_inputs import Attended, grouped, watching
+from kvkeep_lab.head_weights import head_weights, inputs
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
-from kvkeep.models.head_weights import head_weights, inputs
-from kvkeep.models.watching import Attended, grouped, watching
 
 PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""Where a server listens: an address, a port, and files for HTTPS."""
+"""The address of a server: host, port, and files for HTTPS."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from kvkeep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Listening:
-    """host: an address or a name. port: 0 for one that is free. tls: what uvicorn is told for HTTPS; nothing for
-    HTTP."""
+class Address:
+    """Where a server listens."""
 
     host: str
+    """An address or a name."""
     port: int
+    """0: any free port."""
     tls: Mapping[str, str] = field(default_factory=dict)
+    """uvicorn's options for HTTPS; empty: HTTP."""
 
     @property
-    def own(self) -> bool:
-        """Whether only this machine reaches it."""
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     @property
-    def near(self) -> str:
-        """How a browser of this machine names the host, also where that is every address of it."""
+    def local_host(self) -> str:
+        """The host in URLs on this machine: a loopback address if the server listens on all addresses."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
         return f"[{host}]" if ":" in host else host
 
     @property
-    def everywhere(self) -> bool:
-        """Whether other machines have to name another host than this one does."""
-        return self.near.strip("[]") != self.host
+    def is_any(self) -> bool:
+        """Whether the server listens on all addresses of this machine."""
+        return self.local_host.strip("[]") != self.host
 
     def url(self, port: int) -> str:
-        """Return the server's address for a browser of this machine, at the port that it got."""
-        return f"http{'s' if self.tls else ''}://{self.near}:{port}"
+        """Return the server's URL on this machine. port: the port that it got."""
+        return f"http{'s' if self.tls else ''}://{self.local_host}:{port}"
 
     def socket(self) -> socket.socket:
-        """Return a socket that is bound to it. Raises UsageError where nothing can listen."""
+        """Return a socket bound to this address. Raises UsageError if that fails."""
         made = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,17 +55,17 @@ class Listening:
             made.close()
             reason = (error.strerror or str(error)).lower()
             raise UsageError(
-                f"Nothing can listen at {self.host}:{self.port}: {reason}; take another --port or --host."
+                f"The server cannot listen on {self.host}:{self.port}: {reason}; choose another --port or --host."
             ) from None
         return made
 
 
 def https(certificate: str | None, private_key: str | None) -> dict[str, str]:
-    """Return what uvicorn is told for HTTPS, and nothing for HTTP. Raises UsageError for files that do not do."""
+    """Return uvicorn's options for HTTPS; empty without files. Raises UsageError for files that cannot be used."""
     if certificate is None and private_key is None:
         return {}
     if certificate is None or private_key is None:
-        raise UsageError("HTTPS takes both --certificate and --private-key.")
+        raise UsageError("HTTPS needs both --certificate and --private-key; give both.")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, private_key, password="")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

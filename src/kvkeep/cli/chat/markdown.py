@@ -60,7 +60,7 @@ class Answer(Markdown):
                     token.type = "hardbreak"
 
 
-class Painter:
+class MarkdownWriter:
     """Paints one answer on ``console`` by ``write``, which writes to the terminal at once."""
 
     def __init__(self, console: Console, write: Callable[[str], object]) -> None:

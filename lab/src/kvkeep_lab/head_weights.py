@@ -19,7 +19,7 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.packed import PackedLinear
-from kvkeep.models.watching import Attended, watching
+from kvkeep_lab.attention_inputs import Attended, watching
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _QUERY, _KEY, _VALUE = (("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v"))
@@ -132,12 +132,17 @@ def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
 
 
 def _read(
-    family: str, attended: Attended, modules: list[nn.Module], outputs: dict[nn.Module, Tensor], hidden: int, own: bool
+    family: str,
+    attended: Attended,
+    modules: list[nn.Module],
+    outputs: dict[nn.Module, Tensor],
+    hidden: int,
+    owns_keys: bool,
 ) -> HeadWeights:
     heads, kv_heads = attended.query.shape[1], attended.key.shape[1]
     key_dim, value_dim = attended.key.shape[-1], attended.value.shape[-1]
     matrices = [_matrix(module, hidden, attended.query) for module in modules]
-    if not own:
+    if not owns_keys:
         return HeadWeights(attended.layer, modules[0], matrices[0].view(heads, key_dim, -1), None, None)
     if len(modules) == 2:  # values are keys
         modules, matrices = [*modules, modules[1]], [*matrices, matrices[1]]

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.cli.chat.change import change
-from kvkeep.cli.chat.showing import shown
 from kvkeep.cli.chat.state import Chat
+from kvkeep.cli.chat.streaming import stream_answer
+from kvkeep.cli.chat.switch_cache import switch_cache
 from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import UsageError
 
 ASK = "ask"
 """At the end, offer what can be done."""
-LEAST = 32
+MIN_ANSWER_TOKENS = 32
 """Tokens that there has to be room for in an answer, or as many as it may have."""
 
-SUMMARY = 256
+MAX_SUMMARY_TOKENS = 256
 """Tokens of a summary at most, whatever answers may have: half of one is no summary."""
 
 
 @dataclass(frozen=True)
-class End:
+class Continuation:
     """One way to go on. make_room: of a chat and its next question, None where the last answer goes on."""
 
     name: str
@@ -34,21 +34,21 @@ class End:
 def fits(chat: Chat, tokens: int) -> bool:
     """Return whether the model has positions for an answer to so many tokens."""
     positions = chat.talk.positions
-    return positions is None or tokens + _least(chat) <= positions
+    return positions is None or tokens + _min_answer(chat) <= positions
 
 
 def offer(chat: Chat, tokens: int, question: str | None) -> str:
-    """Say that the positions are used up, and what can be done; return the first. question: as of :class:`End`."""
-    problem = _lacking(chat, tokens, question)
+    """Say that the context is full, and what can be done; return the first. question: of :class:`Continuation`."""
+    problem = _shortage(chat, tokens, question)
     chat.screen.note(f"{problem} To go on:")
-    chat.screen.table([(f"/window {end.name}", end.help) for end in ENDS.values()])
+    chat.screen.table([(f"/window {way.name}", way.help) for way in CONTINUATIONS.values()])
     return problem
 
 
-def _lacking(chat: Chat, tokens: int, question: str | None, start: str = "") -> str:
+def _shortage(chat: Chat, tokens: int, question: str | None, start: str = "") -> str:
     """Return a sentence, which may begin with ``start``, on a prompt of so many tokens for ``question``, after which
     there are too few positions for an answer."""
-    positions, least = chat.talk.positions or 0, _least(chat)
+    positions, least = chat.talk.positions or 0, _min_answer(chat)
     if tokens > positions:
         what = "the conversation" + (" with your question" if question is not None else "")
         line = f"{start}{what} has {tokens:,} tokens, and the model only {positions:,} positions."
@@ -59,7 +59,7 @@ def _lacking(chat: Chat, tokens: int, question: str | None, start: str = "") -> 
     return line[0].upper() + line[1:]
 
 
-def told(chat: Chat) -> str:
+def usage(chat: Chat) -> str:
     """Return a sentence on how many positions are used."""
     used, positions = chat.talk.used, chat.talk.positions
     if positions is None:
@@ -77,9 +77,9 @@ def _summary(chat: Chat, question: str | None) -> None:
     turns, talk = _oldest(chat, question), chat.talk
     if turns == 1 and talk.messages[-2 * talk.turns]["content"] == SUMMARISED:
         raise UsageError("All that could go is a summary already; '/window drop' and '/window endless' go on.")
-    tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _least(chat)
+    tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _min_answer(chat)
     room = limit - talk.summarised(turns, question)
-    if room < _least(chat) or not fits(chat, tokens):
+    if room < _min_answer(chat) or not fits(chat, tokens):
         raise UsageError(
             f"A summary has no room in the {talk.positions:,} positions of the model, so nothing was changed; "
             "'/window drop' and '/window endless' go on."
@@ -87,9 +87,9 @@ def _summary(chat: Chat, question: str | None) -> None:
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
 
     def summarise(**options: Any) -> Generation:
-        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(SUMMARY, room)})
+        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(MAX_SUMMARY_TOKENS, room)})
 
-    written = shown(chat, tokens, summarise)
+    written = stream_answer(chat, tokens, summarise)
     if written is None:
         raise UsageError("There is no summary, so nothing was changed.")
     cut = written.stopped != "eos" and whole_sentences(written.text) != written.text.strip()
@@ -102,7 +102,7 @@ def _endless(chat: Chat, question: str | None) -> None:
     if positions is None:
         raise UsageError("With this method the model's positions do not run out.")
     budget = None if own is None else own.budget
-    change(chat, "streaming-llm", str(budget) if budget is not None and budget.amount else str(positions // 4))
+    switch_cache(chat, "streaming-llm", str(budget) if budget is not None and budget.amount else str(positions // 4))
 
 
 def _oldest(chat: Chat, question: str | None) -> int:
@@ -115,7 +115,7 @@ def _oldest(chat: Chat, question: str | None) -> int:
         raise UsageError("Nothing was said yet, so there is nothing to forget.")
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
-        lacking = _lacking(chat, tokens, question, "without any earlier turn ")
+        lacking = _shortage(chat, tokens, question, "without any earlier turn ")
         raise UsageError(f"{lacking} Give a shorter text, or '/window endless'.")
     if not turns and tokens > positions // 2:
         raise UsageError(
@@ -126,20 +126,20 @@ def _oldest(chat: Chat, question: str | None) -> int:
     return turns
 
 
-def _least(chat: Chat) -> int:
-    return min(chat.max_tokens, LEAST)
+def _min_answer(chat: Chat) -> int:
+    return min(chat.max_tokens, MIN_ANSWER_TOKENS)
 
 
 def _turns(count: int) -> str:
     return "turn is" if count == 1 else f"{count} turns are"
 
 
-ENDS = {
-    end.name: end
-    for end in (
-        End("drop", "forget the oldest turns, so that half of the positions are free", _drop),
-        End("summary", "put a summary by the model in their place", _summary),
-        End("endless", "method streaming-llm: the first and the newest tokens, without an end", _endless),
+CONTINUATIONS = {
+    way.name: way
+    for way in (
+        Continuation("drop", "forget the oldest turns, so that half of the positions are free", _drop),
+        Continuation("summary", "put a summary by the model in their place", _summary),
+        Continuation("endless", "method streaming-llm: the first and the newest tokens, without an end", _endless),
     )
 }
 """The ways by name."""

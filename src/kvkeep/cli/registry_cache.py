@@ -13,7 +13,7 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.plugins import PARTS, points
 
 
-def remembered(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what ``make`` returns, plain data; made again only where another version, other files of methods or other
     plugins are installed."""
     package = Path(kvkeep.__file__).parent

@@ -63,7 +63,7 @@ def typed(completions: Completions, remember: bool, **given: Any) -> Ask:
     return lambda: check_text(session.prompt(handle_sigint=False).strip(), _NAME)
 
 
-def is_typed() -> bool:
+def is_interactive() -> bool:
     """Return whether questions come from a terminal. Raises UsageError where standard input is closed."""
     standard_input()
     return sys.stdin.isatty()

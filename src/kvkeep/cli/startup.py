@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def startup() -> Iterator[None]:
     """Import transformers as far as it is used; the block imports the rest and loads.
 
     Until its end nothing is collected: what is imported stays, and going through a million objects again and again
     takes a tenth of a start. Afterwards what is there is left out of collections for good.
     """
-    from kvkeep.models.freed import give_back
     from kvkeep.models.imports import import_transformers
+    from kvkeep.native.library import trim_memory
 
     collects = gc.isenabled()
     gc.disable()
@@ -26,4 +26,4 @@ def starting() -> Iterator[None]:
         if collects:
             gc.freeze()
             gc.enable()
-        give_back()
+        trim_memory()

@@ -36,16 +36,13 @@ PACKAGE = "kvpress"
 class KVPress(Scored):
     """Those that a press of the kvpress package scores highest.
 
-    press: a class of the package with a ``score`` method, or its name in short ("SnapKVPress", "snapkv"). options: the
-    press' own parameters as text ("window_size=32,kernel_size=7"); its ``compression_ratio`` follows from the budget.
+    The press scores the entries at the end of every chunk of a prompt, resident and new ones in the order of the text,
+    as the package scores a prompt at its end. Entries keep their scores. Entries without a score stay; the lowest score
+    is evicted first, and after all scored entries the oldest. Decoded tokens get no score: a press is made for prompts,
+    and would read all keys at every step. Nor does a chunk no longer than the press' ``window_size`` or ``n_sink``,
+    until the next longer chunk scores it.
 
-    Scores are made at the end of every chunk of a prompt, of what was held and what is new, by slot, as the package
-    makes them at the end of a prompt. They stay with the entries. What is read without being scored stays, and what
-    has the lowest score leaves; when nothing scored is left, the oldest leaves. Read without being scored are decoded
-    tokens (a press is made for prompts, and would cost a pass over all keys at every step) and chunks that are too
-    short for the press: no longer than its ``window_size`` or ``n_sink``, whose entries the next longer chunk scores.
-
-    Presses that want attention weights, or a query for every key, cannot be served, nor can rows of different length.
+    Presses that need attention weights, or a query for every key, are refused, and so are rows of different length.
     """
 
     leaves: ClassVar[str] = "least scored by a press"
@@ -55,8 +52,10 @@ class KVPress(Scored):
 
     needs_kv: ClassVar[bool] = True
 
-    press: str = ""
+    press: str
+    """A class of the package with a ``score`` method, or its short name ("SnapKVPress", "snapkv")."""
     options: str = ""
+    """The press' own parameters ("window_size=32,kernel_size=7"); the budget gives its ``compression_ratio``."""
 
     @classmethod
     def from_spec(cls, text: str) -> KVPress:
@@ -66,7 +65,7 @@ class KVPress(Scored):
 
     def __post_init__(self) -> None:
         # Every cache has its own: presses learn from the model they are used with.
-        object.__setattr__(self, "_scorer", _made(self.press, self.options) if self.press else None)
+        object.__setattr__(self, "_scorer", _made(self.press, self.options))
 
     @property
     def observation_window(self) -> int:
@@ -75,10 +74,8 @@ class KVPress(Scored):
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return ``entries`` for every layer. Presses also see what attention modules are called with, so the model
-        is hooked, once. Raises UsageError where no press was named."""
+        is hooked, once."""
         scorer: Any = self._scorer  # type: ignore[attr-defined]
-        if scorer is None:
-            raise UsageError(f"Method 'kvpress' needs the name of a press (kvpress:snapkv): {', '.join(presses())}.")
         with _explained(scorer, "learn what it needs from this model"):
             getattr(scorer, "post_init_from_model", lambda model: None)(model)
         _hook(model)
@@ -138,6 +135,8 @@ def _short(name: str) -> str:
 def _made(name: str, options: str) -> Any:
     """Return the press ``name``. Raises UsageError for names and values that are not its own."""
     known = presses()
+    if not name:
+        raise UsageError(f"Method 'kvpress' needs the name of a press (kvpress:snapkv): {', '.join(known)}.")
     if _short(name) not in known:
         raise unknown("press of kvpress", name, known)
     made = known[_short(name)]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from families import tiny
 from helpers import assert_near, assert_same, bounded, expected, generate, generated, padded, prompt, step, stock
+from kvkeep_lab.presses import presses
 
 from kvkeep import EntryState, KeepCache, UnsupportedModelError, UsageError
 from kvkeep.policies.methods import resolve
-from kvkeep.policies.selectors.kvpress import presses
 
 SEEN: list[dict[str, Any]] = []
 
@@ -172,7 +172,7 @@ def test_rollback_and_rows() -> None:
 
 
 def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
-    from kvkeep.policies.selectors import kvpress as adapter
+    from kvkeep_lab import presses as adapter
 
     attention = tiny("llama").model.layers[0].self_attn
     new("even")

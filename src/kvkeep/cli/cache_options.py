@@ -1,0 +1,151 @@
+"""The options of a cache: checked before torch is imported, parsed before the model is loaded, built after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvkeep.budget import Budget, bytes_of
+from kvkeep.cli import options
+from kvkeep.cli.output import note
+from kvkeep.errors import UsageError
+from kvkeep.policies.names import check_names
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
+
+if TYPE_CHECKING:
+    from kvkeep.policies.request import Request
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The options of a cache, as given."""
+
+    method: options.Method = None
+    budget: options.Budget = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            "-e",
+            help="Generate the same tokens as the unbounded cache, by draft and verify; --method (default: snapkv) "
+            "drafts.",
+        ),
+    ] = False
+    memory: Annotated[
+        str | None,
+        typer.Option(help="With --budget auto: bytes for the cache (64MB).", show_default="half of the free memory"),
+    ] = None
+    kv_budget_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Use method kv-lru with this budget in entries per layer, as in llama.cpp; 0 is off."),
+    ] = None
+    kv_budget_mb: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-budget-mb", min=0, help="Use method kv-lru with this budget in megabytes, as in llama.cpp; 0 is off."
+        ),
+    ] = None
+    checkpoint: options.Checkpoint = None
+    where: options.Where = None
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of entries stored; the oldest are discarded, which makes the cache lossy.",
+            show_default="unlimited",
+        ),
+    ] = None
+    folder: Annotated[
+        str | None, typer.Option(help="Folder for --where disk.", show_default="the user's cache folder")
+    ] = None
+
+    def check(self) -> None:
+        """Check what can be known without importing torch. Raises UsageError or BudgetError."""
+        method, budget = self._resolved()
+        if budget == AUTO:
+            for name, value in {"method": method, "checkpoint": self.checkpoint, "where": self.where}.items():
+                if value is not None:
+                    raise UsageError(f"With '--budget auto' the planner chooses this; leave --{name} out.")
+            if self.memory is not None:
+                bytes_of(self.memory)
+            return
+        if self.memory is not None:
+            raise UsageError("--memory is used with '--budget auto' only; leave it out.")
+        if method is not None:
+            check_names(method)
+        Budget.parse(budget)
+        CheckpointSpec.parse(self.checkpoint or "kv", self.where or "host")
+
+    def parse(self, chunk: int | None = None) -> RequestedCache:
+        """Check the options, and return the cache that they request. Raises as :meth:`check` and
+        :meth:`~kvkeep.policies.request.Request.parse` do."""
+        from kvkeep.stock import requested
+
+        self.check()
+        method, budget = self._resolved()
+        if budget == AUTO:
+            return RequestedCache(None, auto=True, memory=self.memory)
+        stored = {name: getattr(self, name) for name in ("checkpoint", "where", "capacity", "folder")}
+        recall = "verified" if self.exact else None
+        return RequestedCache(requested(method, budget, recall=recall, chunk=chunk, **stored))
+
+    def _resolved(self) -> tuple[str | None, str | None]:
+        """Return method and budget, whichever options give them."""
+        limits = [f"{self.kv_budget_tokens}"] if self.kv_budget_tokens else []
+        limits += [f"{self.kv_budget_mb}MB"] if self.kv_budget_mb else []
+        if not limits:
+            return self.method, self.budget
+        if self.method is not None or self.budget is not None or self.exact or len(limits) > 1:
+            raise UsageError(
+                "--kv-budget-tokens and --kv-budget-mb choose method kv-lru and its budget; give only one of them, "
+                "without --method, --budget or --exact."
+            )
+        return "kv-lru", limits[0]
+
+
+@dataclass(frozen=True)
+class RequestedCache:
+    """A cache that is not built yet, because its model is not loaded."""
+
+    request: Request | None
+    """None: transformers' own cache, or the planner's choice."""
+    auto: bool = False
+    """The planner chooses the request."""
+    memory: str | None = None
+    """Bytes that the planner may use; None: half of the free memory."""
+
+    def build(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
+        """Return the cache for ``context`` tokens, the last ``answer`` of them generated. The context is at most the
+        model's number of positions, unless the method continues beyond them."""
+        from transformers.cache_utils import DynamicCache
+
+        from kvkeep.cache import KeepCache
+
+        if context is not None and answer and (self.request is None or self.request.method.sinks is None):
+            prompt = context - answer
+            context = max(min(context, _positions(model) or context), prompt + 1)
+            answer = context - prompt
+        request = (
+            self._planned(model, (context or _positions(model) or 4096) - answer, answer) if self.auto else self.request
+        )
+        if request is None:
+            return DynamicCache(config=model.config)
+        return KeepCache(model, request=replace(request, context=context))
+
+    def _planned(self, model: Any, prompt: int, answer: int) -> Request:
+        """Return the planner's choice, and print its reason."""
+        from kvkeep.plan.planner import recommend
+        from kvkeep.policies.request import Request
+
+        choice = recommend(model, prompt, self.memory, answer=answer)
+        note(choice.reason)
+        return Request.parse(choice.method, choice.budget, checkpoint=choice.checkpoint, where=choice.where)
+
+
+def _positions(model: Any) -> int | None:
+    from kvkeep.geometry import ModelGeometry
+
+    return ModelGeometry.from_config(model.config).max_positions

@@ -1,0 +1,62 @@
+"""A server in several processes (replicas) that Ray Serve runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from kvkeep.cli.output import note
+from kvkeep.cli.serve.address import Address
+from kvkeep.cli.serve.defaults import with_defaults_for_replicas
+from kvkeep.cli.serve.single_process import STOPPED
+from kvkeep.serve import replicas
+from kvkeep.serve.replicas import Scale
+from kvkeep.serve.service import Service
+
+
+def serve_replicas(
+    service: Service, scale: Scale, cluster: str | None, address: Address, grace: float, saved: str, access: str
+) -> None:
+    """Have Ray Serve run replicas.
+
+    Without the address of a ``cluster``, until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
+    Replicas in a ``cluster`` keep running. saved, access: lines to print about sessions and keys.
+    """
+    port = address.port
+    if cluster is None:
+        service = with_defaults_for_replicas(service, scale.ongoing, scale.most)
+        with address.socket() as free:  # Ray Serve's proxy takes its place
+            port = free.getsockname()[1]
+    with replicas.cluster(cluster, scale):
+        stopped = threading.Event()
+        if cluster is None:  # after Ray has set its own handlers, which abort, and before replicas start
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stopped.set())
+        proxy = Address(*replicas.deploy(service, scale, address.host, port, address.tls))
+        count = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
+        size = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
+        note(f"{proxy.url(proxy.port)}/v1  model '{service.model}', {size}")
+        if (proxy.host, proxy.port) != (address.host, port):
+            note("the cluster's proxies listen there already; --host and --port do not change that")
+        cores = "1 core" if scale.cores == 1 else f"{scale.cores:g} cores"
+        cache = ", ".join(f"{name} {value}" for name, value in service.cache.items())
+        note(f"{count} replicas with {cores} each; default cache: {cache}")
+        note(saved)
+        note(access)
+        if cluster is not None:
+            _describe_cluster()
+            return
+        stopped.wait()
+        note(f"stopping: running answers have {grace:g} s to finish")
+        failed = replicas.drain(grace)
+    note(f"stopped; {failed} replicas did not reply, and their unsaved turns are lost" if failed else STOPPED)
+
+
+def _describe_cluster() -> None:
+    """Print what the cluster's processes lack, and how to end the replicas."""
+    if missing := replicas.lacking():
+        variables = " ".join(f"{name}={value}" for name, value in missing.items())
+        note(f"start the cluster's processes with {variables}; docs/replicas.md explains these variables")
+        if replicas.TOKEN.items() <= missing.items():
+            note("the cluster has no token: anyone who reaches the ports of its machines can run code on them")
+    note("the cluster keeps the replicas running; 'serve shutdown' ends them, and repeating this command replaces them")

@@ -1,0 +1,187 @@
+"""The options of ``kvkeep serve``, by what they are about."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvkeep.budget import bytes_of
+from kvkeep.cli import completion, options
+from kvkeep.cli.cache_options import CacheOptions
+from kvkeep.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.serve.replicas import Scale
+
+GRACE_S = 10.0
+"""Seconds that running answers get to finish, by default."""
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Memory of all conversations, and the cache of those that name none."""
+
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for all conversations together (512MB).",
+            show_default="enough for --conversations, at most a quarter of the free memory",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            "-x",
+            help="Default cache method of a session ('kvkeep methods' lists them).",
+            autocompletion=completion.methods,
+            show_default="kv-direct with a budget, the planner's choice without",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            "-b",
+            help="Default cache budget of a session: entries per layer (512), bytes (64MB), or a share (25%).",
+        ),
+    ] = None
+    conversations: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of conversations to plan for, if --memory, or both --method and --budget, are left out."
+        ),
+    ] = 8
+
+    def check(self) -> None:
+        """Check what can be known without importing torch. Raises UsageError or BudgetError."""
+        CacheOptions(self.method, self.budget).check()
+        if self.memory is not None:
+            bytes_of(self.memory)
+
+    def cache(self) -> dict[str, str]:
+        """Return the method and the budget, as far as they are given."""
+        return {name: value for name in ("method", "budget") if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Where the server listens, and to whom."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
+    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None
+    private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None
+    keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Allow web pages of this origin (https://chat.example) to use it; repeatable.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """Limits of requests and answers."""
+
+    waiting: Annotated[int, typer.Option(min=0, help="Maximum number of requests in the queue.")] = 64
+    answers: Annotated[
+        int, typer.Option(min=1, help="Maximum number of concurrent answers per key, including those in the queue.")
+    ] = 64
+    time: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds after which an answer is cut off.", show_default="no limit"),
+    ] = None
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g}"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Where sessions are saved, and for how long."""
+
+    sessions: options.Sessions = None
+    quota: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum size of all saved sessions (10GB); the least recently used are removed.",
+            show_default="no limit",
+        ),
+    ] = None
+    age: Annotated[
+        float | None,
+        typer.Option(min=0, help="Days after which an unused session is removed.", show_default="no limit"),
+    ] = None
+
+    def limits(self) -> str:
+        """Return the end of a sentence that says how large sessions may be and how long they stay."""
+        size = "" if self.quota is None else f", at most {self.quota}: the least recently used are removed"
+        return size + ("" if self.age is None else f", removed after {self.age:g} days without use")
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many processes serve, and where."""
+
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Number of processes that Ray Serve runs, each with --memory; with MIN:MAX Ray Serve adds and removes "
+            "them as needed.",
+            show_default="this process only",
+        ),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster for --replicas, which keeps running them; auto: the cluster of this machine.",
+            show_default="a cluster that starts and ends with this command",
+        ),
+    ] = None
+    cores: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="CPU cores of each replica.", show_default="an equal share, or 1 with --ray"),
+    ] = None
+
+    def check(self, memory: MemoryOptions, network: NetworkOptions, limits: LimitOptions, sessions: str | None) -> None:
+        """Raise UsageError for options that do not go together."""
+        if self.ray is None:
+            if self.replicas is None and self.cores is not None:
+                raise UsageError("--cores is used with --replicas only; leave it out, or give --replicas.")
+            return
+        if self.replicas is None:
+            raise UsageError("--ray is used with --replicas only; leave it out, or give --replicas.")
+        if network.port == 0:
+            raise UsageError("With --ray every machine of the cluster listens on the same port; give one with --port.")
+        if limits.grace is not None:
+            raise UsageError(
+                "With --ray the command ends at once and the cluster keeps serving; leave --grace out, or limit "
+                "answers with --time."
+            )
+        needed = {"--memory": memory.memory, "--method or --budget": memory.cache(), "--sessions": sessions}
+        if missing := [name for name, value in needed.items() if not value]:
+            raise UsageError(
+                f"With --ray give {' and '.join(missing)}: machines differ in memory, and sessions must be in a folder "
+                "that all of them share."
+            )
+
+    def scale(self, conversations: int) -> Scale:
+        """Return the scale of the replicas."""
+        from kvkeep.serve.replicas import Scale
+
+        assert self.replicas is not None
+        share = max(1, (os.cpu_count() or 1) // Scale.parse(self.replicas, 1, 1).most)
+        return Scale.parse(self.replicas, self.cores or (share if self.ray is None else 1), conversations)

@@ -1,0 +1,111 @@
+"""A server in this process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+from kvkeep.cli.output import note
+from kvkeep.cli.serve.address import Address
+from kvkeep.cli.serve.defaults import describe_default, with_defaults
+from kvkeep.cli.startup import startup
+from kvkeep.errors import KvkeepError
+from kvkeep.models.loading import load
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.connection import uvicorn_config
+from kvkeep.serve.http.middleware import log_requests
+from kvkeep.serve.measuring import Measuring
+from kvkeep.serve.service import Service
+
+STOPPED = "stopped; all turns are saved"
+
+
+def serve_here(
+    service: Service, address: Address, conversations: int, grace: float, saved: str, access: str, *, measure: bool
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
+
+    Args:
+        conversations: share the memory if the service names no cache.
+        saved, access: lines to print about sessions and keys.
+        measure: measure this machine when the server is idle.
+
+    Raises:
+        KvkeepError: the engine failed.
+    """
+    with startup():
+        loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
+    service = with_defaults(service, loaded, conversations)
+    with address.socket() as listener:
+        url = address.url(listener.getsockname()[1])
+        engine = service.engine(loaded, shared=False)
+        app = service.application(engine, loaded)
+        server = _Server(uvicorn_config(app, timeout_graceful_shutdown=int(grace) + 1, **address.tls))
+        _raise_file_limit()
+        default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
+        engine.start()
+        size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
+        note(f"{url}/v1  model '{loaded.name}', {size}; chat page: {url}/")
+        if address.is_any:
+            note("from another machine, use this machine's name or address instead")
+        note(default)
+        refusal = engine.sessions.files.refusal
+        note(saved if refusal is None else f"sessions are not saved: {refusal}")
+        note(access)
+        if service.logs:
+            log_requests()
+        _stop_on_signals(server, engine, grace)
+        measuring = Measuring(engine, note)
+        if measure:
+            measuring.start()
+        server.run(sockets=[listener])
+        measuring.stop()
+    if engine.fault is not None:
+        raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
+    engine.stop(0.0)
+    note(STOPPED if refusal is None else "stopped")
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to :func:`_stop_on_signals`: answers end before connections do."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers."""
+        yield
+
+
+def _raise_file_limit() -> None:
+    """Allow the maximum number of open files: sessions in memory and connections need one each."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
+
+
+def _stop_on_signals(server: uvicorn.Server, engine: Engine, grace: float) -> None:
+    """On SIGTERM and Ctrl-C refuse new requests, let answers finish within ``grace`` seconds, and stop the server; stop
+    it also when the engine ends."""
+
+    def stop_server() -> None:
+        engine.join()
+        server.should_exit = True
+
+    def stop_engine() -> None:
+        note(f"stopping: running answers have {grace:g} s to finish")
+        engine.stop(grace)
+
+    def handle(*_: Any) -> None:
+        threading.Thread(target=stop_engine, daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    threading.Thread(target=stop_server, daemon=True).start()

@@ -1,0 +1,289 @@
+"""Draft and verify: the output of the unbounded cache, token for token, mostly at the speed of a bounded one.
+
+A round: the bounded cache drafts a run of tokens; one exact pass reads the last token and the whole run, so evicted
+entries are recalled once for all of them. Drafts that equal the choice of the exact pass are accepted, and its choice
+replaces the first that differs. It is speculative decoding (Leviathan et al., arXiv:2211.17192) in which a model is its
+own draft, as in TriForce (arXiv:2404.11912), MagicDec (arXiv:2408.11049) and QuantSpec
+(arXiv:2502.10424); here for any model, any drafting method and any checkpoint.
+
+Sampling: a sample is argmax(p / noise) with exponential noise, which is how ``torch.multinomial`` draws one. Draft and
+exact pass use the same noise at the same position. So the output is argmax(p / noise) of the exact p: a sample of
+exactly its distribution, whatever the draft was (Daliri et al., arXiv:2408.07978), and with the same seed it is the
+token of transformers' own sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.engine.lookup import Lookup
+from kvkeep.engine.pace import Pace
+from kvkeep.engine.sampling import Sampler
+from kvkeep.stores.readers.round import RoundStatistics
+
+
+class Wanted(NamedTuple):
+    """What a round wants the model to read: token ids (rows, n), the mask over past and new tokens (None: all are
+    there), and positions (rows, n)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor
+
+
+Reads = Generator[Wanted, Tensor, None]
+"""Yields what to read, and is sent its logits (rows, n, vocabulary)."""
+
+
+def following(rounds: Reads, logits: Tensor) -> Wanted | None:
+    """Send logits to rounds, and return what they want next; None after the last one."""
+    try:
+        return rounds.send(logits)
+    except StopIteration:
+        return None
+
+
+class Rounds:
+    """The rounds of one answer, after its prompt was read into ``cache``: whoever owns the model reads for them.
+
+    prompts: (rows, tokens). add: is called with row, token and the logits (rows, vocabulary) that it was chosen by,
+    after each token, and returns whether it is the row's last. limit: tokens of a row at most, None: as many as there
+    are. copies: drafts may be copied from the text.
+    """
+
+    def __init__(
+        self,
+        cache: KeepCache,
+        prompts: Tensor,
+        sampler: Sampler,
+        add: Callable[[int, int, Tensor], bool],
+        limit: int | None,
+        *,
+        copies: bool = True,
+    ) -> None:
+        assert cache.round is not None
+        self.stream = cache.stream
+        self.cache, self.sampler, self.add, self.limit = cache, sampler, add, limit
+        self.rows, self.prompt = prompts.shape
+        self.longest = min(cache.round.tail, self.stream.chunk) - 1
+        room = 2 * self.longest + 2
+        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, room)], 1)  # grows; drafts are behind the length
+        self.lengths = [self.prompt] * self.rows
+        self.finished = [False] * self.rows
+        self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
+        self.pace, self.done = Pace(), RoundStatistics()
+        self.cache_round, cache.round.statistics = cache.round, self.done
+        self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by number of the new token
+        self.mask: Tensor | None = None  # (rows, slots), where some are padding
+        self.positions = torch.zeros(self.rows, dtype=torch.long)
+
+    def start(self, logits: Tensor, mask: Tensor | None) -> None:
+        """Choose the first token of each row after the prompt."""
+        device = self.tokens.device
+        padded = mask is not None and not bool(mask.all())
+        self.mask = mask if padded else None
+        counts = mask.sum(1) if padded and mask is not None else torch.full((self.rows,), self.cache.get_seq_length())
+        self.positions = counts.to(device)
+        self._take(self._choose(logits[:, None], 0), [1] * self.rows, logits[:, None])
+
+    # -- a round ------------------------------------------------------------------------------------
+
+    def rounds(self) -> Reads:
+        """Decode until all rows are finished."""
+        while not all(self.finished):
+            yield from self._round()
+
+    def _round(self) -> Reads:
+        """Draft a run, verify it, and keep the accepted tokens."""
+        begin = time.perf_counter()
+        self.cache_round.draft()
+        copied = self._copied()
+        longest = self._room()
+        wanted = self.pace.length(longest) if longest else 0
+        copies = copied is not None and longest > 0 and self.pace.prefers_copies(longest, wanted)
+        if copies and copied is not None:
+            drafts = copied[:, :longest]
+            self._note_drafts(drafts)
+        else:
+            drafts = yield from self._drafted(wanted)
+        drafted = time.perf_counter()
+        self.cache_round.verify()
+        last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
+        logits = yield self._wanted(torch.cat([last, drafts], 1), 0)
+        chosen = self._choose(logits, drafts.shape[1])
+        right = self._right(drafts, chosen)
+        counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
+        if any(self.cache.is_sliding):  # sliding windows count slots, so rows advance together
+            counts = [min(count for count in counts if count)] * self.rows
+        active = [not done for done in self.finished]
+        kept = self._take(chosen, counts, logits)
+        if any(self.cache.is_sliding):
+            kept = [max(kept)] * self.rows
+        agreed = all(count == drafts.shape[1] + 1 for count, live in zip(counts, active, strict=True) if live)
+        self._commit(kept, agreed)
+        end = time.perf_counter()
+        self._learn(drafts, copied, copies, right, kept, active, drafted - begin, end - drafted)
+
+    def _room(self) -> int:
+        """Return the most drafts: one less than the tokens that every row has room for."""
+        shortest = min(length for length, done in zip(self.lengths, self.finished, strict=True) if not done)
+        longest = self.longest
+        if self.limit is not None:
+            longest = min(longest, self.limit - shortest - 1)
+        if (positions := self.cache.geometry.max_positions) is not None:
+            longest = min(longest, positions - int(self.positions.max()) - 1)
+        return max(0, longest)
+
+    def _drafted(self, count: int) -> Generator[Wanted, Tensor, Tensor]:
+        """Draft ``count`` tokens of each row from the resident entries."""
+        rows = torch.arange(self.rows)
+        last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
+        drafts = last[:, :0]
+        for number in range(count):
+            logits = yield self._wanted(last, number)
+            last = self._choose(logits, 0, ahead=number)
+            drafts = torch.cat([drafts, last], 1)
+            self._note_drafts(drafts)
+        return drafts
+
+    def _copied(self) -> Tensor | None:
+        """Return drafts copied from the text, (rows, longest), if every unfinished row has some."""
+        if not self.lookups or not self.longest:
+            return None
+        runs = [
+            [0] * self.longest if done else lookup.run(self.longest)
+            for lookup, done in zip(self.lookups, self.finished, strict=True)
+        ]
+        return torch.tensor(runs, device=self.tokens.device) if all(runs) else None
+
+    def _note_drafts(self, drafts: Tensor) -> None:
+        """Write drafts behind the tokens, for the logits processors."""
+        for row, length in enumerate(self.lengths):
+            self.tokens[row, length : length + drafts.shape[1]] = drafts[row]
+
+    def _wanted(self, ids: Tensor, before: int) -> Wanted:
+        """Return that ``ids`` (rows, n) are to be read, ``before`` drafts after the tokens."""
+        positions = self.positions[:, None] + torch.arange(before, before + ids.shape[1], device=ids.device)
+        mask = self.mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(self.rows, before + ids.shape[1])], 1)
+        return Wanted(ids, mask, positions)
+
+    def _right(self, drafts: Tensor, chosen: Tensor) -> list[int]:
+        """Return the number of leading drafts of each row that are right."""
+        same = (drafts == chosen[:, : drafts.shape[1]]).long()
+        return same.cumprod(1).sum(1).tolist()
+
+    def _take(self, chosen: Tensor, counts: Sequence[int], logits: Tensor) -> list[int]:
+        """Append the first ``counts`` chosen tokens to each row until it is finished; return the numbers appended."""
+        taken = []
+        longest = max(self.lengths) + chosen.shape[1] + self.longest + 2
+        if longest > self.tokens.shape[1]:
+            self.tokens = torch.cat([self.tokens, self.tokens.new_zeros(self.rows, longest)], 1)
+        for row, tokens in enumerate(chosen.tolist()):
+            count = 0
+            while not self.finished[row] and count < counts[row]:
+                self.tokens[row, self.lengths[row]] = tokens[count]
+                self.lengths[row] += 1
+                if self.lookups:
+                    self.lookups[row].add(tokens[count])
+                self.finished[row] = self.add(row, tokens[count], logits[:, count])
+                count += 1
+            taken.append(count)
+        return taken
+
+    def _commit(self, counts: list[int], agreed: bool) -> None:
+        self.cache_round.commit(counts, agreed)
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        real = real.to(self.tokens.device)
+        self.positions = self.positions + real.sum(1)
+        if self.mask is not None or min(counts) < max(counts):
+            before = self.mask
+            if before is None:
+                before = torch.ones(self.rows, self.cache.get_seq_length() - max(counts), dtype=torch.long)
+                before = before.to(real.device)
+            self.mask = torch.cat([before, real.to(before.dtype)], 1)
+
+    def _learn(
+        self,
+        drafts: Tensor,
+        copied: Tensor | None,
+        copies: bool,
+        right: list[int],
+        kept: list[int],
+        active: list[bool],
+        drafting_s: float,
+        verifying_s: float,
+    ) -> None:
+        """Record seconds and acceptance of the round; copies are judged also where they were not used."""
+        count, done = drafts.shape[1], self.done
+        mean = sum(n for n, live in zip(right, active, strict=True) if live) // sum(active)
+        self.pace.took(0 if copies else count, drafting_s, verifying_s)
+        if not copies:
+            self.pace.drafts.note(mean, count)
+        if copied is not None:
+            hits = [
+                _agreeing(copied[row].tolist(), self.tokens[row, length - kept[row] : length].tolist())
+                for row, length in enumerate(self.lengths)
+                if active[row]
+            ]
+            judged = max(kept)
+            self.pace.copies.note(sum(hits) // len(hits), judged)
+        done.rounds += 1
+        done.drafted += 0 if copies else count * sum(active)
+        done.copied += count * sum(active) if copies else 0
+        done.accepted += sum(n for n, live in zip(right, active, strict=True) if live)
+        done.drafting_s += drafting_s
+        done.verifying_s += verifying_s
+
+    # -- choosing tokens ----------------------------------------------------------------------------
+
+    def _choose(self, logits: Tensor, drafts: int, ahead: int = 0) -> Tensor:
+        """Return the token that follows at each of the last ``drafts`` + 1 positions, (rows, positions), from logits
+        (rows, positions, vocabulary); ``ahead``: drafts before the first of them."""
+        if not self.sampler.processors and not self.sampler.sampled:
+            return logits.argmax(-1)
+        columns = []
+        for number in range(drafts + 1):
+            scores = self._scores(logits[:, number], ahead + number)
+            if self.sampler.sampled:
+                probabilities = scores.softmax(-1)
+                scores = probabilities / self._noise(probabilities, ahead + number)
+            columns.append(scores.argmax(-1, keepdim=True))
+        return torch.cat(columns, 1)
+
+    def _scores(self, logits: Tensor, ahead: int) -> Tensor:
+        """Return the processed logits, (rows, vocabulary)."""
+        scores = logits.new_empty(logits.shape, dtype=torch.float32)
+        for length in set(self.lengths):  # processors may depend on the whole batch
+            rows = [row for row in range(self.rows) if self.lengths[row] == length]
+            fresh = logits.to(copy=True, dtype=torch.float32)
+            scores[rows] = self.sampler.processors(self.tokens[:, : length + ahead], fresh)[rows]
+        return scores
+
+    def _noise(self, like: Tensor, ahead: int) -> Tensor:
+        """Return the noise of each row's token ``ahead`` of the next; drawn once for each, in order."""
+        numbers = [length - self.prompt + ahead for length in self.lengths]
+        oldest = min(number for number, done in zip(numbers, self.finished, strict=True) if not done) - ahead
+        for number in [number for number in self.noise if number < oldest]:
+            del self.noise[number]
+        for number in range(max(self.noise, default=oldest - 1) + 1, max(numbers) + 1):
+            self.noise[number] = self.sampler.noise(like)
+        rows = [self.noise.get(number, like)[row] for row, number in enumerate(numbers)]  # finished rows: anything
+        return torch.stack(rows)
+
+
+def _agreeing(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
