@@ -25,7 +25,8 @@ INLINE vf signed_words(const uint8_t* p) {  // 16 whole numbers of 16 bits
   return r;
 }
 
-// Codes first .. first + 15 of `count`, packed as stores/evicted/coded.py packs them: of n bytes, byte j has codes j, j + n, ..
+// Codes first .. first + 15 of `count`, packed as stores/evicted/coded.py packs them: of n bytes, byte j has codes j,
+// j + n, ..
 INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
   if (bits == 16) return signed_words(codes + 2 * first) * vset(1.0f / 256);
   if (bits == 8) return vload_ubytes(codes + first);

@@ -147,7 +147,7 @@ class CollectedAttention:
             self._attend_blocks()
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Attend to what is left, and return output and log-sum-exp, float32 both."""
+        """Attend to the remaining entries, and return output and log-sum-exp, float32 both."""
         done = self._call(True).attend(torch.float32, self._state, self._start > 0)
         assert done is not None
         return done

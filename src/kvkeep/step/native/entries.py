@@ -1,4 +1,4 @@
-"""What the native library reads: entries in tensors, in codes, or in a sketch, and how it is told where they lie."""
+"""What the native library reads: entries in tensors, in codes, or in a sketch, and tables of where they lie."""
 
 from __future__ import annotations
 

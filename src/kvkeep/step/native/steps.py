@@ -75,8 +75,8 @@ def run(
 def run_layers(
     layers: Table, scaling: Table, steps: Sequence[Sequence[LayerStep]], x: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Run all layers of a decoder for a token of each of several sessions; return what leaves the last one, (1, tokens,
-    hidden).
+    """Run all layers of a decoder for a token of each of several sessions; return the output of the last one,
+    (1, tokens, hidden).
 
     layers, scaling: the layers as the library has them, and the scaling of their attention. steps: of each layer, one
     for each token. x: (1, tokens, hidden), what enters the first layer. cos, sin: (tokens, dim).
