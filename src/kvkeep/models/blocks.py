@@ -32,8 +32,6 @@ AT_ONCE = 1 << 22
 class Kind:
     """A kind of block."""
 
-    number: int
-    """As kvkeep.h counts kinds."""
     bits: int
     """Of a code."""
     group: int | None
@@ -195,15 +193,15 @@ def _q6_k(data: Bytes) -> Parts:
 
 
 KINDS = {
-    "BF16": Kind(0, 16, None, 2, 4, 4, None),
-    "Q4_0": Kind(1, 4, 32, 32, 18, 18, _q4_0),
-    "Q4_1": Kind(2, 4, 32, 32, 20, 20, _q4_1),
-    "Q5_0": Kind(3, 5, 32, 32, 22, 22, _q5_0),
-    "Q5_1": Kind(4, 5, 32, 32, 24, 24, _q5_1),
-    "Q8_0": Kind(5, 8, 32, 32, 34, 34, _q8_0),
-    "Q4_K": Kind(6, 4, 32, 256, 144, 148, _q4_k),
-    "Q5_K": Kind(7, 5, 32, 256, 176, 180, _q5_k),
-    "Q6_K": Kind(8, 6, 16, 256, 210, 210, _q6_k),
+    "BF16": Kind(16, None, 2, 4, 4, None),
+    "Q4_0": Kind(4, 32, 32, 18, 18, _q4_0),
+    "Q4_1": Kind(4, 32, 32, 20, 20, _q4_1),
+    "Q5_0": Kind(5, 32, 32, 22, 22, _q5_0),
+    "Q5_1": Kind(5, 32, 32, 24, 24, _q5_1),
+    "Q8_0": Kind(8, 32, 32, 34, 34, _q8_0),
+    "Q4_K": Kind(4, 32, 256, 144, 148, _q4_k),
+    "Q5_K": Kind(5, 32, 256, 176, 180, _q5_k),
+    "Q6_K": Kind(6, 16, 256, 210, 210, _q6_k),
 }
 """The kinds whose bits are kept; every other becomes bfloat16."""
 GROUP = 32

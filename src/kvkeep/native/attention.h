@@ -203,19 +203,6 @@ static void received(const KvAttention* a, const float* lse, int64_t last, int g
   });
 }
 
-static void attend_rows(const bf16* query, const bf16* keys, const bf16* values, int64_t key_lane, int64_t value_lane,
-                        int64_t lanes, int64_t groups, int64_t queries, int64_t dim, int64_t value_dim, int64_t entries,
-                        float scaling, bf16* out, float* lse, float* received_by, int greatest) {
-  KvPiece piece{};
-  piece.keys = keys; piece.values = values; piece.count = entries; piece.lanes = lanes;
-  piece.key_lane = key_lane; piece.key_row = dim; piece.value_lane = value_lane; piece.value_row = value_dim;
-  KvAttention a{};
-  a.query = query; a.pieces = &piece; a.lanes = lanes; a.groups = groups; a.queries = queries; a.dim = dim;
-  a.value_dim = value_dim; a.count = 1; a.entries = entries; a.past = entries - queries; a.scaling = scaling;
-  attend(&a, out, 0, lse, nullptr, 0);
-  if (received_by) received(&a, lse, queries, greatest, received_by);
-}
-
 static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
                             int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
@@ -241,7 +228,7 @@ static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* que
     if (!step.received) return;
     const int64_t blocks = (step.attention.entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
     for (int64_t block = 0; block < blocks; block++)
-      receive_block(step.attention, jobs[task / lanes].lse, 1, step.greatest != 0, step.received, task % lanes, block);
+      receive_block(step.attention, jobs[task / lanes].lse, 1, step.reduce_max != 0, step.received, task % lanes, block);
   });
 }
 

@@ -19,7 +19,7 @@ INLINE int64_t first_of(const KvAttention& a, int64_t lane) { return a.first ? a
 INLINE int64_t shift_of(const KvAttention& a, int64_t lane) { return a.shift ? a.shift[lane] : 0; }
 INLINE int64_t limit_of(const KvAttention& a, int64_t lane, int64_t query) {
   const int64_t stop = a.stop ? a.stop[lane] : a.entries;
-  return a.past < 0 ? stop : min64(stop, a.past + query + 1);
+  return a.causal_offset < 0 ? stop : min64(stop, a.causal_offset + query + 1);
 }
 
 // The number of the block that a place lies in; places before the row's first token are negative.
@@ -52,7 +52,7 @@ static void hide_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t
   for (int64_t i = from; i < min64(seen.low, to); i++) scores[i] = NOTHING;
   for (int64_t i = max64(seen.high, from); i < to; i++) scores[i] = NOTHING;
   if (!a.mask) return;
-  const uint8_t* mask = a.mask + lane * a.mask_lane + query * a.mask_query + base;
+  const uint8_t* mask = a.mask + lane * a.mask_lane_stride + query * a.mask_query_stride + base;
   for (int64_t i = max64(seen.low, from); i < min64(seen.high, to); i++)
     if (!mask[i]) scores[i] = NOTHING;
 }
@@ -81,7 +81,7 @@ static void write_queries(const bf16* query, int rows, int64_t dim, float* out) 
 }
 
 static bool all_plain(const KvAttention& a) {
-  for (int64_t i = 0; i < a.count; i++)
+  for (int64_t i = 0; i < a.piece_count; i++)
     if (!is_plain(a.pieces[i])) return false;
   return true;
 }

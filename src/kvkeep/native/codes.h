@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t TILE_ENTRIES = 32;  // of a tile, and of a group of codes
+constexpr int64_t TILE_ENTRIES = KV_TILE_ENTRIES;  // of a tile, and of a group of codes
 
 INLINE vf rounded(vf v) {  // to bfloat16, as floats; numbers only
   PARTWISE {
@@ -46,9 +46,9 @@ INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t fi
 
 // A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
 static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
-  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane + group * p.key_row;
-  const uint16_t* scales = p.key_scale + lane * p.key_scale_lane + group * dim;
-  const uint16_t* offsets = p.key_offset + lane * p.key_scale_lane + group * dim;
+  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane_stride + group * p.key_row_stride;
+  const uint16_t* scales = p.key_scale + lane * p.key_scale_stride + group * dim;
+  const uint16_t* offsets = p.key_offset + lane * p.key_scale_stride + group * dim;
   const int64_t bits = p.key_bits, bytes = TILE_ENTRIES * bits / 8;
   auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
@@ -65,10 +65,10 @@ static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, i
 // A group of values as a tile, 32 rows of floats, `across` apart.
 static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile,
                                   int64_t across) {
-  const int64_t bits = p.value_bits, width = p.width, parts = dim / width, bytes = width * bits / 8;
-  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane + group * p.value_row;
-  const uint16_t* scales = p.value_scale + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
-  const uint16_t* offsets = p.value_offset + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
+  const int64_t bits = p.value_bits, width = p.value_group, parts = dim / width, bytes = width * bits / 8;
+  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane_stride + group * p.value_row_stride;
+  const uint16_t* scales = p.value_scale + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
+  const uint16_t* offsets = p.value_offset + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
   for (int64_t part = 0; part < parts; part++)
     for (int64_t i = 0; i < TILE_ENTRIES; i++) {
       const int64_t at = part * TILE_ENTRIES + i;
@@ -76,7 +76,7 @@ static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group,
       for (int64_t c = 0; c < width; c += 16) {
         const int64_t channel = part * width + c;
         vf x = vfma(codes_of(codes + at * bytes, bits, width, c), scale, offset);
-        if (p.mean) x = vfma(x, vload(p.deviation + lane * dim + channel), vload(p.mean + lane * dim + channel));
+        if (p.value_mean) x = vfma(x, vload(p.value_deviation + lane * dim + channel), vload(p.value_mean + lane * dim + channel));
         vstore(tile + i * across + channel, rounded(x));
       }
     }

@@ -19,8 +19,6 @@
 KVKEEP_PATHS
 #undef KVKEEP_PATH
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 // ---- what a processor has -------------------------------------------------------------------------------------------
@@ -92,11 +90,9 @@ __attribute__((constructor)) void choose_best() {
 
 }  // namespace
 
-EXPORT int64_t kvkeep_numerics(void) { return KVKEEP_NUMERICS; }
+const char* kvkeep_paths(void) { return names; }
 
-EXPORT const char* kvkeep_paths(void) { return names; }
-
-EXPORT int kvkeep_choose(const char* name) {
+int kvkeep_choose(const char* name) {
   for (const Path& path : PATHS)
     if (!strcmp(path.kernels->name, name) && path.there()) {
       chosen = path.kernels;
@@ -105,71 +101,62 @@ EXPORT int kvkeep_choose(const char* name) {
   return 0;
 }
 
-EXPORT const char* kvkeep_path(void) { return chosen->name; }
+const char* kvkeep_path(void) { return chosen->name; }
 
 // ---- kernels: each call computes as the processor does by itself, whatever the program has set ----------------------
 
-EXPORT void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
+void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
                            int64_t across) {
   Rounding nearest;
   chosen->product(matrix, x, rows, bias, y, across);
 }
 
-EXPORT void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
+void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
   Rounding nearest;
   chosen->norm(x, weight, eps, rows, width, y);
 }
 
-EXPORT void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half,
+void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half,
                           float scaling, uint16_t* cos, uint16_t* sin) {
   Rounding nearest;
   chosen->angles(positions, count, frequencies, half, scaling, cos, sin);
 }
 
-EXPORT void kvkeep_enter_layer(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t n, const uint16_t* cos,
+void kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t n, const uint16_t* cos,
                                const uint16_t* sin, int shared, uint16_t* query, uint16_t* key, uint16_t* value) {
   Rounding nearest;
-  chosen->enter_layer(layer, x, batch, n, cos, sin, shared, query, key, value);
+  chosen->before_attention(layer, x, batch, n, cos, sin, shared, query, key, value);
 }
 
-EXPORT void kvkeep_leave_layer(const KvLayer* layer, const uint16_t* attention, const uint16_t* residual, int64_t rows,
+void kvkeep_after_attention(const KvLayer* layer, const uint16_t* attention, const uint16_t* residual, int64_t rows,
                                uint16_t* y) {
   Rounding nearest;
-  chosen->leave_layer(layer, attention, residual, rows, y);
+  chosen->after_attention(layer, attention, residual, rows, y);
 }
 
-EXPORT void kvkeep_attend(const KvAttention* attention, void* out, int floats, float* lse, float* state, int resumes) {
+void kvkeep_attend(const KvAttention* attention, void* out, int floats, float* lse, float* state, int resumes) {
   Rounding nearest;
   chosen->attend(attention, out, floats, lse, state, resumes);
 }
 
-EXPORT void kvkeep_attend_rows(const uint16_t* query, const uint16_t* keys, const uint16_t* values, int64_t key_lane,
-                               int64_t value_lane, int64_t lanes, int64_t groups, int64_t queries, int64_t dim,
-                               int64_t value_dim, int64_t entries, float scaling, uint16_t* out, float* lse,
-                               float* received, int greatest) {
-  Rounding nearest;
-  chosen->attend_rows(query, keys, values, key_lane, value_lane, lanes, groups, queries, dim, value_dim, entries,
-                      scaling, out, lse, received, greatest);
-}
-
-EXPORT void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int greatest, float* out) {
+void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int greatest, float* out) {
   Rounding nearest;
   chosen->received(attention, lse, last, greatest, out);
 }
 
-EXPORT void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
+void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
   Rounding nearest;
   chosen->insert(insert, lanes, new_keys, new_values);
 }
 
-EXPORT void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
+void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
                                    const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
                                    uint16_t* out, float* lse) {
   Rounding nearest;
   chosen->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
 }
 
-EXPORT void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
+void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
                               int64_t count, int64_t sessions, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
                               uint16_t* x) {
   Rounding nearest;

@@ -9,12 +9,12 @@ namespace {
 
 constexpr int64_t PREFETCH_ENTRIES = 64;  // fetched ahead of those that are read
 
-alignas(64) static const bf16 ZEROS[1024] = {};  // a place of a block without an entry
+alignas(64) static const bf16 ZEROS[KV_MAX_DIM] = {};  // a place of a block without an entry
 
 enum Side { KEYS, VALUES };
 
 INLINE int64_t dim_of(const KvAttention& a, Side side) { return side == KEYS ? a.dim : a.value_dim; }
-INLINE bool is_plain(const KvPiece& p) { return !p.key_bits && !p.places; }
+INLINE bool is_plain(const KvPiece& p) { return !p.key_bits && !p.cell_indices; }
 
 // Rows of so many floats that vectors of 16 fit.
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
@@ -25,15 +25,15 @@ static void decode_rows(const KvAttention& a, Side side, const KvPiece& p, int64
   const int64_t dim = dim_of(a, side);
   const bool keys = side == KEYS;
   const bf16* data = keys ? p.keys : p.values;
-  const int64_t of_lane = lane * (keys ? p.key_lane : p.value_lane), row = keys ? p.key_row : p.value_row;
+  const int64_t of_lane = lane * (keys ? p.key_lane_stride : p.value_lane_stride), row = keys ? p.key_row_stride : p.value_row_stride;
   if (p.key_bits) {
-    const int64_t first = lane * (keys ? p.key_scale_lane : p.value_scale_lane);
+    const int64_t first = lane * (keys ? p.key_scale_stride : p.value_scale_stride);
     write_codes((const int8_t*)data + of_lane + at * row, row, (keys ? p.key_scale : p.value_scale) + first,
                 (keys ? p.key_offset : p.value_offset) + first, n, dim, out);
     return;
   }
-  const float* mean = keys ? p.key_mean : p.mean;
-  write_estimates(data + of_lane, p.places + lane * p.count + at, p.lanes * p.count, p.sums, p.median != 0,
+  const float* mean = keys ? p.key_mean : p.value_mean;
+  write_estimates(data + of_lane, p.cell_indices + lane * p.entries + at, p.lanes * p.entries, p.sums, p.use_median != 0,
                   mean ? mean + lane * dim : nullptr, n, dim, out);
 }
 
@@ -50,7 +50,7 @@ struct Reader {
         stop(a.stop ? min64(a.stop[lane], a.entries) : a.entries) {}
 
   const KvPiece& find(int64_t entry) {
-    while (entry >= start + a.pieces[piece].count) start += a.pieces[piece++].count;
+    while (entry >= start + a.pieces[piece].entries) start += a.pieces[piece++].entries;
     return a.pieces[piece];
   }
 
@@ -63,12 +63,12 @@ struct Reader {
         continue;
       }
       const KvPiece& p = find(entry + i);
-      const int64_t at = entry + i - start, n = min64(count - i, min64(p.count - at, stop - entry - i));
+      const int64_t at = entry + i - start, n = min64(count - i, min64(p.entries - at, stop - entry - i));
       const bf16* from;
       if (is_plain(p)) {
         const int64_t of_lane = lane % p.lanes;
-        row = side == KEYS ? p.key_row : p.value_row;
-        from = (side == KEYS ? p.keys + of_lane * p.key_lane : p.values + of_lane * p.value_lane) + at * row;
+        row = side == KEYS ? p.key_row_stride : p.value_row_stride;
+        from = (side == KEYS ? p.keys + of_lane * p.key_lane_stride : p.values + of_lane * p.value_lane_stride) + at * row;
       } else {
         bf16* decoded = (bf16*)kv_scratch(KV_SCRATCH_ROWS, size_t(count * dim * 2)) + i * dim;
         decode_rows(a, side, p, lane % p.lanes, at, n, decoded);
@@ -84,7 +84,7 @@ struct Reader {
   const KvPiece* group_at(int64_t entry) {
     if (entry < 0 || entry >= stop) return nullptr;
     const KvPiece& p = find(entry);
-    return p.width ? &p : nullptr;
+    return p.value_group ? &p : nullptr;
   }
 };
 

@@ -18,28 +18,28 @@ template <class T> static int64_t lowest_column(const T* ranks, const int32_t* s
 }
 
 static int64_t column_for_entry(const KvInsert& e, int64_t lane) {
-  if (!e.ranks) return e.at;
+  if (!e.ranks) return e.column;
   const int64_t first = lane * e.columns;
   const int32_t* slots = e.slots + first;
-  return e.whole ? lowest_column((const int32_t*)e.ranks + first, slots, e.columns, e.oldest != 0)
-                 : lowest_column((const float*)e.ranks + first, slots, e.columns, e.oldest != 0);
+  return e.integer_ranks ? lowest_column((const int32_t*)e.ranks + first, slots, e.columns, e.oldest_first != 0)
+                 : lowest_column((const float*)e.ranks + first, slots, e.columns, e.oldest_first != 0);
 }
 
 static void insert_in_lane(const KvInsert& e, int64_t lane, const char* new_key, const char* new_value) {
   const int64_t column = column_for_entry(e, lane), at = lane * e.columns + column;
-  char* key = e.keys + lane * e.key_lane + column * e.key_bytes;
-  char* value = e.values + lane * e.value_lane + column * e.value_bytes;
-  if (e.left_keys) {
-    memcpy(e.left_keys + lane * e.left_key_lane, key, size_t(e.key_bytes));
-    memcpy(e.left_values + lane * e.left_value_lane, value, size_t(e.value_bytes));
-    if (e.left_slots) e.left_slots[lane] = e.slots[at];
-    if (e.left_scores) e.left_scores[lane] = e.scores[at];
-    if (e.left_extra) e.left_extra[lane] = e.extra[at];
-    if (e.left_newest) e.left_newest[lane] = e.newest[at];
+  char* key = e.keys + lane * e.key_lane_bytes + column * e.key_bytes;
+  char* value = e.values + lane * e.value_lane_bytes + column * e.value_bytes;
+  if (e.evicted_keys) {
+    memcpy(e.evicted_keys + lane * e.evicted_key_lane_bytes, key, size_t(e.key_bytes));
+    memcpy(e.evicted_values + lane * e.evicted_value_lane_bytes, value, size_t(e.value_bytes));
+    if (e.evicted_slots) e.evicted_slots[lane] = e.slots[at];
+    if (e.evicted_scores) e.evicted_scores[lane] = e.scores[at];
+    if (e.evicted_extra) e.evicted_extra[lane] = e.extra[at];
+    if (e.evicted_newest) e.evicted_newest[lane] = e.newest[at];
   }
   memcpy(key, new_key, size_t(e.key_bytes));
   memcpy(value, new_value, size_t(e.value_bytes));
-  if (e.slots) e.slots[at] = int32_t(e.slot);
+  if (e.slots) e.slots[at] = int32_t(e.new_slot);
   if (e.scores) e.scores[at] = e.new_scores ? e.new_scores[lane] : 0.0f;
   if (e.extra) { e.extra[at] = 0.0f; e.newest[at] = 0; }
 }

@@ -9,5 +9,6 @@
 #include "layer.h"
 
 extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
-const KvKernels KVKEEP_TABLE = {KVKEEP_NAME, product, norm,     angles, enter_layer,     leave_layer, attend,
-                                attend_rows, received, insert, attend_sessions, run_layers};
+const KvKernels KVKEEP_TABLE = {KVKEEP_NAME,     product,  norm,   angles,          before_attention,
+                                after_attention, attend,   received, insert, attend_sessions,
+                                run_layers};

@@ -107,10 +107,10 @@ INLINE vf sigmoid(vf x) {
 }
 
 // x: gates and values of a row, side by side.
-static void gate_row(const bf16* x, int64_t width, int64_t kind, bf16* y) {
+static void gate_row(const bf16* x, int64_t width, int64_t activation, bf16* y) {
   for (int64_t i = 0; i < width; i += 16) {
     const vf g = vload_bf16(x + i);
-    const vf inside = kind == 0 ? g : vset(1.5957691216f) * (g + vset(0.044715f) * g * g * g);
+    const vf inside = activation == KV_SILU ? g : vset(1.5957691216f) * (g + vset(0.044715f) * g * g * g);
     bf16 rounded[16];
     vstore_bf16(rounded, g * sigmoid(inside));
     vstore_bf16(y + i, vload_bf16(rounded) * vload_bf16(x + width + i));
@@ -118,14 +118,14 @@ static void gate_row(const bf16* x, int64_t width, int64_t kind, bf16* y) {
 }
 
 static int64_t elements_to_enter(const KvLayer& l) { return l.hidden + (l.heads + 2 * l.kv_heads) * l.dim; }
-static int64_t elements_to_leave(const KvLayer& l) { return l.hidden + 3 * l.inner; }
+static int64_t elements_to_leave(const KvLayer& l) { return l.hidden + 3 * l.intermediate; }
 
 static void enter(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin,
                   int shared, bf16* query, bf16* key, bf16* value, bf16* scratch) {
   const int64_t rows = batch * n, dim = l->dim, heads = l->heads, kv_heads = l->kv_heads;
   const int64_t across = (heads + 2 * kv_heads) * dim;
   bf16 *normed = scratch, *projected = scratch + rows * l->hidden;
-  norm(x, l->before, l->eps, rows, l->hidden, normed);
+  norm(x, l->input_norm, l->eps, rows, l->hidden, normed);
   Prepared inputs{normed, rows, l->hidden, l->hidden};
   for (int64_t i = 0, at = 0; i < 3 && l->qkv[i].outputs; at += l->qkv[i++].outputs)
     multiply(l->qkv[i], inputs, l->qkv_bias[i], projected + at, across);
@@ -147,37 +147,37 @@ static void enter(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, con
 }
 
 static void leave(const KvLayer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y, bf16* scratch) {
-  const int64_t hidden = l->hidden, across = l->heads * l->dim, width = l->inner;
+  const int64_t hidden = l->hidden, across = l->heads * l->dim, width = l->intermediate;
   bf16 *normed = scratch, *gates = normed + rows * hidden, *inner = gates + rows * 2 * width;
   Prepared attended{attention, rows, across, across};
   multiply(l->out, attended, l->out_bias, normed, hidden);
   each_row(rows, [&](int64_t r) {
     bf16* out = normed + r * hidden;
-    if (l->after_attention) norm_row(out, nullptr, nullptr, l->after_attention, l->eps, hidden, out);
-    norm_row(residual + r * hidden, out, y + r * hidden, l->before_mlp, l->eps, hidden, out);
+    if (l->post_attention_norm) norm_row(out, nullptr, nullptr, l->post_attention_norm, l->eps, hidden, out);
+    norm_row(residual + r * hidden, out, y + r * hidden, l->pre_mlp_norm, l->eps, hidden, out);
   });
   Prepared inputs{normed, rows, hidden, hidden};
   for (int64_t i = 0, at = 0; i < 2 && l->gates[i].outputs; at += l->gates[i++].outputs)
     multiply(l->gates[i], inputs, nullptr, gates + at, 2 * width);
-  each_row(rows, [&](int64_t r) { gate_row(gates + r * 2 * width, width, l->gate, inner + r * width); });
+  each_row(rows, [&](int64_t r) { gate_row(gates + r * 2 * width, width, l->activation, inner + r * width); });
   Prepared gated{inner, rows, width, width};
   multiply(l->down, gated, nullptr, normed, hidden);
   each_row(rows, [&](int64_t r) {
     bf16 *out = normed + r * hidden, *to = y + r * hidden;
-    if (l->after_mlp) norm_row(out, nullptr, nullptr, l->after_mlp, l->eps, hidden, out);
+    if (l->post_mlp_norm) norm_row(out, nullptr, nullptr, l->post_mlp_norm, l->eps, hidden, out);
     int64_t i = 0;
     for (; i + 16 <= hidden; i += 16) vstore_bf16(to + i, vload_bf16(to + i) + vload_bf16(out + i));
     for (; i < hidden; i++) to[i] = narrow(widen(to[i]) + widen(out[i]));
   });
 }
 
-static void enter_layer(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin,
+static void before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin,
                         int shared, bf16* query, bf16* key, bf16* value) {
   bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, batch * n * elements_to_enter(*l) * 2);
   with_team(batch * n <= DIRECT, [&] { enter(l, x, batch, n, cos, sin, shared, query, key, value, scratch); });
 }
 
-static void leave_layer(const KvLayer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y) {
+static void after_attention(const KvLayer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y) {
   bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, rows * elements_to_leave(*l) * 2);
   with_team(rows <= DIRECT, [&] { leave(l, attention, residual, rows, y, scratch); });
 }

@@ -11,8 +11,6 @@
 #include "rounding.h"
 #include "runtime.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 struct Unit {  // one output's block: codes without a sign where there is a zero, its scales and offsets
@@ -235,12 +233,12 @@ static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
 #endif
 }
 
-EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
+int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
   if (!is_kind(kind) || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
   return panels_of(outputs) * panel_bytes(kind, inputs);
 }
 
-EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
+int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
                        uint8_t* panels) {
   if (!is_kind(kind)) return 0;
   const KindLayout& l = LAYOUTS[kind];
@@ -273,7 +271,7 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
   return finite.load();
 }
 
-EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
+void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
   if (!is_kind(matrix->kind)) return;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
@@ -292,7 +290,7 @@ EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_byt
   });
 }
 
-EXPORT void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
+void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
   if (!is_kind(matrix->kind)) return;
   Rounding nearest;
   const KindLayout& l = LAYOUTS[matrix->kind];

@@ -37,7 +37,7 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {6, 32, false, 256, 384, 8 * 384 + 288, 210}, // Q6_K
 };
 
-constexpr int PANEL = 16;
+constexpr int PANEL = KV_PANEL_OUTPUTS;
 
 inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {

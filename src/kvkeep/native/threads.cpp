@@ -254,12 +254,12 @@ void* kv_scratch(int which, size_t bytes) {
   return scratch.data[which];
 }
 
-__attribute__((visibility("default"))) void kvkeep_use_openmp(void* parallel, void* max_threads) {
+void kvkeep_use_openmp(void* parallel, void* max_threads) {
   gomp_parallel = (GompParallel)parallel;
   gomp_threads = (GompThreads)max_threads;
 }
 
-__attribute__((visibility("default"))) void kvkeep_set_threads(int count) {
+void kvkeep_set_threads(int count) {
   pool_threads.store(count < 1 ? 1 : count, std::memory_order_relaxed);
 }
 

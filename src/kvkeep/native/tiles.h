@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK_ENTRIES = 512;
+constexpr int64_t BLOCK_ENTRIES = KV_BLOCK_ENTRIES;
 constexpr int64_t SCORE_ROW = BLOCK_ENTRIES + 16;  // floats: a power of two would crowd rows into few sets of the cache
 
 // Rows of a tile, and vectors beside each other: sums enough to keep the processor busy, and no more than registers.

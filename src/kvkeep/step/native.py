@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.native.library import (
+from kvkeep.native.library import kernels, library
+from kvkeep.native.structures import (
+    BLOCK_ENTRIES,
+    MAX_DIM,
     PIECE_BYTES,
+    TILE_ENTRIES,
     KvAttention,
     KvInsert,
     KvPiece,
@@ -24,16 +28,10 @@ from kvkeep.native.library import (
     address_table,
     copy_piece,
     copy_pieces,
-    kernels,
-    library,
     piece_table,
 )
 from kvkeep.step.plan import Destination, LayerStep, Segment, Span
 
-BLOCK = 512
-"""Entries of a block, as native/attention.h has it."""
-TILE = 32
-"""Entries of a tile, as native/attention.h has it."""
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
 """Of segments that are attended with scores, by their layout: tiles begin with codes in groups of a tile."""
 
@@ -68,9 +66,8 @@ def reads(keys: Tensor, values: Tensor) -> bool:
 
 
 def takes(key_dim: int, value_dim: int) -> bool:
-    """Return whether the library takes heads of such widths: pairs of channels, and no more of them than it has zeros
-    for a place without an entry."""
-    return key_dim % 2 == 0 and max(key_dim, value_dim) <= 1024
+    """Return whether the library takes heads of such widths: keys of an even one, and neither above MAX_DIM."""
+    return key_dim % 2 == 0 and max(key_dim, value_dim) <= MAX_DIM
 
 
 def joins(query: Tensor, segment: Segment) -> bool:
@@ -209,18 +206,22 @@ class _Compiled:
     def __init__(self, append: Destination) -> None:
         self.append = append
         keys, values = append.keys, append.values
-        attention = KvAttention(lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], past=-1)
+        attention = KvAttention(
+            lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], causal_offset=-1
+        )
         self.struct = KvStep(attention, KvInsert())
         self._insert: KvInsert = self.struct.insert
         self._attention: KvAttention = self.struct.attention
         self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
-        self._insert.key_lane, self._insert.value_lane = (part.stride(0) * part.itemsize for part in (keys, values))
+        self._insert.key_lane_bytes, self._insert.value_lane_bytes = (
+            part.stride(0) * part.itemsize for part in (keys, values)
+        )
         self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
         self._table = SpanTable()
 
     def update(self, step: LayerStep) -> None:
         insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
-        insert.at, insert.slot = append.row, step.slot
+        insert.column, insert.new_slot = append.row, step.slot
         insert.slots, insert.scores = address(append.slots), address(append.scores)
         insert.extra, insert.newest = address(append.extra), address(append.newest)
         insert.new_scores = address(step.new_scores)
@@ -228,22 +229,22 @@ class _Compiled:
         if append.slots is not None:
             insert.columns = append.slots.shape[1]
         if ranks is not None:
-            insert.whole, insert.oldest = ranks.dtype == torch.int32, step.oldest
+            insert.integer_ranks, insert.oldest_first = ranks.dtype == torch.int32, step.oldest
         if evict is None:
-            insert.left_keys = None
+            insert.evicted_keys = None
         else:
             self._evict(evict)
-        self.struct.received, self.struct.greatest = address(step.received), step.reduce == "max"
+        self.struct.received, self.struct.reduce_max = address(step.received), step.reduce == "max"
         self._table.show(self._attention, step.attend)
 
     def _evict(self, evict: Destination) -> None:
         insert, keys, values = self._insert, evict.keys, evict.values
-        insert.left_key_lane = keys.stride(0) * keys.itemsize
-        insert.left_value_lane = values.stride(0) * values.itemsize
-        insert.left_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
-        insert.left_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
-        insert.left_slots, insert.left_scores = address(evict.slots), address(evict.scores)
-        insert.left_extra, insert.left_newest = address(evict.extra), address(evict.newest)
+        insert.evicted_key_lane_bytes = keys.stride(0) * keys.itemsize
+        insert.evicted_value_lane_bytes = values.stride(0) * values.itemsize
+        insert.evicted_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
+        insert.evicted_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
+        insert.evicted_slots, insert.evicted_scores = address(evict.slots), address(evict.scores)
+        insert.evicted_extra, insert.evicted_newest = address(evict.extra), address(evict.newest)
 
 
 class Settled:
@@ -251,7 +252,7 @@ class Settled:
     then changed where its spans were."""
 
     def __init__(self) -> None:
-        self._attention, self._table = KvAttention(queries=1, past=-1), SpanTable()
+        self._attention, self._table = KvAttention(queries=1, causal_offset=-1), SpanTable()
 
     def attend(
         self, query: Tensor, spans: Sequence[Span], scaling: float, reduce: str, first: int
@@ -270,7 +271,7 @@ class Settled:
             return output, None
         if first:  # those alone whose attention is wanted
             attention.pieces += first * PIECE_BYTES
-            attention.count -= first
+            attention.piece_count -= first
             attention.entries = sum(span.entries for span in spans[first:])
         received = torch.empty(lanes, attention.entries)
         kernels().kvkeep_received(address_of(attention), lse.data_ptr(), 1, reduce == "max", received.data_ptr())
@@ -295,7 +296,7 @@ class SpanTable:
             if known is not span or start != span.start or stop != span.stop:
                 copy_piece(self._table, number, _piece_of(span))
                 self._spans[number] = span, span.start, span.stop
-        attention.pieces, attention.count, attention.entries = address_of(self._table), len(spans), entries
+        attention.pieces, attention.piece_count, attention.entries = address_of(self._table), len(spans), entries
 
 
 # -- entries as the library reads them ---------------------------------------------------------------------
@@ -314,7 +315,7 @@ class Pieces:
             self.rows = piece_table(1)
             self._tensors = _describe(self.rows[0], key, value)
         self.value_dim: int = value.shape[-1]
-        self.entries = sum(row.count for row in self.rows)
+        self.entries = sum(row.entries for row in self.rows)
 
 
 def _piece_of(span: Span) -> KvPiece:
@@ -327,7 +328,7 @@ def _piece_of(span: Span) -> KvPiece:
         span.compiled = piece, tensors, (piece.keys, piece.values), rows
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
-    piece.count = span.stop - span.start
+    piece.entries = span.stop - span.start
     return piece
 
 
@@ -342,63 +343,63 @@ def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
 def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         keys, values = keys.contiguous(), values.contiguous()
-    row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
-    row.key_lane, row.key_row, _ = keys.stride()
-    row.value_lane, row.value_row, _ = values.stride()
+    row.keys, row.values, (row.lanes, row.entries, _) = keys.data_ptr(), values.data_ptr(), keys.shape
+    row.key_lane_stride, row.key_row_stride, _ = keys.stride()
+    row.value_lane_stride, row.value_row_stride, _ = values.stride()
     return [keys, values]
 
 
 def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.count, _ = keys.shape
-    row.key_bits, row.value_bits, row.width = keys.bits, values.bits, values.width
+    row.lanes, _, row.entries, _ = keys.shape
+    row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
     tensors = [
         part if part[0].is_contiguous() else part.contiguous()
         for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
     ]
     codes, scale, offset = tensors[:3]
-    groups = row.count // TILE
+    groups = row.entries // TILE_ENTRIES
     row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.key_lane, row.key_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.key_row = codes[0].numel() // groups * codes.itemsize
+    row.key_lane_stride, row.key_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.key_row_stride = codes[0].numel() // groups * codes.itemsize
     codes, scale, offset = tensors[3:]
     row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.value_lane, row.value_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.value_row = codes[0].numel() // groups * codes.itemsize
+    row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.value_row_stride = codes[0].numel() // groups * codes.itemsize
     if (mean := getattr(values, "mean", None)) is not None:
         channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
-        row.mean, row.deviation = (part.data_ptr() for part in channels)
+        row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
         tensors += channels
     return tensors
 
 
 def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.count, _ = keys.shape
+    row.lanes, _, row.entries, _ = keys.shape
     row.key_bits = row.value_bits = 8
     for name, part in (("key", keys), ("value", values)):
         setattr(row, f"{name}s", part.codes.data_ptr())
-        setattr(row, f"{name}_lane", part.codes.stride(0))
-        setattr(row, f"{name}_row", part.codes.stride(1))
+        setattr(row, f"{name}_lane_stride", part.codes.stride(0))
+        setattr(row, f"{name}_row_stride", part.codes.stride(1))
         setattr(row, f"{name}_scale", part.scale.data_ptr())
         setattr(row, f"{name}_offset", part.offset.data_ptr())
-        setattr(row, f"{name}_scale_lane", part.scale.stride(0))
+        setattr(row, f"{name}_scale_stride", part.scale.stride(0))
     return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
 
 
 def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.sums, row.lanes, row.count = keys.at.shape
-    row.median = keys.by == "median"
+    row.sums, row.lanes, row.entries = keys.at.shape
+    row.use_median = keys.by == "median"
     places = keys.at.int().contiguous()
     tensors = [places]
-    row.places = places.data_ptr()
+    row.cell_indices = places.data_ptr()
     for name, part in (("key", keys), ("value", values)):
         cells = part.cells.contiguous()
         tensors.append(cells)
         setattr(row, f"{name}s", cells.data_ptr())
-        setattr(row, f"{name}_lane", cells.stride(0))
+        setattr(row, f"{name}_lane_stride", cells.stride(0))
     if keys.mean is not None:
         means = [part.mean.float().contiguous() for part in (keys, values)]
         tensors += means
-        row.key_mean, row.mean = (mean.data_ptr() for mean in means)
+        row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
     return tensors
 
 
@@ -590,7 +591,7 @@ class Run:
         """Attend to the whole blocks at hand, and keep a copy of what lies behind them."""
         entries = sum(count for count, _ in self._masks)
         origin = torch.zeros(1, dtype=torch.int64) if self._origin is None else self._origin
-        blocks = (self._start + entries - origin) // BLOCK * BLOCK + origin - self._start
+        blocks = (self._start + entries - origin) // BLOCK_ENTRIES * BLOCK_ENTRIES + origin - self._start
         stop = blocks.clamp(0, entries)
         low = int(stop.min())
         if not low:
