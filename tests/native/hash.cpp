@@ -143,7 +143,7 @@ void hash_matrices() {
       kvkeep_unpack(&weights.matrix, back, weights.row_bytes);
       if (memcmp(back, weights.rows, back.size)) printf("rows %s: UNPACKED ROWS DIFFER\n", name.c_str());
     });
-    Array<bf16> x(100 * inputs), bias(outputs), together(100 * (outputs + 5));
+    Array<bf16> x(100 * inputs), bias(outputs), batch(100 * (outputs + 5));
     fill(x, 7 + kind, 37);
     fill(bias, 8, 128);
     print("product " + name, [&](Hash& hash) {
@@ -151,8 +151,8 @@ void hash_matrices() {
         Array<bf16> y(rows * (outputs + 5));
         kvkeep_product(&weights.matrix, x, rows, bias, y, outputs + 5);
         hash.add(y);
-        if (rows == 100) memcpy(together, y, y.bytes());
-        else if (memcmp(together, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
+        if (rows == 100) memcpy(batch, y, y.bytes());
+        else if (memcmp(batch, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
       }
       Array<bf16> y(3 * outputs);
       kvkeep_product(&weights.matrix, x, 3, nullptr, y, outputs);
@@ -311,7 +311,8 @@ struct Codes {  // in groups of 32 entries, or (bits 0) of 8 bits with a sign an
       if (bits == 4) { piece.value_mean = mean; piece.value_deviation = deviation; }
     } else {
       piece.key_bits = piece.value_bits = 8;
-      piece.key_row_stride = piece.value_row_stride = DIM; piece.key_lane_stride = piece.value_lane_stride = COUNT * DIM;
+      piece.key_row_stride = piece.value_row_stride = DIM;
+      piece.key_lane_stride = piece.value_lane_stride = COUNT * DIM;
       piece.key_scale_stride = piece.value_scale_stride = DIM;
     }
     return piece;
@@ -381,8 +382,8 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   hash.add(floats);
   if (bounded) return;
   Array<float> received(LANES * a.entries);
-  for (int greatest = 0; greatest < 2; greatest++) {
-    kvkeep_received(&a, lse, queries < 4 ? queries : 4, greatest, received);
+  for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
+    kvkeep_received(&a, lse, queries < 4 ? queries : 4, reduce_max, received);
     hash.add(received);
   }
 }
@@ -421,7 +422,7 @@ void hash_attention() {
     for (size_t i = 0; i < mask.size; i++) mask[i] &= 1;
     std::vector<KvPiece> pieces{entries.piece(0, 620)};
     KvAttention a = attention_of(query, 5, pieces, -1);
-    a.mask = mask; a.mask_query = 620;
+    a.mask = mask; a.mask_query_stride = 620;
     kvkeep_attend(&a, out, 0, lse, nullptr, 0);
     hash.add(out);
     hash.add(lse);
@@ -474,9 +475,9 @@ void hash_attention() {
       Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
       Array<float> lse(LANES * GROUPS * queries), received(LANES * 900);
       fill(query, queries, 45);
-      for (int greatest = 0; greatest < 2; greatest++) {
+      for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
         attend_rows(query, entries.keys, entries.values, entries.rows, queries, DIM, DIM, 900, out, lse, received,
-                    greatest);
+                    reduce_max);
         hash.add(out);
         hash.add(lse);
         hash.add(received);

@@ -1,7 +1,7 @@
 // All kernels of one instruction set: compiled once for each, with KVKEEP_TABLE as the name of its table. Only the
 // table is visible to the rest of the library.
 
-#include "simd.h"
+#include "vectors.h"
 #include "runtime.h"
 #include "kernels.h"
 #include "matmul.h"

@@ -177,8 +177,7 @@ const KvField* kvkeep_fields(int64_t* count);
 const KvNumber* kvkeep_constants(int64_t* count);
 /* Returns the names of the paths that this processor runs, best first, separated by spaces; the string is static. */
 const char* kvkeep_paths(void);
-/* Takes the path of that name, for all later calls; returns 1, or 0 where this processor does not run it. No kernel may
- * run meanwhile. */
+/* Takes the path of that name, for all later calls; returns 1, or 0 where this processor does not run it. */
 int kvkeep_choose(const char* name);
 /* Returns the name of the path in use; the string is static. */
 const char* kvkeep_path(void);
