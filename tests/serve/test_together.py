@@ -99,6 +99,23 @@ def test_a_token_of_one_cache_goes_through_all_layers_in_one_call(tmp_path: Path
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == len(text)
 
 
+@pytest.mark.parametrize("name", ["h2o+quantize:8", "snapkv+quantize:4", "window+quantize:4"])
+def test_quantised_groups_plan_each_token_but_the_one_that_fills_a_group(
+    name: str, tmp_path: Path, passes: list[int]
+) -> None:
+    model = loaded("qwen3", tmp_path)
+    one, other = (KeepCache(model, name, 120) for _ in range(2))
+    text = prompt(1, 250, 3)[0].tolist()
+    for run, cache in ((in_one_call, one), (alone, other)):
+        run(model, cache, text[:-70])
+    before = len(passes)
+    for token in text[-70:]:
+        assert torch.equal(in_one_call(model, one, [token]), alone(model, other, [token]))
+    assert 66 <= len(passes) - before < 70
+    assert all(map(torch.equal, one.entry_states(), other.entry_states()))
+    assert one.memory() == other.memory()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared: list[int], passes: list[int]) -> None:
     model = loaded(family, tmp_path)
