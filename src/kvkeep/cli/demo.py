@@ -83,7 +83,7 @@ def demo(
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    with starting():
+    with starting(model):
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
 
@@ -111,7 +111,7 @@ def demo(
 
     def answer(method: str) -> Answer:
         cache = cache_of(method)
-        with reading(len(ids), f"{method} reads") as advance:
+        with reading(len(ids), f"{method} reads", silent=json) as advance:
             made = generate(loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance)
         return Answer(method, made, _held())
 

@@ -47,7 +47,7 @@ def generate(
     check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     check_model(model, weights, device)
     messages = question(read_text(file) if file else None, prompt)
-    with starting():
+    with starting(model):
         from kvkeep.decode.generate import generate as run
         from kvkeep.models.loading import load
 
@@ -56,7 +56,7 @@ def generate(
     ids = encode(loaded.tokenizer, messages, raw=raw)
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
     sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    with interruptible() as interrupted, reading(len(ids)) as advance:
+    with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
         watch: dict[str, Any] = {
             "on_text": None if json else write_answer,
             "on_progress": advance,

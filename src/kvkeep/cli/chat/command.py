@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import Asked, asked
+from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import note, print_json
 from kvkeep.cli.starting import starting
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AtEnd(StrEnum):
-    """What to do when the model's context is full; all but the first are ``kvkeep.cli.chat.context_limit.CONTINUATIONS``."""
+    """What to do when the model's context is full: ask, or one of ``kvkeep.cli.chat.context_limit.CONTINUATIONS``."""
 
     ask = "ask"
     drop = "drop"
@@ -72,19 +74,18 @@ def chat(
     check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
     check_model(model, weights, device)
     check_text(system or "", "the system prompt")
-    with starting():
-        from kvkeep.cli.chat import loop
-        from kvkeep.cli.chat.saving import Saver, last_hangup
-        from kvkeep.cli.chat.signals import EndSignals
-        from kvkeep.cli.chat.state import Chat
-        from kvkeep.decode.chat import Conversation
-        from kvkeep.models.loading import load
-        from kvkeep.models.quiet import without_warnings
+    with EndSignals() as signals, ExitStack() as stack:
+        with signals.exit_at_once(), starting(model):
+            from kvkeep.cli.chat import loop
+            from kvkeep.cli.chat.saving import Saver, last_hangup
+            from kvkeep.cli.chat.state import Chat
+            from kvkeep.decode.chat import Conversation
+            from kvkeep.models.loading import load
+            from kvkeep.models.quiet import without_warnings
 
-        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
-    screen = _screen(json, plain, history)
-    with EndSignals() as signals, Saver(session, sessions) as saver:
-        with signals.exit_at_once(), starting():
+            wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+            screen = _screen(json, plain, history)
+            saver = stack.enter_context(Saver(session, sessions))
             loaded = load(model, weights=weights, device=device, progress=note)
         kept = saver.session
         if kept is not None and kept.turns:

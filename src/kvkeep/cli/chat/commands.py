@@ -139,9 +139,8 @@ def _window(chat: Chat, rest: str) -> None:
         return
     if rest not in context_limit.CONTINUATIONS:
         raise unknown("way to go on", rest, context_limit.CONTINUATIONS)
-    context_limit.CONTINUATIONS[rest].make_room(
-        chat, None if chat.pending is None else answering.with_attachments(chat, chat.pending)
-    )
+    question = None if chat.pending is None else answering.with_attachments(chat, chat.pending)
+    context_limit.CONTINUATIONS[rest].make_room(chat, question)
     answering.save(chat)
     if chat.pending is not None:
         chat.screen.note(f"Your last question: {_short(chat.pending)}")

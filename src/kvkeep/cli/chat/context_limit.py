@@ -38,7 +38,7 @@ def fits(chat: Chat, tokens: int) -> bool:
 
 
 def offer(chat: Chat, tokens: int, question: str | None) -> str:
-    """Say that the positions are used up, and what can be done; return the first. question: as of :class:`Continuation`."""
+    """Show and return a sentence that the positions are used up, and show the ways to go on."""
     problem = _shortage(chat, tokens, question)
     chat.screen.note(f"{problem} To go on:")
     chat.screen.table([(f"/window {way.name}", way.help) for way in CONTINUATIONS.values()])

@@ -16,8 +16,8 @@ Say = Callable[[str], None]
 
 
 class Screen:
-    """ask: returns the next question. interactive: a person types on a terminal. silent: answers are not shown. plain: they are shown as
-    they are written, without Markdown."""
+    """``ask`` returns the next question. interactive: a person types on a terminal. silent: answers are not shown.
+    plain: they are shown as the model writes them, without Markdown."""
 
     def __init__(self, ask: Ask, *, interactive: bool = False, silent: bool = False, plain: bool = False) -> None:
         self.ask, self.interactive, self.silent = ask, interactive, silent
@@ -44,7 +44,7 @@ class Screen:
 
     def reading(self, tokens: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show how much of a prompt was read, within the block."""
-        return output.reading(tokens)
+        return output.reading(tokens, silent=self.silent)
 
     @contextmanager
     def answer(self) -> Iterator[Say]:

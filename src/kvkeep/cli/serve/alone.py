@@ -38,7 +38,7 @@ def answer(
     memory where no cache is named. said: the lines about sessions and keys. measure: measure this machine when there is
     nothing to do. Raises KvkeepError when the engine fails."""
     kept, access = said
-    with starting():
+    with starting(service.model):
         loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = settled(service, loaded, conversations)
     with listening.socket() as own:
