@@ -46,7 +46,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     session: Annotated[
         str | None,
-        typer.Option(help="A file to continue from and to save to after every answer; with --sessions, a name there."),
+        typer.Option(help="A file to continue from, saved after every answer; with --sessions, a name there."),
     ] = None,
     sessions: options.Sessions = None,
     at_end: Annotated[
@@ -54,11 +54,11 @@ def chat(
         typer.Option(
             "--at-end",
             help="What to do when the model's context is full: ask, drop the oldest turns, replace them by a summary, "
-            "or go on without an end (streaming-llm).",
+            "or continue indefinitely (endless: streaming-llm).",
         ),
     ] = AtEnd.ask,
-    plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,
-    history: Annotated[bool, typer.Option(help="Keep what is typed for the arrow keys of another day.")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="Show answers as plain text, not as Markdown.")] = False,
+    history: Annotated[bool, typer.Option(help="Keep questions for the arrow keys of later chats.")] = True,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
@@ -103,21 +103,21 @@ def chat(
         if screen.interactive:
             note("Ask something; /help lists the commands, Ctrl-D leaves.")
             if kept is None and (lost := last_hangup()):
-                note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' goes on with it.")
+                note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' continues it.")
         chat = Chat(talk, screen, saver, signals, max_tokens, temperature, seed, at_end.value)
         with without_warnings():
             loop.run(chat)
         if json:
             print_json({"turns": chat.turns})
         signals.exit_if_received()
-        if saver.unsaved is not None:
-            raise saver.unsaved
+        if saver.error is not None:
+            raise saver.error
         if chat.failed and not screen.interactive:
             raise typer.Exit(1)
 
 
 def _screen(json: bool, plain: bool, history: bool) -> Screen:
-    """Return the screen: a terminal that is typed on, or lines of standard input."""
+    """Return the screen: a terminal, or lines of standard input."""
     from kvkeep.cli.chat.commands import completions
     from kvkeep.cli.chat.input import is_interactive, lines, typed
     from kvkeep.cli.chat.screen import Screen
@@ -128,11 +128,12 @@ def _screen(json: bool, plain: bool, history: bool) -> Screen:
 
 
 def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:
-    """Raise UsageError where options ask for another cache or system prompt than those of the session."""
-    own = replace(talk.cache.request, context=None)
-    held = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
-    if (wanted.request != own and not wanted.auto) or system not in (None, held):
+    """Raise UsageError if options ask for another cache or system prompt than the session has."""
+    present = replace(talk.cache.request, context=None)
+    prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
+    if (wanted.request != present and not wanted.auto) or system not in (None, prompt):
         raise UsageError(
-            f"The session '{session}' continues with method '{own.method.name}', budget {own.budget or 'none'} and its "
-            "own options and system prompt; leave those out, or name another session."
+            f"The session '{session}' continues with method '{present.method.name}', budget "
+            f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
+            "another session."
         )

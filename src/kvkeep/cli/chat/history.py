@@ -1,4 +1,4 @@
-"""What was typed before, for the arrow keys: a file in the user's folder that nobody else can read."""
+"""Earlier questions, for the arrow keys: a file in the user's folder that nobody else can read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
 
 MAX_CHARACTERS = 4000
-"""Characters of a question that is kept; a pasted text is not."""
+"""Of a question that is kept; a pasted text is not."""
 
 
 class QuestionHistory(FileHistory):
-    """Questions in a file; one that cannot be written is only forgotten when the chat ends."""
+    """Questions in a file; one that cannot be written is kept until the chat ends."""
 
     def store_string(self, string: str) -> None:
         """Append one question."""
@@ -25,11 +25,11 @@ class QuestionHistory(FileHistory):
                 super().store_string(string)
 
 
-def history(kept: bool) -> History:
-    """Return the questions of this and of earlier chats; those of this one alone where they are not ``kept``, or there
-    is no place for them."""
+def history(remember: bool) -> History:
+    """Return the questions of this and of earlier chats; of this chat alone without ``remember``, or if the file cannot
+    be written."""
     with suppress(OSError, UsageError):
-        if kept:
+        if remember:
             return QuestionHistory(str(_ensure_private(data_folder() / "chat-history")))
     return InMemoryHistory()
 

@@ -1,4 +1,4 @@
-"""Questions: the input of ``kvkeep chat``, a terminal or a file of lines.
+"""Input of a chat: a terminal, or a file of lines.
 
 A terminal by itself gives a line at a time, at most 4,095 bytes of it, and makes several questions of a pasted
 text; prompt_toolkit makes pasted text one question, has no limit of length, edits, remembers and completes.
@@ -20,7 +20,7 @@ Ask = Callable[[], str]
 """Returns the next question, its ends stripped. Raises EOFError after the last, KeyboardInterrupt for Ctrl-C, and
 UsageError for one that is not UTF-8."""
 Completions = Callable[[str], Iterable[tuple[str, str]]]
-"""Returns what a line can be completed to, as words in the place of the line's last one, each with what it means."""
+"""Returns the words that can replace the last one of a line, each with its meaning."""
 
 _NAME = "that line"
 
@@ -32,8 +32,8 @@ def lines() -> Ask:
 
 
 def typed(completions: Completions, remember: bool, **given: Any) -> Ask:
-    """Return a function that asks on the terminal. remember: keep the questions for another day. given: of a
-    :class:`~prompt_toolkit.PromptSession`, its input and output."""
+    """Return a function that asks on the terminal. remember: keep the questions for later chats. given: input and
+    output of a :class:`~prompt_toolkit.PromptSession`."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
     from prompt_toolkit.filters import Condition
@@ -89,4 +89,4 @@ def _line(source: IO[bytes]) -> str:
     try:
         return line.decode().strip()
     except UnicodeDecodeError:
-        raise UsageError(f"The text of {_NAME} is not UTF-8; it is left out.") from None
+        raise UsageError(f"The text of {_NAME} is not UTF-8; the line is ignored.") from None

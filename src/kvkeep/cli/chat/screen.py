@@ -1,4 +1,4 @@
-"""The screen: where a chat's questions come from and its answers go to, a terminal or pipes."""
+"""The screen: a chat's input and output, on a terminal or in pipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Screen:
         self.ask, self.interactive, self.silent = ask, interactive, silent
         self._terminal = output.out.is_terminal
         self._paints = self._terminal and not plain and not output.out.is_dumb_terminal
-        self.unwritable: OSError | None = None  # why standard output is gone
+        self.write_error: OSError | None = None
+        """Why standard output cannot be written to."""
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -48,8 +49,8 @@ class Screen:
 
     @contextmanager
     def answer(self) -> Iterator[Say]:
-        """Yield what shows the pieces of an answer, whose last line is ended with the block. A terminal or pipe that
-        was closed takes none, which ``unwritable`` tells."""
+        """Yield a function that shows a piece of an answer; the block's end ends its last line. An error of writing is
+        kept in ``write_error``."""
         if self.silent:
             yield lambda text: None
             return
@@ -59,7 +60,7 @@ class Screen:
             try:
                 write()
             except OSError as error:
-                self.unwritable = error
+                self.write_error = error
 
         with _echo_off(self.interactive):
             try:
@@ -70,7 +71,7 @@ class Screen:
 
 
 class _Plain:
-    """Writes an answer as it is; to a terminal without what would command it."""
+    """Writes an answer as it is; to a terminal without control characters."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal
@@ -82,17 +83,18 @@ class _Plain:
         output.write_answer(text)
 
     def close(self) -> None:
-        """End the last line; a program gets one for each answer."""
+        """End the last line. In a pipe every answer has one."""
         if self._written:
             output.write("\n")
 
 
 @contextmanager
 def _echo_off(interactive: bool) -> Iterator[None]:
-    """Within the block what is typed is not shown, where an answer is being written; the next question has it."""
+    """Within the block the terminal does not show what is typed, which would mix with an answer; the next question gets
+    it."""
     try:
         import termios
-    except ImportError:  # Windows shows nothing that nobody reads
+    except ImportError:  # Windows does not echo outside a prompt
         interactive = False
     if not interactive:
         yield
