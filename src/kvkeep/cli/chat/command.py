@@ -118,13 +118,14 @@ def chat(
 
 def _screen(json: bool, plain: bool, history: bool) -> Screen:
     """Return the screen: a terminal, or lines of standard input."""
-    from kvkeep.cli.chat.commands import completions
-    from kvkeep.cli.chat.input import is_interactive, lines, typed
+    from kvkeep.cli.chat.input import is_interactive, lines
     from kvkeep.cli.chat.screen import Screen
 
-    if is_interactive():
-        return Screen(typed(completions, history), interactive=True, silent=json, plain=plain)
-    return Screen(lines(), silent=json, plain=plain)
+    if not is_interactive():
+        return Screen(lines(), silent=json, plain=plain)
+    from kvkeep.cli.chat.prompt import prompt
+
+    return Screen(prompt(history), interactive=True, silent=json, plain=plain)
 
 
 def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from rich.table import Table
 
 from kvkeep.cli import output
 from kvkeep.cli.chat.input import Ask
 from kvkeep.cli.chat.markdown import MarkdownWriter
+
+try:
+    import termios
+except ImportError:  # Windows, which does not echo outside a prompt
+    termios = None  # type: ignore[assignment]
 
 Say = Callable[[str], None]
 
@@ -92,22 +97,12 @@ class _Plain:
 def _echo_off(interactive: bool) -> Iterator[None]:
     """Within the block the terminal does not show what is typed, which would mix with an answer; the next question gets
     it."""
-    try:
-        import termios
-    except ImportError:  # Windows does not echo outside a prompt
-        interactive = False
-    if not interactive:
+    with ExitStack() as stack:
+        if interactive and termios is not None:
+            with suppress(termios.error):  # of a terminal that was closed
+                handle = sys.stdin.fileno()
+                before = termios.tcgetattr(handle)
+                termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+                stack.enter_context(suppress(termios.error))
+                stack.callback(termios.tcsetattr, handle, termios.TCSANOW, before)
         yield
-        return
-    handle = sys.stdin.fileno()
-    try:
-        before = termios.tcgetattr(handle)
-        termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
-    except termios.error:  # the terminal is gone
-        yield
-        return
-    try:
-        yield
-    finally:
-        with suppress(termios.error):
-            termios.tcsetattr(handle, termios.TCSANOW, before)
