@@ -158,15 +158,18 @@ def compare(
     new: int = 64,
     chunk: int | None = None,
     progress: Progress = lambda label, done, total: None,
+    measured: Callable[[Row], None] = lambda row: None,
 ) -> Comparison:
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
     ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
-    has its sentence in its row. Raises :class:`Interruption` with the comparison when it is interrupted after the
+    has its sentence in its row. ``measured`` gets each row as it is complete, the reference's first. Raises
+    :class:`Interruption` with the comparison when it is interrupted after the
     reference is complete, and UsageError for a prompt that the model has no positions for.
     """
     progress("the reference", 0.0, 1.0)
     reference = Reference.of(model, prompt, new, chunk)
+    measured(reference.row)
     rows: list[Row] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
     for number, case in enumerate(listed):
@@ -183,6 +186,7 @@ def compare(
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
             raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None
+        measured(rows[-1])
     return Comparison(len(prompt), new, reference.row, rows)
 
 

@@ -92,7 +92,7 @@ def demo(
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    with startup():
+    with startup(model):
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
 
@@ -116,7 +116,7 @@ def demo(
     for method in requests:
         try:
             cache = cache_of(method)
-            with reading(len(ids), f"{method}: prompt") as advance:
+            with reading(len(ids), f"{method} reads", silent=json) as advance:
                 made = generate(
                     loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance
                 )

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import Table, table
+from kvkeep.models.gguf import Table, open_gguf, table
 from kvkeep.models.matrices import built
 from kvkeep.models.quiet import quiet
 from kvkeep.models.scratch import scratch, unwritable
@@ -41,9 +40,8 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     if folder.exists():
         log.warning("The converted copy in %s is damaged; converting again.", folder)
     with scratch(folder.parent) as temporary:
-        progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"
-        _write(*_read(gguf), fresh)
+        _write(*_read(gguf, progress), fresh)
         if not _intact(folder):
             if folder.exists():
                 os.rename(folder, temporary / "damaged")
@@ -65,16 +63,18 @@ def tensors(folder: Path) -> Table:
     return Table.from_json(json.loads((folder / TABLE).read_text()))
 
 
-def _read(gguf: Path) -> tuple[Any, Any, Table]:
-    """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors."""
+def _read(gguf: Path, progress: Callable[[str], None]) -> tuple[Any, Any, Table]:
+    """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors. The
+    size of the file is checked first, before ``progress`` announces the conversion."""
     import torch
     from transformers.generation import GenerationConfig
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
-        reader = optional("gguf", "gguf").GGUFReader(gguf)
+        reader = open_gguf(gguf)
         _check_header(gguf, reader)
+        progress(f"Converting {gguf.name}, once ...")
         with quiet():
             config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -113,8 +113,7 @@ def _check_header(gguf: Path, reader: Any) -> None:
 def _unreadable(gguf: Path, error: Exception) -> ModelError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelError(
-        f"'{gguf}' cannot be read as a model: it is damaged, cut short, or of a kind transformers does not read "
-        f"({first[:160]})."
+        f"'{gguf}' cannot be read as a model: it is damaged or of a kind transformers does not read ({first[:160]})."
     )
 
 

@@ -69,6 +69,23 @@ class Table:
         return Table(data["architecture"], tuple(made))
 
 
+def open_gguf(file: Path) -> Any:
+    """Return a ``gguf.GGUFReader`` of a file. Raises ModelError for a file that ends before its header or its tensors
+    do."""
+
+    class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+            needed = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if needed > len(self.data):
+                raise ModelError(
+                    f"The file '{file}' is cut short: it has {len(self.data):,} bytes and needs at least {needed:,}; "
+                    "fetch it again."
+                )
+            return super()._get(offset, dtype, count, **order)
+
+    return Reader(file)
+
+
 def table(reader: Any, model: Any) -> Table:
     """Return the tensors of a ``gguf.GGUFReader`` that ``model`` has (on torch's meta device will do)."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
@@ -197,4 +214,4 @@ def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
 
 
 def _cut_short(file: Path, part: Entry) -> ModelError:
-    return ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")
+    return ModelError(f"'{file}' is cut short: it ends within {part.name}; fetch it again.")

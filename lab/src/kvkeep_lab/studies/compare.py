@@ -94,10 +94,17 @@ class Compare(Study):
                 raise UsageError(f"{text}: {error}" if len(prompts) > 1 else str(error)) from None
         listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts), left_out)
         for place, (text, seed, ids) in enumerate(prompts):
-            progress = part(self._numbered(trial.progress, place, len(prompts)), place, len(prompts))
+            number = f"passage {place + 1} of {len(prompts)}: " if len(prompts) > 1 else ""
+            progress = part(_numbered(trial.progress, number), place, len(prompts))
+
+            def measured(row: Row, number: str = number) -> None:
+                trial.say(f"{number}{_brief(row)}")
+
             full_bytes = whole_bytes(trial.model, len(ids) + self.new)
             try:
-                one = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
+                one = compare(
+                    trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress, measured=measured
+                )
             except Interruption as stop:
                 found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=full_bytes)))
                 raise Interruption(found) from None
@@ -136,13 +143,6 @@ class Compare(Study):
                 which = "the text's" if len(trial.sources) == 1 else f"{name}'s"
                 log.warning("Only the first %s of %s %s tokens are read.", f"{self.limit:,}", which, f"{count:,}")
         return [(None, text)]
-
-    @staticmethod
-    def _numbered(progress: Progress, place: int, parts: int) -> Progress:
-        """Return what reports progress with the passage's number, where there are several."""
-        if parts == 1:
-            return progress
-        return lambda what, done, total: progress(f"passage {place + 1} of {parts}: {what}", done, total)
 
     def problem(self, found: Comparisons) -> str | None:
         return None if found.lines else "No method could be measured; the reasons are above."
@@ -231,6 +231,19 @@ class Compare(Study):
             f"budget.{several} {' '.join([*missing, version()])}."
         )
         return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])
+
+
+def _numbered(progress: Progress, number: str) -> Progress:
+    """Return what reports progress after the passage's number."""
+    return lambda what, done, total: progress(f"{number}{what}", done, total)
+
+
+def _brief(row: Row) -> str:
+    """Return a row in a line, for the time until the table is complete."""
+    if row.error:
+        return f"{row.label}: {row.error}"
+    speed = "" if row.tokens_per_s is None else f", {row.tokens_per_s:.1f} tokens/s"
+    return f"{row.label}: match {_hundredths(row.match or 0.0)} %, KL {nats(row.kl_mean)}{speed}"
 
 
 def _empty(path: Path) -> str:
