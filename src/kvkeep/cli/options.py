@@ -106,7 +106,7 @@ class SamplingOptions:
 
     max_tokens: MaxTokens = 128
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling, which makes it repeatable.")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed, for repeatable sampling.")] = None
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -114,18 +114,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     The fields of a parameter's default are the defaults of the options, else those that the dataclass declares.
     """
-    hints = get_type_hints(function, include_extras=True)
+    hints, kind = get_type_hints(function, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     groups: dict[str, type[Any]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if not is_dataclass(group := hints[name]):
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=group))
+            parameters.append(parameter.replace(kind=kind, annotation=group))
             continue
         groups[name] = group  # type: ignore[assignment] # a class: an annotation is no instance
         defaults = group if parameter.default is parameter.empty else parameter.default
         types = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            kind, default = inspect.Parameter.KEYWORD_ONLY, getattr(defaults, field.name)
+            default = getattr(defaults, field.name)
             parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=types[field.name]))
 
     def run(**given: Any) -> None:
