@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.cli.capacity import CACHES
 from kvkeep_lab.fleet.pace import Line, Pace
 from kvkeep_lab.fleet.parts import Replica, Ring, Session
 from kvkeep_lab.fleet.scenario import BOUND, Scenario
 from kvkeep_lab.fleet.simulation import Simulation, simulate
 from transformers import AutoConfig
 
-from kvkeep.cli.capacity import CACHES
 from kvkeep.errors import UsageError
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost

@@ -228,7 +228,7 @@ def test_no_more_is_drafted_than_there_is_room_for() -> None:
 @patch.dict(PRESETS)
 def test_parts_of_others_are_planned() -> None:
     """The guide's fate and recall, with a cost for what they read, more of it as the text grows."""
-    guide = (DOCS.parent / "extending.md").read_text(encoding="utf-8").partition("## Trying it")[0]
+    guide = (DOCS.parent / "extending.md").read_text(encoding="utf-8").partition("## Try it")[0]
     found: dict[str, Any] = {"__name__": __name__}
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(block, found)

@@ -24,13 +24,9 @@ COMMANDS = {
     ),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
-    "capacity": (
-        "kvkeep.cli.capacity:capacity",
-        "Predict how many sessions a machine can serve, by method and length.",
-    ),
     "calibrate": (
         "kvkeep.cli.calibrate:calibrate",
-        "Measure this machine, for better predictions of 'plan' and 'capacity'.",
+        "Measure this machine, for better predictions of 'plan'.",
     ),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and which of them are on this machine."),
@@ -38,7 +34,20 @@ COMMANDS = {
 }
 """Name: where the command is (``module:function``, or a Typer application), and its line in ``kvkeep --help``."""
 
-LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
+
+LAB = (
+    "verify",
+    "prove",
+    "bench",
+    "compare",
+    "inspect",
+    "stream",
+    "longchat",
+    "recompute",
+    "analyse",
+    "capacity",
+    "lab",
+)
 """Commands of the lab, a distribution of its own (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
 
 

@@ -30,7 +30,7 @@ def calibrate(
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Measure this machine in less than a minute, and keep what was found.
+    """Measure this machine in less than a minute, and keep its rates for plans.
 
     Until then predicted times are estimates from the processor's instruction set. Close other programs first.
     """
@@ -47,7 +47,7 @@ def calibrate(
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype)
     note(f"Measuring {described(place, kind)}; this takes less than a minute ...")
     if busy():
-        note("other programs keep this machine busy: what is measured is slower than it could be")
+        note("Other programs keep this machine busy, so the rates will be too low.")
     start = time.monotonic()
     with err.status("") as status:
         path = measure_here(place, kind, lambda part: status.update(f"measuring {part}"))
@@ -56,11 +56,11 @@ def calibrate(
         print_json({"machine": asdict(machine), "seconds": seconds, "path": str(path)})
         return
     show(_table(machine, estimated(place, kind)))
-    out.print(f"Measured in {seconds:.0f} s, and kept in {path}. Plans use it from now on.", soft_wrap=True)
+    out.print(f"Measured in {seconds:.0f} s and kept in {path}; plans use these rates from now on.", soft_wrap=True)
 
 
 def _table(machine: Machine, guess: Machine) -> Table:
-    """Return the rates that matter most, beside the estimates that they replace."""
+    """Return the most important rates, beside the estimates that they replace."""
     table = Table(box=None, header_style="bold")
     table.add_column("")
     for heading in ("measured", "estimated before"):

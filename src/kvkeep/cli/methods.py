@@ -60,8 +60,9 @@ def methods(
         _print(
             [list(_LISTED.values()), *([_mark(row[key]) for key in _LISTED] for row in rows if row["class"] == promise)]
         )
+        out.print()
     out.print(
-        f"\n* Start with {START}: its answers are exact, and evicted entries are kept on disk."
+        f"* Start with {START}: its answers are exact, and evicted entries are kept on disk."
         "\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
         "\nWith +oneshot at the end, a prompt is read at once and compressed afterwards: h2o+oneshot"

@@ -33,18 +33,20 @@ def plan(
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
     acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 256,
     machine: Annotated[
-        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
+        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all rows, not only those that no other beats.")
+    ] = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", help="For --check: the cache budget.", show_default=BUDGET)
     ] = None,
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="For --check: how often each row is measured.")] = 1,
     weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
@@ -52,9 +54,9 @@ def plan(
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
-        raise UsageError("A plan takes one context; --check takes several.")
+        raise UsageError("A plan takes one context; only --check takes several.")
     if budget is not None and not check:
-        raise UsageError("A plan tries every budget; one of your own is for --check, so leave --budget out.")
+        raise UsageError("A plan tries every budget; without --check leave --budget out.")
     if check and machine is not None:
         raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:

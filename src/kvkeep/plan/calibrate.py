@@ -207,14 +207,19 @@ def _with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
         size = sizes(shape.geometry, candidate, PROMPT, budget, 16, shared=machine.shared)
         predicted = partial(cost, shape, candidate, size, acceptance=1.0)
         prompt_s, step_s = _run(model, candidate, budget)
-        base, unit = predicted(machine=machine), predicted(machine=replace(machine, **{rate: 1.0}))
-        machine = replace(machine, **{rate: max(0.0, (step_s - base.step) / (unit.step - base.step))})
+        base, unit = predicted(machine=machine), predicted(machine=_with(machine, rate, 1.0))
+        machine = _with(machine, rate, max(0.0, (step_s - base.step) / (unit.step - base.step)))
         if candidate.keeps_all:
             base = predicted(machine=machine)
             slower = predicted(machine=replace(machine, elementwise=machine.elementwise / 2))
             factor = 1 + max(0.0, (prompt_s - base.prefill) / (slower.prefill - base.prefill))
             machine = replace(machine, elementwise=machine.elementwise / factor)
     return machine
+
+
+def _with(machine: Machine, rate: str, seconds: float) -> Machine:
+    changed: dict[str, Any] = {rate: seconds}
+    return replace(machine, **changed)
 
 
 def _trials() -> Iterator[tuple[str, Candidate]]:

@@ -174,7 +174,7 @@ class Method:
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
         if self.recall.reads_single and self.fate.swaps:
-            return "An entry resident again as an estimate hides the exact one from the recall; with swap=0 none is."
+            return "An estimate that is resident again hides the exact one from the recall; use swap=0."
         return None
 
 

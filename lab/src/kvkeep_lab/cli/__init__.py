@@ -10,6 +10,10 @@ COMMANDS = {
     "longchat": ("kvkeep_lab.cli.study:longchat", "Memory and time of every turn of a long conversation."),
     "recompute": ("kvkeep_lab.cli.study:recompute", "Recompute evicted entries, or read them? N = 1 to 4,096."),
     "analyse": ("kvkeep_lab.cli.study:analyse", "Every study on one model: data, table and figure."),
+    "capacity": (
+        "kvkeep_lab.cli.capacity:capacity",
+        "Predict how many sessions a machine can serve, by method and length.",
+    ),
     "lab": ("kvkeep_lab.cli.lab:app", "Experiments beside the papers': list them, run them, report what they found."),
 }
 """As :data:`kvkeep.cli.COMMANDS`. Commands of ``cli.study`` are made of studies: see there."""

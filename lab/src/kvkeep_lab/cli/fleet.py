@@ -75,7 +75,7 @@ def fleet(
 ) -> None:
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
     from kvkeep.budget import bytes_of
-    from kvkeep.plan.capacity import GBIT
+    from kvkeep_lab.capacity import GBIT
     from kvkeep_lab.fleet.pace import Pace
     from kvkeep_lab.fleet.scenario import RECALLS, ROUTES, Scenario
     from kvkeep_lab.fleet.simulation import simulate

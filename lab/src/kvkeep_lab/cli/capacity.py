@@ -18,8 +18,8 @@ from kvkeep.errors import UsageError
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep.plan.capacity import Capacity, Rebuilding
     from kvkeep.plan.machine import Machine
+    from kvkeep_lab.capacity import Capacity, Rebuilding
 
 CACHES = (
     *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
@@ -36,42 +36,45 @@ SESSIONS = (1, 8, 64)
 def capacity(
     model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
     context: Annotated[
-        str, typer.Option("--context", "-n", help="Tokens of a session, answer included; several by commas.")
+        str, typer.Option("--context", "-n", help="Tokens of a session with its answer; several by commas.")
     ] = "8192",
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-x",
-            help="Caches as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'). By commas, or repeated.",
+            help="Caches, as in 'kvkeep plan' (h2o, 'kv-direct kv@host'): separated by commas, or repeated.",
             show_default="one of each kind",
             autocompletion=completion.methods,
         ),
     ] = None,
-    budget: Annotated[str, typer.Option("--budget", "-b", help="Of every session, as everywhere.")] = "4096",
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget", "-b", help="Of each session: entries per layer (4096), bytes (64MB), or a share (25%)."
+        ),
+    ] = "4096",
     machine: Annotated[
-        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
+        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for all caches (64GB).", show_default="what the weights leave of nine tenths"),
+        typer.Option(help="Bytes for all caches (64GB).", show_default="nine tenths of the device, less the weights"),
     ] = None,
-    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, by commas.")] = (
-        "1,10,100"
-    ),
+    gbit: Annotated[str, typer.Option(help="Networks to fetch sessions over, in Gbit/s, by commas.")] = ("1,10,100"),
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of drafted tokens that are accepted.")] = 0.95,
     weights: options.Weights = "auto",
     json: options.Json = False,
 ) -> None:
-    """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
+    """Predict how many sessions fit in a machine, how fast it serves them, and how long it takes to fetch one."""
     Budget.parse(budget)
     options.check_model(model, weights, config=True)
     given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
     with startup():
-        from kvkeep.plan import capacity as planned
         from kvkeep.plan.candidates import Candidate
+        from kvkeep_lab import capacity as planned
 
         names = list(CACHES) if method is None else split_list(method, "--method") or ["none"]
         caches, keeps_all, projects = [*map(Candidate.parse, names)], *map(Candidate.parse, (KEEPS_ALL, PROJECTS))
@@ -119,7 +122,7 @@ def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
         found = []
     if not found or not all(0 < number < 1e12 and (not whole or number.is_integer()) for number in found):
         kind = "whole numbers" if whole else "numbers"
-        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, by commas.")
+        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, separated by commas.")
     return found
 
 
@@ -147,7 +150,7 @@ def _carried(found: list[Capacity]) -> Table:
 
 
 def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> Table:
-    from kvkeep.plan.capacity import GBIT
+    from kvkeep_lab.capacity import GBIT
 
     table = Table(box=None, header_style="bold")
     speeds = [f"{rate:g} Gbit/s" for rate in networks]
@@ -168,7 +171,7 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
 
 
 def _projected(one: Rebuilding) -> str:
-    from kvkeep.plan.capacity import GBIT
+    from kvkeep_lab.capacity import GBIT
 
     return (
         f"{one.tokens:,} tokens are {size(one.entries)} of entries or {size(one.residuals)} of residuals; projecting "

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from families import SMOLLM2, tiny
+from kvkeep_lab.capacity import Capacity, balance, rebuilding
+from kvkeep_lab.capacity import capacities as carried
+from kvkeep_lab.cli.capacity import CACHES
 
 from kvkeep import KeepCache
-from kvkeep.cli.capacity import CACHES
 from kvkeep.errors import UsageError
 from kvkeep.plan.candidates import Candidate
-from kvkeep.plan.capacity import Capacity, balance, rebuilding
-from kvkeep.plan.capacity import capacities as carried
 from kvkeep.plan.costs import cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape, shape_of
