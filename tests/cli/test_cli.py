@@ -204,7 +204,7 @@ def test_streams_that_are_closed_or_full(model_folder: Path) -> None:
     command = f"{sys.executable} -m kvkeep"
     for redirected, code, sentence in (
         (f"{command} --help >&-", 1, "kvkeep: Standard output is closed"),
-        (f"{command} --help >/dev/full", 1, "kvkeep: Standard output cannot be written to: no space left"),
+        (f"{command} --help >/dev/full", 1, "kvkeep: Writing to standard output failed: no space left"),
         (f"{command} --help 2>&-", 0, ""),
         (f"FORCE_COLOR=1 {sys.executable} -c '{BAR}' 2>/dev/full", 0, ""),  # as on a terminal that is gone
         (f"{command} chat -m {model_folder} <&-", 2, "kvkeep: Standard input is closed"),

@@ -48,8 +48,7 @@ NEXT = (
 
 def demo(
     doc: Annotated[
-        str | None,
-        typer.Option(help="Text to ask about; - is standard input.", show_default="this project's licence"),
+        str | None, typer.Option(help="Text to ask about; - is standard input.", show_default="this project's licence")
     ] = None,
     question: Annotated[
         str | None, typer.Option(help="Question about the text.", show_default="the password planted in the licence")
