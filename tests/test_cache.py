@@ -15,7 +15,7 @@ from helpers import allocated, assert_near, counted, expected, generate, padded,
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
 from kvkeep.memory.places import Disk
-from kvkeep.models.binding import _digest
+from kvkeep.models.binding import digest_text
 from kvkeep.policies.request import Options
 from kvkeep.stock import requested
 
@@ -114,7 +114,7 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
         generate("llama", cache, other)
     with pytest.raises(UsageError, match="holds a batch of 1, and one of 2 comes"):
         generate("llama", cache, torch.cat([wanted, wanted]))
-    assert cache.stream.text == _digest(wanted[:, :-1])  # token by token as at once
+    assert cache.stream.text == digest_text(wanted[:, :-1])  # token by token as at once
     longer = torch.cat([wanted, prompt(1, 5)], 1)
     goes_on = generate("llama", cache, longer).sequences[:, longer.shape[1] :]  # the same text goes on
     new = torch.cat([wanted[:, read:], prompt(1, 30)], 1)  # and so it does where the new tokens come alone
