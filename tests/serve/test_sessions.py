@@ -20,7 +20,6 @@ from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
-from kvkeep.serve import engine as passes
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Session
@@ -338,20 +337,20 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     if how == "too large":
         return Client(engine, ids, 10**8, name=key)
     if how == "fails":
-        forward, recover = passes.forward, Past.recover
+        forward, recover = schedulers.forward, Past.recover
 
         def fail(model: Any, reads: list[Any]) -> list[Any]:
             cache = sessions.memory[key].cache if key in sessions.memory else None
             found, own = forward(model, reads), [read.cache is cache for read in reads]
             if any(own):
-                monkeypatch.setattr(passes, "forward", forward)
+                monkeypatch.setattr(schedulers, "forward", forward)
             return [RuntimeError("no luck") if mine else one for mine, one in zip(own, found, strict=True)]
 
         def reset(past: Past, known: list[int]) -> None:  # the worst that may be
             monkeypatch.setattr(Past, "recover", recover)
             past.cache.reset()
 
-        monkeypatch.setattr(passes, "forward", fail)
+        monkeypatch.setattr(schedulers, "forward", fail)
         monkeypatch.setattr(Past, "recover", reset)
         return Client(engine, ids, name=key)
     with monkeypatch.context() as patch:

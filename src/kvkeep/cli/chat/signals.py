@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from kvkeep.cli.standard_streams import undelivered
+from kvkeep.cli.standard_streams import output_error
 
 
 class EndSignals:
@@ -38,7 +38,7 @@ class EndSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self.received:
-            undelivered()  # of a closed terminal: nothing is flushed to it at exit
+            output_error()  # of a closed terminal: nothing is flushed to it at exit
             if isinstance(error, OSError):
                 raise SystemExit(self.code) from None
 
