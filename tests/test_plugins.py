@@ -241,7 +241,7 @@ def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
         ("broken", "no such part"),
         ("rankless", "does not implement rank, and has no scores"),
         ("odd", "is a dict, not 'broken_kv'"),
-        ("pairless", "no pair of a module and a line of help"),
+        ("pairless", "not a pair of a module and a line of help"),
         ("chat", "'prove' (broken_kv:TAKEN) of the package 'broken-kv' are left out: a command has this name already"),
     ):
         assert any(line.startswith(f"'{name}' (") and reason in line for line in lines), (name, err)
@@ -260,7 +260,7 @@ def test_what_is_installed_is_no_part_of_the_tests(packages: Path, monkeypatch: 
 
 def test_a_shell_completes_methods_of_packages(packages: Path) -> None:
     kept = cache_folder() / "completion.json"
-    kept.write_text('{"of": ["what was installed before"], "methods": [], "parts": []}')
+    kept.write_text('{"made_for": ["what was installed before"], "methods": [], "parts": []}')
     for words, listed in (
         ("kvkeep generate --method large", ["large-values"]),
         ("kvkeep compare -x h2o,large", ["h2o,large-values"]),

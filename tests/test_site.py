@@ -11,7 +11,7 @@ import pytest
 
 import kvkeep
 from kvkeep.cli import COMMANDS
-from kvkeep.cli.lazy import Commands, application, loaded
+from kvkeep.cli.lazy import application, loaded
 from kvkeep.policies.methods import parts
 
 ROOT = Path(__file__).parents[1]
@@ -65,8 +65,7 @@ def test_a_browser_asks_no_other_host(site: Path) -> None:
 
 def declared() -> Iterator[tuple[str, set[str]]]:
     """Every command with the long options that it has, as the program has them."""
-    application(COMMANDS)
-    for name, (where, _) in Commands.table.items():
+    for name, (where, _) in application(COMMANDS).table.items():
         command = loaded(name, where)
         within = {f"{name} {own}": one for own, one in getattr(command, "commands", {}).items()}
         for path, one in ({name: command} | within).items():

@@ -6,6 +6,7 @@ Packages that still have such identifiers have a number here, which may only bec
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,35 @@ def test_no_identifier_is_a_word_that_a_colleague_would_not_guess() -> None:
     found = Counter(package for package, tree in modules() for node in ast.walk(tree) if defined(node) in BANNED)
     assert found <= Counter(LEFT), f"more than before: {found - Counter(LEFT)}"
     assert found == Counter(LEFT), f"fewer than before, so lower LEFT: {dict(sorted(found.items()))}"
+
+
+def native_sources() -> Iterator[tuple[str, str]]:
+    """The name and the text of every C and C++ source."""
+    for folder in ("src/kvkeep/native", "tests/native"):
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.suffix in (".h", ".cpp"):
+                yield path.name, path.read_text("utf-8")
+
+
+def test_identifiers_of_the_native_library_are_of_the_same_words() -> None:
+    """Parts of an identifier, between its underscores, count as well."""
+    found = Counter[tuple[str, str]]()
+    for name, text in native_sources():
+        code = re.sub(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', " ", text, flags=re.DOTALL)
+        for word in re.findall(r"[A-Za-z_]\w*", code):
+            parts = {word.lower().strip("_"), *word.lower().split("_")}
+            found.update((name, word) for banned in BANNED & parts if banned)
+    assert not found
+
+
+def test_lines_of_the_native_library_have_at_most_120_columns() -> None:
+    found = [
+        f"{name}:{number}"
+        for name, text in native_sources()
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not found
 
 
 def test_two_public_classes_have_two_names() -> None:

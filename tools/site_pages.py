@@ -24,7 +24,7 @@ from typer.cli import get_docs_for_click
 
 import kvkeep
 from kvkeep.cli import COMMANDS
-from kvkeep.cli.lazy import Commands, application, loaded
+from kvkeep.cli.lazy import application, loaded
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -86,9 +86,8 @@ def printed(command: str) -> str:
 
 def options() -> str:
     """Return the arguments and options of all commands, the lab's included, as Markdown by Typer."""
-    application(COMMANDS)
     made = ["\n\n## Options\n"]
-    for name, (where, _) in Commands.table.items():
+    for name, (where, _) in application(COMMANDS).table.items():
         command = loaded(name, where)
         context = typer.Context(command, info_name=name)
         made.append(get_docs_for_click(obj=command, ctx=context, indent=2, name=name, call_prefix="kvkeep"))

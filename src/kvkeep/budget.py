@@ -81,7 +81,7 @@ class Budget:
             return cls(text, "tokens", amount)
         if suffix in _BYTES:
             return cls(text, "bytes", amount * _BYTES[suffix])
-        raise _unreadable(value, f"'{match[2]}' is no unit")
+        raise _unreadable(value, f"'{match[2]}' is not a unit")
 
     def __str__(self) -> str:
         return self.text
@@ -177,14 +177,14 @@ def bytes_of(size: int | str, what: str = "memory") -> int:
     except BudgetError:
         budget = None
     if budget is None or not (budget.unit == "bytes" or isinstance(size, int)) or budget.amount < 1:
-        raise UsageError(f"A {what} of '{size}' is not understood: give bytes (64MB, 1.5GiB).")
+        raise UsageError(f"The {what} '{size}' is not a number of bytes; give bytes (64MB, 1.5GiB).")
     return int(budget.amount)
 
 
 def _smallest_share(context: int, least: int) -> str:
     """Return the percentage of ``context`` that holds ``least`` entries, rounded up to 0.01."""
     if context < least:
-        return f"no share of a context of {context} would do, the smallest is {least} entries"
+        return f"a context of {context} tokens is too short for any share, the smallest budget is {least} entries"
     hundredths = -(-least * 10_000 // context)
     percent = f"{hundredths // 100}.{hundredths % 100:02d}".rstrip("0").rstrip(".")
     return f"the smallest for a context of {context} is {percent}%"
@@ -200,8 +200,8 @@ def _governable(budget: Budget, geometry: ModelGeometry) -> None:
         )
     if not geometry.full_layers:
         raise BudgetError(
-            f"Budget '{budget}' has nothing to govern: every layer of {geometry.model_type} bounds itself to "
-            f"a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
+            f"Budget '{budget}' has no effect: every layer of {geometry.model_type} already bounds its cache "
+            f"to a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
         )
 
 
@@ -211,7 +211,7 @@ def _positive(name: str, value: int | None) -> None:
 
 
 def _unreadable(value: object, why: str) -> BudgetError:
-    return BudgetError(f"Budget {value!r} cannot be read, {why}; what works: {_EXAMPLES}.")
+    return BudgetError(f"Budget {value!r} cannot be read: {why}; give {_EXAMPLES}.")
 
 
 def _entries(count: int) -> str:

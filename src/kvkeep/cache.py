@@ -250,11 +250,11 @@ class KeepCache(Cache):
             "kvkeep.Conversation.save(), or the cache with kvkeep.save_session()."
         )
 
-    # -- entries that leave and come back by hand -------------------------------------------------------
+    # -- entries that are evicted and recalled by hand -------------------------------------------------------
 
     @lasting
     def evict(self, count: int) -> None:
-        """Let the ``count`` lowest-ranked resident entries of every KV head leave now; they stay in the checkpoints,
+        """Evict the ``count`` lowest-ranked resident entries of every KV head now; they stay in the checkpoints,
         and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
         if count < 0:
             raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")

@@ -1,7 +1,7 @@
 """The forward pass of a model as its hooks see it (:mod:`kvkeep.models.binding`): tokens of one cache, or of several.
 
 Tokens of several caches follow one another in one row (:mod:`kvkeep.engine.batch`); one cache has the whole input.
-Where all that a session's single token does in a layer can be told before the pass
+Where all that a session's single token does in a layer is known before the pass
 (:class:`~kvkeep.step.plan.LayerStep`), an executor does it, for all such sessions of the layer in one call; and where
 that is so in every layer, all layers are one call (:class:`~kvkeep.models.fused.FusedLayers`). Everything else goes
 session by session through its cache.
@@ -45,7 +45,7 @@ class SessionPass:
     error: Exception | None = None
     """What it failed by, in this pass."""
     steps: dict[int, LayerStep] = field(default_factory=dict)
-    """What its single token does, by layer, where that is told before."""
+    """What its single token does, by layer, where that is known before the pass."""
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, the keys and values that its attention is given."""
 

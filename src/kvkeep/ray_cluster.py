@@ -80,7 +80,9 @@ def _reach(address: str) -> None:
     if where is None:
         return  # Ray looks for one among the processes of this machine
     if where in ("", "local"):
-        raise UsageError(f"'{where}' is no address of a Ray cluster: give HOST:PORT, or auto for this machine's own.")
+        raise UsageError(
+            f"'{where}' is not the address of a Ray cluster; give HOST:PORT, or auto for the cluster of this machine."
+        )
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
     if parts.hostname is not None and port is not None:  # else Ray says what is wrong with it

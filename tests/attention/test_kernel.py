@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
-from kvkeep.step.native import BLOCK, Call, CollectedAttention, attend_all, joins, spans_of
+from kvkeep.native.structures import BLOCK_ENTRIES as BLOCK
+from kvkeep.step.native import Call, CollectedAttention, attend_all, joins, spans_of
 from kvkeep.stores.evicted.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -85,7 +85,7 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
         (("-p", "a", "-b", "64", "-x", "streaming-llm:sinks=99999"), "beside 99999 sinks"),
         (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
-        (("-p", "a", "-x", ""), "by its name"),
+        (("-p", "a", "-x", ""), "The method must be a name"),
         (("-p", "a\udcff"), "not UTF-8"),
     ],
 )

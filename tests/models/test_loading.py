@@ -91,7 +91,7 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_name_is_no_folder() -> None:
-    with pytest.raises(UsageError, match="A model has a name"):
+    with pytest.raises(UsageError, match="name of the model is empty"):
         load("")
 
 

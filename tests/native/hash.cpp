@@ -143,7 +143,7 @@ void hash_matrices() {
       kvkeep_unpack(&weights.matrix, back, weights.row_bytes);
       if (memcmp(back, weights.rows, back.size)) printf("rows %s: UNPACKED ROWS DIFFER\n", name.c_str());
     });
-    Array<bf16> x(100 * inputs), bias(outputs), together(100 * (outputs + 5));
+    Array<bf16> x(100 * inputs), bias(outputs), batch(100 * (outputs + 5));
     fill(x, 7 + kind, 37);
     fill(bias, 8, 128);
     print("product " + name, [&](Hash& hash) {
@@ -151,8 +151,8 @@ void hash_matrices() {
         Array<bf16> y(rows * (outputs + 5));
         kvkeep_product(&weights.matrix, x, rows, bias, y, outputs + 5);
         hash.add(y);
-        if (rows == 100) memcpy(together, y, y.bytes());
-        else if (memcmp(together, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
+        if (rows == 100) memcpy(batch, y, y.bytes());
+        else if (memcmp(batch, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
       }
       Array<bf16> y(3 * outputs);
       kvkeep_product(&weights.matrix, x, 3, nullptr, y, outputs);
@@ -215,13 +215,13 @@ struct Layer {
     for (size_t i = 0; i < norms.size; i++) norms[i] = 1.0f + random.number(512);
     layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.gates[0] = gate.matrix; layer.gates[1] = up.matrix;
     layer.down = down.matrix; layer.qkv_bias[0] = bias; layer.out_bias = sandwiched ? nullptr : bias.data;
-    layer.before = norms; layer.before_mlp = norms + HIDDEN;
+    layer.input_norm = norms; layer.pre_mlp_norm = norms + HIDDEN;
     if (sandwiched) {
-      layer.after_attention = norms + 2 * HIDDEN; layer.after_mlp = norms + 3 * HIDDEN;
+      layer.post_attention_norm = norms + 2 * HIDDEN; layer.post_mlp_norm = norms + 3 * HIDDEN;
       layer.query_norm = norms + 4 * HIDDEN; layer.key_norm = norms + 4 * HIDDEN + DIM;
     }
-    layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.inner = INNER;
-    layer.gate = sandwiched; layer.eps = 1e-5f;
+    layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.intermediate = INNER;
+    layer.activation = sandwiched; layer.eps = 1e-5f;
   }
 };
 
@@ -244,7 +244,7 @@ void hash_layer() {
             key(2 * n * Layer::KV_HEADS * D), value(2 * n * Layer::KV_HEADS * D);
         fill(x, n, 41);
         fill_angles(cos, sin, n, D / 2);
-        kvkeep_enter_layer(&one.layer, x, 2, n, cos, sin, 1, query, key, value);
+        kvkeep_before_attention(&one.layer, x, 2, n, cos, sin, 1, query, key, value);
         hash.add(query);
         hash.add(key);
         hash.add(value);
@@ -255,7 +255,7 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), residual(rows * Layer::HIDDEN), y(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(residual, rows + 1, 39);
-        kvkeep_leave_layer(&one.layer, attention, residual, rows, y);
+        kvkeep_after_attention(&one.layer, attention, residual, rows, y);
         hash.add(y);
       }
     });
@@ -275,8 +275,8 @@ struct Entries {  // of bfloat16
   }
   KvPiece piece(int64_t first, int64_t count) {
     KvPiece piece{};
-    piece.keys = keys + first * DIM; piece.values = values + first * DIM; piece.count = count; piece.lanes = LANES;
-    piece.key_lane = piece.value_lane = rows * DIM; piece.key_row = piece.value_row = DIM;
+    piece.keys = keys + first * DIM; piece.values = values + first * DIM; piece.entries = count; piece.lanes = LANES;
+    piece.key_lane_stride = piece.value_lane_stride = rows * DIM; piece.key_row_stride = piece.value_row_stride = DIM;
     return piece;
   }
 };
@@ -300,19 +300,20 @@ struct Codes {  // in groups of 32 entries, or (bits 0) of 8 bits with a sign an
   }
   KvPiece piece() {
     KvPiece piece{};
-    piece.keys = (bf16*)keys.data; piece.values = (bf16*)values.data; piece.count = COUNT; piece.lanes = LANES;
+    piece.keys = (bf16*)keys.data; piece.values = (bf16*)values.data; piece.entries = COUNT; piece.lanes = LANES;
     piece.key_scale = key_scale; piece.key_offset = key_offset;
     piece.value_scale = value_scale; piece.value_offset = value_offset;
     if (bits) {
-      piece.key_bits = piece.value_bits = bits; piece.width = WIDTH;
-      piece.key_row = piece.value_row = 32 * DIM * bits / 8;
-      piece.key_lane = piece.value_lane = COUNT / 32 * piece.key_row;
-      piece.key_scale_lane = COUNT / 32 * DIM; piece.value_scale_lane = COUNT * DIM / WIDTH;
-      if (bits == 4) { piece.mean = mean; piece.deviation = deviation; }
+      piece.key_bits = piece.value_bits = bits; piece.value_group = WIDTH;
+      piece.key_row_stride = piece.value_row_stride = 32 * DIM * bits / 8;
+      piece.key_lane_stride = piece.value_lane_stride = COUNT / 32 * piece.key_row_stride;
+      piece.key_scale_stride = COUNT / 32 * DIM; piece.value_scale_stride = COUNT * DIM / WIDTH;
+      if (bits == 4) { piece.value_mean = mean; piece.value_deviation = deviation; }
     } else {
       piece.key_bits = piece.value_bits = 8;
-      piece.key_row = piece.value_row = DIM; piece.key_lane = piece.value_lane = COUNT * DIM;
-      piece.key_scale_lane = piece.value_scale_lane = DIM;
+      piece.key_row_stride = piece.value_row_stride = DIM;
+      piece.key_lane_stride = piece.value_lane_stride = COUNT * DIM;
+      piece.key_scale_stride = piece.value_scale_stride = DIM;
     }
     return piece;
   }
@@ -335,10 +336,10 @@ struct Sketch {
   }
   KvPiece piece() {
     KvPiece piece{};
-    piece.keys = keys; piece.values = values; piece.count = COUNT; piece.lanes = LANES;
-    piece.key_lane = piece.value_lane = CELLS * DIM; piece.key_row = piece.value_row = DIM;
-    piece.places = places; piece.sums = sums; piece.median = median;
-    if (sums == 3) piece.key_mean = piece.mean = mean;
+    piece.keys = keys; piece.values = values; piece.entries = COUNT; piece.lanes = LANES;
+    piece.key_lane_stride = piece.value_lane_stride = CELLS * DIM; piece.key_row_stride = piece.value_row_stride = DIM;
+    piece.cell_indices = places; piece.sums = sums; piece.use_median = median;
+    if (sums == 3) piece.key_mean = piece.value_mean = mean;
     return piece;
   }
 };
@@ -346,9 +347,24 @@ struct Sketch {
 KvAttention attention_of(const Array<bf16>& query, int64_t queries, const std::vector<KvPiece>& pieces, int64_t past) {
   KvAttention a{};
   a.query = query; a.pieces = pieces.data(); a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
-  a.dim = a.value_dim = DIM; a.count = int64_t(pieces.size()); a.past = past; a.scaling = 0.125f;
-  for (const KvPiece& piece : pieces) a.entries += piece.count;
+  a.dim = a.value_dim = DIM; a.piece_count = int64_t(pieces.size()); a.causal_offset = past; a.scaling = 0.125f;
+  for (const KvPiece& piece : pieces) a.entries += piece.entries;
   return a;
+}
+
+// Attention over entries in one piece, the queries' own last, and what they received.
+void attend_rows(const bf16* query, const bf16* keys, const bf16* values, int64_t rows, int64_t queries, int64_t dim,
+                 int64_t value_dim, int64_t entries, bf16* out, float* lse, float* received, int reduce_max) {
+  KvPiece piece{};
+  piece.keys = keys; piece.values = values; piece.entries = entries; piece.lanes = LANES;
+  piece.key_lane_stride = rows * dim; piece.key_row_stride = dim;
+  piece.value_lane_stride = rows * value_dim; piece.value_row_stride = value_dim;
+  KvAttention a{};
+  a.query = query; a.pieces = &piece; a.lanes = LANES; a.groups = GROUPS; a.queries = queries; a.dim = dim;
+  a.value_dim = value_dim; a.piece_count = 1; a.entries = entries; a.causal_offset = entries - queries;
+  a.scaling = 0.125f;
+  kvkeep_attend(&a, out, 0, lse, nullptr, 0);
+  if (received) kvkeep_received(&a, lse, queries, reduce_max, received);
 }
 
 void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queries, bool causal, bool bounded = false) {
@@ -356,7 +372,7 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   Array<float> lse(LANES * GROUPS * queries), floats(query.size);
   fill(query, queries, 45);
   KvAttention a = attention_of(query, queries, pieces, -1);
-  if (causal) a.past = a.entries - queries;
+  if (causal) a.causal_offset = a.entries - queries;
   const int32_t first[] = {3, 0}, stop[] = {int32_t(a.entries - 1), int32_t(a.entries)}, shift[] = {40, -2};
   if (bounded) { a.first = first; a.stop = stop; a.shift = shift; }
   kvkeep_attend(&a, out, 0, lse, nullptr, 0);
@@ -366,8 +382,8 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   hash.add(floats);
   if (bounded) return;
   Array<float> received(LANES * a.entries);
-  for (int greatest = 0; greatest < 2; greatest++) {
-    kvkeep_received(&a, lse, queries < 4 ? queries : 4, greatest, received);
+  for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
+    kvkeep_received(&a, lse, queries < 4 ? queries : 4, reduce_max, received);
     hash.add(received);
   }
 }
@@ -391,8 +407,7 @@ void hash_attention() {
           fill(query, 45, 45);
           fill(keys, dim, 50);
           fill(values, value_dim, 60);
-          kvkeep_attend_rows(query, keys, values, count * dim, count * value_dim, LANES, GROUPS, queries, dim,
-                             value_dim, count, 0.125f, out, lse, nullptr, 0);
+          attend_rows(query, keys, values, count, queries, dim, value_dim, count, out, lse, nullptr, 0);
           hash.add(out);
           hash.add(lse);
         }
@@ -407,7 +422,7 @@ void hash_attention() {
     for (size_t i = 0; i < mask.size; i++) mask[i] &= 1;
     std::vector<KvPiece> pieces{entries.piece(0, 620)};
     KvAttention a = attention_of(query, 5, pieces, -1);
-    a.mask = mask; a.mask_query = 620;
+    a.mask = mask; a.mask_query_stride = 620;
     kvkeep_attend(&a, out, 0, lse, nullptr, 0);
     hash.add(out);
     hash.add(lse);
@@ -424,8 +439,7 @@ void hash_attention() {
       keys[7 * DIM + 3] = 0xffff;
       keys[550 * DIM + 60] = 0x7fc0;
       keys[(count + 9) * DIM + 2] = 0x7f80;
-      kvkeep_attend_rows(query, keys, values, count * DIM, count * DIM, LANES, GROUPS, queries, DIM, DIM, count, 0.125f,
-                         out, lse, nullptr, 0);
+      attend_rows(query, keys, values, count, queries, DIM, DIM, count, out, lse, nullptr, 0);
       for (int64_t d = 0; d < DIM; d++)
         if (out[DIM * queries + d] & 0x7fff) printf("attention to no number: A QUERY OF NAN GIVES NO ZEROS\n");
       for (size_t i = 0; i < out.size; i++)
@@ -461,9 +475,9 @@ void hash_attention() {
       Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
       Array<float> lse(LANES * GROUPS * queries), received(LANES * 900);
       fill(query, queries, 45);
-      for (int greatest = 0; greatest < 2; greatest++) {
-        kvkeep_attend_rows(query, entries.keys, entries.values, entries.rows * DIM, entries.rows * DIM, LANES, GROUPS,
-                           queries, DIM, DIM, 900, 0.125f, out, lse, received, greatest);
+      for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
+        attend_rows(query, entries.keys, entries.values, entries.rows, queries, DIM, DIM, 900, out, lse, received,
+                    reduce_max);
         hash.add(out);
         hash.add(lse);
         hash.add(received);
@@ -489,14 +503,14 @@ struct Session {
     for (size_t i = 0; i < slots.size; i++) slots[i] = int32_t(i * 7 % 200);
     pieces = {entries.piece(0, COLUMNS)};
     KvAttention& a = step.attention;
-    a.pieces = pieces.data(); a.lanes = LANES; a.queries = 1; a.dim = a.value_dim = DIM; a.count = 1;
-    a.entries = COLUMNS; a.past = -1;
+    a.pieces = pieces.data(); a.lanes = LANES; a.queries = 1; a.dim = a.value_dim = DIM; a.piece_count = 1;
+    a.entries = COLUMNS; a.causal_offset = -1;
     KvInsert& i = step.insert;
-    i.ranks = ranks; i.oldest = 1; i.columns = COLUMNS; i.slot = 201;
+    i.ranks = ranks; i.oldest_first = 1; i.columns = COLUMNS; i.new_slot = 201;
     i.keys = (char*)entries.keys.data; i.values = (char*)entries.values.data;
-    i.key_lane = i.value_lane = COLUMNS * DIM * 2; i.key_bytes = i.value_bytes = DIM * 2;
+    i.key_lane_bytes = i.value_lane_bytes = COLUMNS * DIM * 2; i.key_bytes = i.value_bytes = DIM * 2;
     i.slots = slots; i.scores = scores;
-    step.received = received; step.greatest = int64_t(seed & 1); step.token = token;
+    step.received = received; step.reduce_max = int64_t(seed & 1); step.token = token;
   }
   void add(Hash& hash) {
     hash.add(entries.keys); hash.add(entries.values); hash.add(slots); hash.add(scores); hash.add(received);

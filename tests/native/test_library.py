@@ -22,6 +22,7 @@ from kvkeep import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import load
 from kvkeep.native import library as native
+from kvkeep.native import structures
 
 SOURCES = Path(native.__file__).parents[1]
 
@@ -184,42 +185,100 @@ def test_a_library_with_other_structures_is_not_used(
     class KvStep(ctypes.Structure):
         """One with two fields of as many bytes in another order."""
 
-        _fields_ = [*native.KvStep._fields_[:-2], *native.KvStep._fields_[:-3:-1]]
+        _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
 
     forget()
-    monkeypatch.setattr(native, "STRUCTURES", (*native.STRUCTURES[:-1], KvStep))
+    monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], KvStep))
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    at = native.KvStep.greatest.offset
-    assert f"KvStep.token has 8 bytes at {at + 8}, not 8 bytes at {at}; install kvkeep again" in caplog.text
-
-
-def test_every_field_of_the_header_is_compared() -> None:
-    """The structures of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
-    folder = native.FILE.parent
-    header, layout = ((folder / name).read_text(encoding="utf-8") for name in ("kvkeep.h", "layout.cpp"))
-    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
-    declared = re.findall(r"typedef struct (Kv\w+) \{(.*?)\} Kv\w+;", header, re.DOTALL)
-    listed = re.findall(r"FIELD\((Kv\w+), (\w+)\)", layout)
-    structures = {structure.__name__: structure for structure in (*native.STRUCTURES, native.KvField)}
-    assert {name for name, _ in declared} == {*structures}
-    for name, body in declared:
-        plain = re.sub(r"\[\d+\]|\*|const\b", " ", body)
-        statements = [one.split(None, 1)[1] for one in plain.split(";")[:-1]]
-        fields = [field.strip() for one in statements for field in one.split(",")]
-        assert fields == [field[0] for field in structures[name]._fields_], name
-        assert name == "KvField" or fields == [field for own, field in listed if own == name], name
+    start = structures.KvStep.reduce_max.offset
+    assert f"KvStep.token is 8 bytes at {start + 8}, not 8 bytes at {start}; install kvkeep again" in caplog.text
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_library_that_computes_other_bits_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", [*structures.CONSTANTS, "KV_NEW"])
+def test_a_library_with_other_constants_is_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forget()
-    monkeypatch.setattr(native, "NUMERICS_VERSION", native.NUMERICS_VERSION + 1)
+    monkeypatch.setitem(structures.CONSTANTS, name, 77)
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    assert "it was built for another kvkeep; install kvkeep again" in caplog.text
+    compiled = "missing" if name == "KV_NEW" else r"\d+"
+    assert re.search(rf"{name} is {compiled}, not 77; install kvkeep again", caplog.text)
+
+
+# ---- the header ------------------------------------------------------------------------------------------------------
+
+HEADER = native.FILE.with_name("kvkeep.h").read_text(encoding="utf-8")
+LAYOUT = native.FILE.with_name("layout.cpp").read_text(encoding="utf-8")
+DECLARED = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
+REPORTED = ("KvField", "KvNumber")
+"""Structures that the library itself returns."""
+C_TYPES = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+
+
+def declared_structures() -> dict[str, dict[str, Any]]:
+    """The fields of every structure of kvkeep.h, and their types as Python has them."""
+    found = {}
+    for name, body in re.findall(r"typedef struct (Kv\w+) \{(.*?)\} Kv\w+;", DECLARED, re.DOTALL):
+        found[name] = {}
+        for statement in body.split(";")[:-1]:
+            kind, field, _, count = re.fullmatch(r"\s*(.*?)\s*(\w+)(\[(\d+)\])?", statement, re.DOTALL).groups()
+            made = ctypes.c_char_p if name in REPORTED else ctypes.c_void_p
+            made = made if kind.endswith("*") else C_TYPES.get(kind) or getattr(structures, kind)
+            found[name][field] = made * int(count) if count else made
+    return found
+
+
+def test_structures_are_those_of_the_header() -> None:
+    """Those of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
+    expected = declared_structures()
+    by_name = {structure.__name__: structure for structure in (*structures.STRUCTURES, structures.KvField)}
+    assert {*expected} == {*by_name, "KvNumber"}
+    for name, fields in expected.items():
+        assert dict(getattr(structures, name)._fields_) == fields, name
+        listed = re.findall(rf"FIELD\({name}, (\w+)\)", LAYOUT)
+        assert listed == ([] if name in REPORTED else [*fields]), name
+
+
+def test_constants_are_those_of_the_header() -> None:
+    declared = {
+        name for body in re.findall(r"enum \w+ \{(.*?)\}", DECLARED, re.DOTALL) for name in re.findall(r"KV_\w+", body)
+    }
+    assert {*structures.CONSTANTS} == {*re.findall(r"NUMBER\((KV_\w+)\)", LAYOUT)} == declared - {"KV_KINDS"}
+
+
+def test_signatures_are_those_of_the_header() -> None:
+    letters = {"int64_t": "l", "int": "i", "float": "f", "void": ""}
+    declared = {}
+    for result, name, arguments in re.findall(
+        r"^([\w ]+?[ *]+)(kvkeep_\w+)\((.*?)\);", DECLARED, re.MULTILINE | re.DOTALL
+    ):
+        types = [re.sub(r"\w+$", "", argument.strip()).strip() or argument for argument in arguments.split(",")]
+        kinds = [
+            ("s" if kind == "const char*" and name == "kvkeep_choose" else "p") if kind.endswith("*") else letters[kind]
+            for kind in types
+        ]
+        back = ("s" if "char" in result else "p") if "*" in result else letters[result.strip()]
+        declared[name] = "".join(kinds) + (f":{back}" if back else "")
+    assert declared == native._SIGNATURES
+
+
+def test_every_field_and_function_of_the_header_is_explained() -> None:
+    for name, fields in declared_structures().items():
+        body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.DOTALL)
+        assert body
+        for field in fields:
+            assert re.search(rf"\b{field}(\[\d\])?; +/\* \S", body[1]), f"{name}.{field}"
+    for function in native._SIGNATURES:
+        assert re.search(rf"\*/\n[^\n]*\b{function}\(", HEADER), function
+
+
+def test_no_structure_takes_a_field_that_it_does_not_have() -> None:
+    for structure in structures.STRUCTURES:
+        with pytest.raises(AttributeError):
+            structure().nonsense = 1  # type: ignore[attr-defined]
 
 
 # ---- threads and float modes -----------------------------------------------------------------------------------------
@@ -303,7 +362,7 @@ def test_no_other_module_imports_ctypes() -> None:
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             if any(name and name.partition(".")[0] == "ctypes" for name in names):
                 found.add(source.relative_to(SOURCES).as_posix())
-    assert found == {"native/library.py"}
+    assert found == {"native/library.py", "native/structures.py"}
 
 
 @pytest.mark.usefixtures("kernels")

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvkeep.models import packed
 from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.packed import PackedLinear
-from kvkeep.native.library import KvMatrix, address_of, kernels
+from kvkeep.native.library import kernels
+from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -89,7 +90,7 @@ def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest
 
 def test_a_matrix_of_no_kind_is_neither_packed_nor_read() -> None:
     data, out = torch.zeros(4096, dtype=torch.uint8), torch.full((16, 64), 7.0)
-    for number in (-1, len(KINDS), 1 << 40):
+    for number in (-1, len(KIND_NUMBERS), 1 << 40):
         matrix, index = KvMatrix(data.data_ptr(), 64, 16, number), torch.zeros(1, dtype=torch.int64)
         assert not kernels().kvkeep_packed_bytes(number, 64, 16)
         assert not kernels().kvkeep_pack(number, 64, 16, out.data_ptr(), 64, data.data_ptr())

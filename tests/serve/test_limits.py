@@ -68,7 +68,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
             keys_given(str(file))
         assert sentence in str(found.value) and "ключ" not in str(found.value)
     monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
-    with pytest.raises(UsageError, match="No session can be kept in .* is no folder"):
+    with pytest.raises(UsageError, match="Sessions cannot be saved in .* is not a folder"):
         SessionStore(file / "chats").check_folder()
     SessionStore(tmp_path / "not" / "yet").check_folder()
     file.write_text("one two\n")

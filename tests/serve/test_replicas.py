@@ -211,7 +211,7 @@ def test_numbers_of_replicas() -> None:
         with pytest.raises(UsageError, match="is not a number of replicas"):
             Scale.parse(wrong, 1, 8)
     for many, cores in (("2", 1e308), ("999999999", 1), ("1:10000001", 0.1)):
-        with pytest.raises(UsageError, match="no cluster has as many cores"):
+        with pytest.raises(UsageError, match="are more than any cluster has"):
             Scale.parse(many, cores, 8)
 
 
@@ -335,8 +335,8 @@ def test_what_cannot_be_replicated_is_one_sentence(
     pytest.importorskip("ray.serve")
     there = ("--replicas", "2", "--sessions", str(tmp_path), "--ray")
     for address, status, sentence in (
-        ("", 2, "'' is no address of a Ray cluster"),
-        ("local", 2, "'local' is no address"),
+        ("", 2, "'' is not the address of a Ray cluster"),
+        ("local", 2, "'local' is not the address"),
         ("127.0.0.1:1", 1, "There is no Ray cluster at '127.0.0.1:1': connection refused."),
         ("ray://localhost:1", 1, "There is no Ray cluster at 'ray://localhost:1': connection refused."),
     ):

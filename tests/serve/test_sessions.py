@@ -17,6 +17,7 @@ from kvkeep.decode import session_file
 from kvkeep.decode.past import Past
 from kvkeep.decode.session import load_session, request_of
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
 from kvkeep.serve import engine as passes
@@ -258,7 +259,7 @@ def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
     with monkeypatch.context() as patch:
         patch.setattr(Past, "recover", lambda past, known: past.cache.reset())  # the worst that may be
-        patch.setattr("kvkeep.serve.engine.forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
+        patch.setattr(schedulers, "forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
         bad = told(engine, ids, "talk")
     assert "(RuntimeError)" in str(bad.events[-1])
     two = told(engine, ids, "talk")

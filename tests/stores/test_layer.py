@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
 from kvkeep.step import native
+from kvkeep.step.native.entries import piece_of
 
 METHODS = [
     ("window", 40),
@@ -46,7 +47,7 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
             assert native.runs(query, keys, values)
             for span in (spans := native.spans_of(keys, values)):
-                native.piece_of(span)
+                piece_of(span)
             assert all(part.untyped_storage().data_ptr() in counted for span in spans for part in span.compiled[1])
 
 

@@ -213,7 +213,7 @@ def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
     for wrong, said in (
         ({"codec": "int3"}, "Unknown codec 'int3'"),
         ({"quote": "1GB"}, "did you mean quota"),
-        ({"quota": "25%"}, "A quota of '25%' is not understood: give bytes"),
+        ({"quota": "25%"}, "The quota '25%' is not a number of bytes; give bytes"),
         ({"quota": 0}, "A quota of '0'"),
         ({"queue": "lots"}, "A queue of 'lots'"),
         ({"quota": None}, "A quota of 'None'"),

@@ -1,12 +1,14 @@
-"""What made a file of results: the version of kvkeep, and the commit where it runs from a clone or was installed from
-one."""
+"""What made a file of results: the version of kvkeep, its commit in a clone or an installation from one, and the
+conditions of a measurement."""
 
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import kvkeep
 
@@ -30,6 +32,29 @@ def version() -> str:
     """Return version and commit in words."""
     found = commit()
     return f"kvkeep {kvkeep.__version__}" + (f" (commit {found})" if found else "")
+
+
+def machine(loaded: Any) -> dict[str, Any]:
+    """Return the conditions of a measurement: model, weights, threads, versions, device, processor, and the path of the
+    native library on it."""
+    import torch
+    import transformers
+
+    from kvkeep.models.loading import weights_of
+    from kvkeep.native.library import path
+    from kvkeep.plan.estimate import processor_name
+
+    return {
+        "model": loaded.name,
+        "weights": weights_of(loaded),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": str(loaded.model.device),
+        "path": path(),
+        "processor": processor_name("cpu"),
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

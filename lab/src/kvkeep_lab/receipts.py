@@ -30,7 +30,8 @@ from kvkeep.models.bits import row_independent
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.fused import is_whole
 from kvkeep.models.loading import Loaded, weights_of
-from kvkeep.native.library import NUMERICS_VERSION, library
+from kvkeep.native.library import library
+from kvkeep.native.structures import NUMERICS_VERSION
 from kvkeep.policies.methods import resolve
 from kvkeep_lab.answers import Case
 from kvkeep_lab.reading import takes

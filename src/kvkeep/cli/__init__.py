@@ -16,15 +16,21 @@ from kvkeep.errors import KvkeepError
 from kvkeep.native.library import check_environment
 
 COMMANDS = {
-    "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
-    "chat": ("kvkeep.cli.chat.command:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
-    "serve": ("kvkeep.cli.serve.command:serve", "Serve conversations over HTTP within one memory to OpenAI's clients."),
+    "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, within a cache budget."),
+    "chat": ("kvkeep.cli.chat.command:chat", "Chat with a model in the terminal, and save the conversation."),
+    "serve": (
+        "kvkeep.cli.serve.command:serve",
+        "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
+    ),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
-    "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
-    "calibrate": ("kvkeep.cli.calibrate:calibrate", "Measure this machine once, for the times that plans predict."),
+    "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
+    "calibrate": (
+        "kvkeep.cli.calibrate:calibrate",
+        "Measure this machine, for better predictions of 'plan'.",
+    ),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
-    "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),
-    "demo": ("kvkeep.cli.demo:demo", "Answer a question about a long text, with the full cache and within a budget."),
+    "models": ("kvkeep.cli.models:models", "List the embedded models, and which of them are on this machine."),
+    "demo": ("kvkeep.cli.demo:demo", "Compare five caches on a question about a long text."),
 }
 """Name: where the command is (``module:function``, or a Typer application), and its line in ``kvkeep --help``."""
 
@@ -46,7 +52,7 @@ LAB = (
 
 
 def program() -> None:
-    """Run the command line as a process of its own, which ends without taking two thousand modules apart."""
+    """Run the command line as a process, which exits without Python's teardown of two thousand modules."""
     codes: list[int] = []
     atexit.register(_end, codes)  # the first one, which runs last
     try:
@@ -58,8 +64,8 @@ def program() -> None:
 
 
 def _end(codes: list[int]) -> None:
-    """End the process with the code that ``codes`` holds: threads are joined by now, and other functions of
-    :mod:`atexit` have run. Without one an exception ended the program, and Python does the rest."""
+    """Exit with the code in ``codes``; threads are joined by now, and other functions of :mod:`atexit` have run. It is
+    empty after an exception, which Python reports."""
     if not codes:
         return
     try:
@@ -72,51 +78,42 @@ def _end(codes: list[int]) -> None:
 
 
 def main() -> None:
-    """Run the command line. Errors leave one sentence on standard error, and no traceback."""
+    """Run the command line. An error is one sentence on standard error, without a traceback."""
     from kvkeep.cli import standard_streams
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
-        print(
-            f"kvkeep: the command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    try:
-        standard_streams.prepare()
-        check_environment()
-        _run()
-    except KvkeepError as error:
-        _leave(str(error), error.exit_code)
-    except BrokenPipeError:
-        standard_streams.drop(sys.stdout)
-        sys.exit(1)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if (refusal := standard_streams.undelivered()) is not None:
-            _leave(f"Standard output cannot be written to: {(refusal.strerror or str(refusal)).lower()}.", 1)
-        if not out_of_memory(error):
-            raise
-        first = str(error).strip().partition("\n")[0] or "MemoryError"
-        _leave(f"There is not enough memory for this ({first}); give a smaller budget, text or model.", 1)
-
-
-def _run() -> None:
-    """Run the command and flush standard output, also after an error."""
+        _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
     from kvkeep.cli.lazy import application
 
     try:
-        application(COMMANDS, LAB)(prog_name="kvkeep")
-    except SystemExit:
-        sys.stdout.flush()
-        raise
+        standard_streams.prepare()
+        check_environment()
+        try:
+            application(COMMANDS, LAB)(prog_name="kvkeep")
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+    except KvkeepError as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        standard_streams.discard(sys.stdout)
+        sys.exit(1)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if (failure := standard_streams.output_error()) is not None:
+            _fail(f"Writing to standard output failed: {(failure.strerror or str(failure)).lower()}.", 1)
+        if not out_of_memory(error):
+            raise
+        first = str(error).strip().partition("\n")[0] or "MemoryError"
+        _fail(f"There is not enough memory ({first}); use a smaller budget, text or model.", 1)
 
 
-def _leave(sentence: str, code: int) -> NoReturn:
+def _fail(sentence: str, code: int) -> NoReturn:
     with suppress(OSError, AttributeError):
         print(f"kvkeep: {sentence}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether host or device memory is exhausted; torch has no common error class."""
-    stated = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or stated
+    """Return whether host or device memory is exhausted. torch has no common error class."""
+    said = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said

@@ -59,7 +59,10 @@ def demo(
         typer.Option(help="Words that a right answer contains.", show_default="the same tokens as the full cache"),
     ] = None,
     model: options.Model = "smollm2",
-    budget: options.Budget = "12.5%",
+    budget: Annotated[
+        str,
+        typer.Option("--budget", "-b", help="Cache budget: entries per layer (512), bytes (64MB), or a share (25%)."),
+    ] = "12.5%",
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     max_tokens: options.MaxTokens = 32,

@@ -1,4 +1,4 @@
-"""``kvkeep generate``: one answer, within a budget."""
+"""``kvkeep generate``: one answer within a cache budget."""
 
 from __future__ import annotations
 
@@ -80,17 +80,17 @@ def as_json(result: Any) -> dict[str, Any]:
 
 
 def summary(result: Any) -> str:
-    """Return one line with method, speed and bytes of an answer."""
+    """Return a line on the method, speed and memory of an answer."""
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     rounds = result.rounds
     line = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
     line += f"{timing.prefill_tokens_per_s:.0f}/s, "
-    line += f"once more in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
+    line += f"a second time in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
     line += f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
     if rounds is not None:
-        line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
-    held = [f"resident {size(memory.resident_bytes)}"]
+        line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts accepted)"
+    sizes = [f"resident {size(memory.resident_bytes)}"]
     if memory.compressed_bytes:
-        held.append(f"compressed {size(memory.compressed_bytes)}")
-    return f"{line}; {', '.join(held)}" + (f", checkpoints {', '.join(places)}" if places else "")
+        sizes.append(f"compressed {size(memory.compressed_bytes)}")
+    return f"{line}; {', '.join(sizes)}" + (f", checkpoints {', '.join(places)}" if places else "")

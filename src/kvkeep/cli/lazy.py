@@ -1,15 +1,17 @@
-"""A group of commands whose modules are imported when they are run: ``--help`` imports none of them."""
+"""A group of commands whose modules are imported when they run: ``kvkeep --help`` imports none of them."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, Any, ClassVar
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import kvkeep
 from kvkeep.errors import KvkeepError, UsageError
@@ -17,35 +19,67 @@ from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line
 
 GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]
+"""Commands by name: where each is (``module:function``, or a Typer application), and its line of help."""
 
 
-def application(own: Table, lab: Sequence[str] = ()) -> Any:
-    """Return the command line: ``own`` commands and those of installed packages. ``lab``: names of the lab's commands,
-    for the error when it is not installed."""
-    table = dict(own)
-    if "_KVKEEP_COMPLETE" in os.environ:  # a shell asks, whose line is not to be written over
+class Commands(TyperGroup):
+    """The commands of a table."""
+
+    table: Table = MappingProxyType({})
+    missing: frozenset[str] = frozenset()
+    """Commands of the lab, if it is not installed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return all names, in the table's order."""
+        return list(self.table)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a placeholder that has only the command's line of help."""
+        return TyperCommand(cmd_name, help=self.table[cmd_name][1]) if cmd_name in self.table else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command itself."""
+        if args and args[0] in self.missing:
+            raise UsageError(f"'kvkeep {args[0]}' needs the lab, which is not installed: pip install 'kvkeep[lab]'.")
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        if name is None:
+            return name, placeholder, rest
+        where = self.table[name][0]
+        try:
+            return name, loaded(name, where), rest
+        except Exception as error:  # of a package's module, or of a signature that Typer cannot use
+            if isinstance(error, KvkeepError) or where.startswith(("kvkeep.", "kvkeep_lab.")):
+                raise
+            raise KvkeepError(f"The command '{name}' ({where}) is broken: {first_line(error)}.") from error
+
+
+def application(commands: Table, lab: Sequence[str] = ()) -> Commands:
+    """Return the command line: ``commands`` and those of installed packages. lab: names of the lab's commands, for the
+    error if it is not installed."""
+    if "_KVKEEP_COMPLETE" in os.environ:  # a shell asks for completions: warnings would overwrite its prompt
         logging.disable()
+    table = dict(commands)
 
-    def add(name: str, commands: Any) -> None:
-        if not isinstance(commands, Mapping):
-            raise UsageError(f"a table of commands, modules and lines of help is a dict, not {commands!r:.60}")
-        for command, entry in commands.items():
+    def add(name: str, added: Any) -> None:
+        if not isinstance(added, Mapping):
+            raise UsageError(f"a table of commands, modules and lines of help is a dict, not {added!r:.60}")
+        for command, entry in added.items():
             pair = isinstance(entry, Sequence) and len(entry) == 2 and not isinstance(entry, str)
             if not pair or not all(isinstance(text, str) for text in (command, *entry)):
-                raise UsageError(f"the entry of {command!r} is no pair of a module and a line of help")
+                raise UsageError(f"the entry of {command!r} is not a pair of a module and a line of help")
         free = {
             command: entry
-            for command, entry in commands.items()
+            for command, entry in added.items()
             if table.get(command, entry) == entry and (command not in lab or entry[0].startswith("kvkeep_lab."))
         }
         table.update(free)
-        if taken := [command for command in commands if command not in free]:
+        if taken := [command for command in added if command not in free]:
             raise PartlyLeftOut(taken, "a command has this name already; choose another")
 
     each_plugin(GROUP, add)
     group = typer.main.get_command(_application())
     assert isinstance(group, Commands)
-    Commands.table, Commands.missing = table, frozenset(lab) - table.keys()
+    group.table, group.missing = table, frozenset(lab) - table.keys()
     return group
 
 
@@ -60,7 +94,7 @@ def _application() -> typer.Typer:
     @app.callback()
     def top(
         version: Annotated[
-            bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
         ] = False,
     ) -> None:
         """Run language models inside a hard budget for the key/value cache."""
@@ -68,46 +102,10 @@ def _application() -> typer.Typer:
     return app
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"kvkeep {kvkeep.__version__}")
         raise typer.Exit
-
-
-class Commands(TyperGroup):
-    """Commands by name; ``table``: module and help of each; ``missing``: names of a package that is not installed."""
-
-    table: ClassVar[Table] = {}
-    missing: ClassVar[frozenset[str]] = frozenset()
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return all names, in the table's order."""
-        return list(self.table)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder with the command's line of help."""
-        if cmd_name not in self.table:
-            return None
-        stand_in = typer.Typer(add_completion=False)
-        stand_in.command(name=cmd_name, help=self.table[cmd_name][1])(_nothing)
-        return typer.main.get_command(stand_in)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command itself."""
-        if args and args[0] in self.missing:
-            raise UsageError(
-                f"'kvkeep {args[0]}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'."
-            )
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        if name is None:
-            return name, stand_in, rest
-        where = self.table[name][0]
-        try:
-            return name, loaded(name, where), rest
-        except Exception as error:  # of a package's module, or of a signature that Typer has no use for
-            if isinstance(error, KvkeepError) or where.startswith(("kvkeep.", "kvkeep_lab.")):
-                raise
-            raise KvkeepError(f"The command '{name}' ({where}) is broken: {first_line(error)}.") from error
 
 
 def loaded(name: str, where: str) -> Any:
@@ -118,11 +116,8 @@ def loaded(name: str, where: str) -> Any:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(name=name)(found)
         found = app
-    command = typer.main.get_command(found)
+    command: Any = typer.main.get_command(found)
     command.name = name
+    command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")  # Typer keeps the line breaks of a docstring
     command.context_settings.setdefault("help_option_names", ["-h", "--help"])
     return command
-
-
-def _nothing() -> None:
-    """The placeholder of a command that is not imported yet."""

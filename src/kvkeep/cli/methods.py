@@ -32,14 +32,14 @@ def methods(
         str | None,
         typer.Option(
             metavar="METHODS",
-            help="Print the papers of methods, by commas, as BibTeX; all: of every method with a name.",
+            help="Print the papers of methods, separated by commas, as BibTeX; all: of every named method.",
             autocompletion=completion.methods,
         ),
     ] = None,
 ) -> None:
     """List the methods: what they evict, store and recall, and how exact they are."""
     if json and (bibtex is not None or table is not None):
-        raise UsageError("--json is for the list of methods; leave it out beside --table and --bibtex.")
+        raise UsageError("--json prints the list of methods only; leave it out with --table and --bibtex.")
     if bibtex is not None:
         typer.echo(_bibtex(bibtex))
         return
@@ -48,9 +48,9 @@ def methods(
             raise unknown("table", table, list(TABLES))
         typer.echo(_markdown(made()))
         return
-    # What is wrong with a package is said each time.
-    others = any(point.name not in LAB for point in points(PARTS))
-    found = _registered() if others else cached("methods", _registered)
+    # With plugins the list is made anew each time, so that warnings about a broken package are printed.
+    plugins = any(point.name not in LAB for point in points(PARTS))
+    found = _registered() if plugins else cached("methods", _registered)
     if json:
         print_json(found)
         return
@@ -87,7 +87,7 @@ def _registered() -> dict[str, Any]:
 
 
 def _bibtex(given: str) -> str:
-    """Return the papers of methods as BibTeX; of those that no paper is named for, a comment."""
+    """Return the papers of methods as BibTeX, and a comment for a method without a paper."""
     from kvkeep.policies.methods import methods as registered
     from kvkeep.policies.methods import resolve
     from kvkeep.policies.papers import papers_of
@@ -175,15 +175,15 @@ def _parts(kind: str) -> Rows:
 
     rows = [[kind.removesuffix("s"), *_PARTS[kind].values(), "parameters", "source"]]
     for name, made in parts()[kind].items():
-        called = [_code(name), *(f"(also {_code(former)})" for former, own in FORMER.items() if own == name)]
+        called = [_code(name), *(f"(also {_code(former)})" for former, current in FORMER.items() if current == name)]
         about = (getattr(made, key) for key in _PARTS[kind])
         rows.append([" ".join(called), *about, _code(_parameters(made)), made.source])
     return rows
 
 
 def _combinations() -> Rows:
-    """For each fate: its selectors, and the exactness alone and with each recall. Parts have their default parameters,
-    and those of a preset where they change a row. Numbered reasons for refusals follow."""
+    """For each fate: its selectors, and the exactness without a recall and with each one. Parts have their default
+    parameters, and those of a preset if they change a row. Numbered reasons for refusals follow."""
     from kvkeep.policies.methods import combined, parts
     from kvkeep.policies.recalls.evicted import Evicted
     from kvkeep.policies.registry import PRESETS
@@ -209,15 +209,15 @@ def _combinations() -> Rows:
 
     rows: dict[str, list[str]] = {}
     for name, fate in fates.items():
-        alone = {own: answer(selector, fate, Evicted()) for own, selector in selectors.items()}
-        refused = [own for own, text in alone.items() if text.startswith("no")]
-        taken = [own for own in selectors if own not in refused]
-        goes = "all"
+        plain = {key: answer(selector, fate, Evicted()) for key, selector in selectors.items()}
+        refused = [key for key, text in plain.items() if text.startswith("no")]
+        accepted = [key for key in selectors if key not in refused]
+        which = "all"
         if refused:
-            goes = f"all but {_listed(refused)}" if len(refused) < len(taken) else f"only {_listed(taken)}"
-            goes += f" [{', '.join(dict.fromkeys(alone[own].strip('no []') for own in refused))}]"
-        row = [goes, _distinct(alone[own] for own in taken)]
-        row += [_distinct(answer(selectors[own], fate, recall) for own in taken) for recall in recalls.values()]
+            which = f"all but {_listed(refused)}" if len(refused) < len(accepted) else f"only {_listed(accepted)}"
+            which += f" [{', '.join(dict.fromkeys(plain[key].strip('no []') for key in refused))}]"
+        row = [which, _distinct(plain[key] for key in accepted)]
+        row += [_distinct(answer(selectors[key], fate, recall) for key in accepted) for recall in recalls.values()]
         if rows.get(name.partition(":")[0]) != row:
             rows[name] = row
     heading = ["fate", "selectors", "alone", *(f"+{name}" for name in recalls)]

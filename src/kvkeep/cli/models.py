@@ -1,4 +1,4 @@
-"""``kvkeep models``: the embedded models, and how any other is named."""
+"""``kvkeep models``: the embedded models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def models(
         print_json({"models": [asdict(row) | {"path": str(row.path) if row.path else None} for row in rows]})
         return
     table = Table(box=None, header_style="bold")
-    for heading in ("model", "on this machine", "licence", "what it is"):
+    for heading in ("model", "on this machine", "licence", "description"):
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(row.name, size(row.bytes_on_disk) if row.bytes_on_disk else "no", row.licence, row.description)

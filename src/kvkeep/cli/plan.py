@@ -70,8 +70,12 @@ def plan(
         place = _device(device)
         shape, rates = shape_and_rates(model, machine, weights, place)
     if check:
-        check_plan = optional("kvkeep_lab.cli.plan_check", "lab").check_plan
-        check_plan(model, shape, contexts, budget or BUDGET, only, rounds, weights, place, json)
+        from kvkeep.plan.rates import machine_here
+
+        checks = optional("kvkeep_lab.cli.checked_plan", "lab")
+        loaded = options.ModelOptions(model, weights, device).load()
+        rates = machine_here(place, loaded.model.dtype)
+        checks.check_plan(loaded, shape, rates, contexts, budget or BUDGET, only, rounds, json=json)
         return
     if amount is None:
         amount = _free(place) if machine is None else rates.cache_bytes(shape.weight_bytes)

@@ -1,4 +1,4 @@
-"""What a prediction is about: the shape of a model, and the rates of a machine."""
+"""What predictions need: the shape of a model, and the rates of a machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def shape_and_rates(
     model: str, machine: str | None, weights: str = "auto", device: str = "cpu"
 ) -> tuple[Shape, Machine]:
-    """Return the shape of ``model`` without loading its weights, and the rates of the file ``machine``, or of
-    ``device`` here: measured earlier, or estimated."""
+    """Return the shape of ``model``, without loading its weights, and the rates in the file ``machine``. Without a
+    file they are the rates of ``device`` on this machine, measured earlier or estimated."""
     from kvkeep.models.loading import describe
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.rates import machine_here
     from kvkeep.plan.shape import shape_of
 
-    elsewhere = Machine.load(machine) if machine is not None else None
-    place = device if elsewhere is None else elsewhere.device
+    given = Machine.load(machine) if machine is not None else None
+    place = device if given is None else given.device
     described = describe(model, weights=weights, device=place, progress=note)
     shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
-    return shape, elsewhere or machine_here(place, described.dtype)
+    return shape, given or machine_here(place, described.dtype)

@@ -1,4 +1,4 @@
-"""Tables of the registry, remembered in the cache folder: to make them anew takes seconds, since parts import torch."""
+"""Tables of the registry, saved in the cache folder: making them takes seconds, because parts import torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from kvkeep.plugins import PARTS, points
 
 
 def cached(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``make`` returns, plain data; made again only where another version, other files of methods or other
-    plugins are installed."""
+    """Return the plain data that ``make`` returns. It is called again only after another version, other files of
+    methods or other plugins were installed."""
     package = Path(kvkeep.__file__).parent
     newest = max(path.stat().st_mtime_ns for path in package.glob("policies/**/*.py"))
-    of = [kvkeep.__version__, newest, *sorted(f"{point.name} {point.value}" for point in points(PARTS))]
+    made_for = [kvkeep.__version__, newest, *sorted(f"{point.name} {point.value}" for point in points(PARTS))]
     path = cache_folder() / f"{name}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.pop("of") == of:
-            found: dict[str, Any] = kept
-            return found
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved.pop("made_for") == made_for:
+            return dict(saved)
     made = make()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"of": of, **made}), encoding="utf-8")
+        path.write_text(json.dumps({"made_for": made_for, **made}), encoding="utf-8")
     return made

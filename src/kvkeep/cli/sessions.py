@@ -1,4 +1,4 @@
-"""``kvkeep sessions``: a folder of saved sessions by name."""
+"""``kvkeep sessions``: the saved sessions of a folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A session: a word, or owner/name.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A session in a file of its own.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="File of a session.")]
 
 
 @app.command("list")
 def list_(
-    owner: Annotated[str | None, typer.Option(help="Only the sessions of this owner.")] = None,
+    owner: Annotated[str | None, typer.Option(help="List only the sessions of this owner.")] = None,
     sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
@@ -39,7 +39,7 @@ def list_(
     from kvkeep.decode.session_store import UNSAVED
 
     if sessions is not None and not Path(sessions).is_dir():
-        raise SessionError(f"There is no folder '{sessions}'; name the folder that holds the sessions.")
+        raise SessionError(f"There is no folder '{sessions}'; give the folder of the sessions with --sessions.")
     found = _store(sessions).sessions(owner)
     if json:
         print_json({"sessions": [_facts(info) for info in found]})
@@ -62,11 +62,11 @@ def list_(
 
 @app.command("show")
 def show_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A session: a word, owner/name, or a path to a file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or path to a file.")],
     sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
-    """Show what is known about a session; the exit status is 1 if it cannot be read."""
+    """Show size, age, turns and cache of a session; the exit code is 1 if it cannot be read."""
     info = _info(name, _store(sessions))
     if json:
         print_json(_facts(info))
@@ -96,21 +96,21 @@ def _show(info: SessionInfo) -> None:
 
 @app.command("rm")
 def rm(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Remove a session that nobody uses."""
+    """Remove a session, unless a program is using it."""
     _store(sessions).remove(name)
     _done(f"Removed {name}.", {"removed": name}, json)
 
 
 @app.command("export")
 def export(name: Name, file: File, sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Copy a session to a file, which 'kvkeep sessions import' takes, and 'kvkeep chat --session' if it is a chat's."""
+    """Copy a session to a file, for 'kvkeep sessions import', or for 'kvkeep chat --session' if it is a chat."""
     _store(sessions).export(name, file)
     _done(f"Wrote {name} to {file}.", {"exported": name, "file": str(file)}, json)
 
 
 @app.command("import")
 def import_(file: File, name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Copy a session from a file, every byte of it checked."""
+    """Copy a session from a file, after checking every byte."""
     _store(sessions).add(file, name)
     _done(f"Imported {file} as {name}.", {"imported": name, "file": str(file)}, json)
 
@@ -122,8 +122,8 @@ def _store(folder: str | None) -> SessionStore:
 
 
 def _info(name: str, store: SessionStore) -> SessionInfo:
-    """Return what is known about a session by name, or about a file: no name is absolute, begins with a dot or a tilde,
-    or ends as the files do."""
+    """Return the facts about a session, or about a file: a path is absolute, begins with a dot or a tilde, or has the
+    suffix of session files."""
     from kvkeep.decode.session_store import SUFFIX, info_of
 
     if name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute():
@@ -151,7 +151,7 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
 
 
 def _age(since: float) -> str:
-    """Return a time ago in one unit."""
+    """Return the time since ``since`` in one unit."""
     passed = max(time.time() - since, 0)
     for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= scale:

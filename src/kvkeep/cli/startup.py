@@ -1,4 +1,4 @@
-"""What a command that runs a model does after its options were looked at: import, and load."""
+"""Imports and loading, once the options of a command are checked."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Import transformers as far as it is used; the block imports the rest and loads.
+    """Import the used part of transformers; the block imports the rest and loads the model.
 
-    Until its end nothing is collected: what is imported stays, and going through a million objects again and again
-    takes a tenth of a start. Afterwards what is there is left out of collections for good.
+    Garbage collection is off during the block, and ignores the objects made in it from then on: imported modules stay,
+    and scanning a million objects again and again takes a tenth of a start.
     """
     from kvkeep.models.imports import import_transformers
     from kvkeep.native.library import trim_memory
 
-    collects = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         import_transformers()
         yield
     finally:
-        if collects:
+        if enabled:
             gc.freeze()
             gc.enable()
         trim_memory()

@@ -1,10 +1,10 @@
 """The contracts: what a cache layer is made of, and what its parts promise each other.
 
-A layer answers three questions when its budget is full, and each answer is a part:
+A layer of a full budget needs three answers, and each is a part:
 
-* who leaves? A :class:`Selector` ranks the resident entries.
-* what becomes of it? A :class:`Fate` makes the layer's :class:`EvictedStore`.
-* how does it come back? A :class:`Recall` makes the layer's :class:`Reader`, which answers its attention.
+* Which entries are evicted? A :class:`Selector` ranks the resident entries.
+* What is stored of them? A :class:`Fate` makes the layer's :class:`EvictedStore`.
+* How are they attended? A :class:`Recall` makes the layer's :class:`Reader`, which computes its attention.
 
 Selectors, fates and recalls are frozen dataclasses of parameters, registered by name (:func:`kvkeep.register`). What
 they make holds the state of one layer of one cache. A file has one of them, with what it is handed; :mod:`.entries` has

@@ -51,12 +51,12 @@ class Checkpoint(ABC):
         one piece that is read where it lies."""
 
     def spans(self, layer: int, stop: int) -> Sequence[Span] | None:
-        """Return the first ``stop`` entries where they lie, of which the one of :meth:`next_row` may be the last.
+        """Return the first ``stop`` entries where they lie; the one of :meth:`next_row` may be the last of them.
         None where attention cannot read them there."""
         return None
 
     def next_row(self, layer: int) -> Destination | None:
-        """Return where the next entry of each of a layer's lanes goes; None where that cannot be told before."""
+        """Return where the next entry of each of a layer's lanes goes; None where that is not known before."""
         return None
 
     def commit(self, layer: int) -> None:

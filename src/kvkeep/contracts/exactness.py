@@ -9,5 +9,5 @@ class Exactness(StrEnum):
     """What a method promises about its output."""
 
     EXACT = "exact"  # token for token the unbounded cache's
-    REVERSIBLE = "reversible"  # what left can come back, approximately
-    LOSSY = "lossy"  # what left is gone
+    REVERSIBLE = "reversible"  # evicted entries can come back, approximately
+    LOSSY = "lossy"  # evicted entries are discarded

@@ -1,4 +1,4 @@
-"""What becomes of entries that leave."""
+"""What is stored of evicted entries."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvkeep.memory.ledger import Ledger
 
 @dataclass(frozen=True)
 class Fate(ABC):
-    """What becomes of entries that leave. A frozen dataclass whose fields are its parameters."""
+    """What is stored of evicted entries. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
-    """What becomes of them, in a word."""
+    """What is done with them, in a word."""
     source: ClassVar[str] = ""
     """The paper."""
     leaves: ClassVar[str] = ""
-    """Who leaves, where that is the fate's to say."""
+    """Which entries are evicted, in a few words, where the fate decides it."""
     returns: ClassVar[str] = "never"
-    """How what left comes back by itself."""
+    """How evicted entries come back by themselves."""
     exactness: ClassVar[Exactness] = Exactness.LOSSY
     """What it promises."""
     checkpoints: ClassVar[bool] = False
-    """What leaves is kept in a checkpoint, whose options the cache then takes."""
+    """Evicted entries are kept in a checkpoint, whose options the cache then takes."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     readings: ClassVar[int] = 1
@@ -45,7 +45,7 @@ class Fate(ABC):
     makes_room: ClassVar[bool] = False
     """As :attr:`EvictedStore.makes_room` of its stores."""
     across_heads: ClassVar[bool] = False
-    """What becomes of an entry of one KV head depends on others."""
+    """What is stored of an entry of one KV head depends on other heads."""
     files: ClassVar[Sequence[str]] = ()
     """Parameters that may name files of this machine, which no request to a server may give."""
 

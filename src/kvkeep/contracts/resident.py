@@ -32,7 +32,7 @@ class Resident(Part):
 
     def plan(self) -> LayerStep | None:
         """Return where the next entry of each lane goes, what it evicts, and what its query attends to, of one row
-        without padding. None where that cannot be told before: the entry then comes by :meth:`admit`."""
+        without padding. None where that is not known before: the entry then comes by :meth:`admit`."""
         return None
 
     def commit(self) -> None:
@@ -121,4 +121,4 @@ class WorkingSet(Resident):
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         """Make entries resident: ``slots`` (lanes, n), none of which is, -1 for none; keys and values (lanes, n, dim);
         scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
-        entries that rank lowest, which leave; there can be no more of them than the lane has columns."""
+        entries that rank lowest, which are evicted; there can be no more of them than the lane has columns."""

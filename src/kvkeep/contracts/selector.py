@@ -1,4 +1,4 @@
-"""Who leaves: a selector, and what it is shown."""
+"""Which entries are evicted: a selector, and what it is shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 
 STAYS = float("inf")
-"""The rank of an entry that does not leave."""
+"""The rank of an entry that is not evicted."""
 
 
 class Asking(NamedTuple):
@@ -66,21 +66,20 @@ class ReconstructionPieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Selector(ABC):
-    """Who leaves. A frozen dataclass whose fields are its parameters, :meth:`rank`, and where it needs them
-    :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
-    beside the entries and travel with them.
-    """
+    """Which entries are evicted. A frozen dataclass: its fields are its parameters, and it has :meth:`rank`, and where
+    it needs them :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each
+    entry, are kept beside the entries and move with them."""
 
     leaves: ClassVar[str]
-    """Who leaves, in a few words."""
+    """Which entries are evicted, in a few words."""
     source: ClassVar[str]
     """The paper."""
     keeps_all: ClassVar[bool] = False
-    """None leaves."""
+    """No entry is evicted."""
     in_order: ClassVar[bool] = False
-    """The oldest leaves, in all heads alike, so that entries lie in a ring."""
+    """The oldest entry is evicted, in all heads at once, so that entries lie in a ring."""
     by_age: ClassVar[bool] = False
-    """Age alone decides who leaves."""
+    """Age alone decides which entries are evicted."""
     scores_arrivals: ClassVar[bool] = False
     """New entries get a first score from :meth:`arrive`; otherwise it is 0."""
     needs_kv: ClassVar[bool] = False
@@ -88,9 +87,9 @@ class Selector(ABC):
     of_any_layer: ClassVar[bool] = False
     """Lanes of several layers may be shown to it as rows of one."""
     may_tie: ClassVar[bool] = False
-    """Several entries may well rank the same; the oldest of them leaves first."""
+    """Several entries may well rank the same; the oldest of them is evicted first."""
     across_heads: ClassVar[bool] = False
-    """What leaves in one KV head depends on others."""
+    """Which entries of one KV head are evicted depends on other heads."""
     reduce: ClassVar[str] = "sum"
     """How the attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or
     "max" over both."""
@@ -120,8 +119,8 @@ class Selector(ABC):
 
     @property
     def reconstruction(self) -> ReconstructionPieces | None:
-        """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
-        entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
+        """How a text is read once more before any of it is evicted, so that :meth:`shares` can count the entries of
+        each head; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
         return None
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
@@ -143,7 +142,7 @@ class Selector(ABC):
 
     def sinks_in_cache(self, drops: bool) -> int | None:
         """Return how many first entries are fixed where positions are within the cache, None where they are those of
-        the text. ``drops``: what leaves never comes back."""
+        the text. ``drops``: evicted entries never come back."""
         return None
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ class Selector(ABC):
         return weights
 
     def rank(self, entries: Candidates) -> Tensor:
-        """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
+        """Return the order of eviction, the lowest first: by default the scores. Empty columns and padding are taken
         care of."""
         if entries.scores is None:
             raise UsageError(

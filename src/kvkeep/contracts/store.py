@@ -37,7 +37,7 @@ class EvictedStore(Part):
         return 0
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
-        """Take entries that leave; ``resident`` is what stays."""
+        """Take evicted entries; ``resident``: those that stay."""
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
         """Say in ``step`` where the entry of each lane goes that the new one ``evicts``, if it does: there, where
@@ -50,8 +50,8 @@ class EvictedStore(Part):
         that the step wrote beside it."""
 
     def spans(self) -> Sequence[Span] | None:
-        """Return what :meth:`pieces` would yield where it lies, codes in groups first, each of which every later query
-        sees all of; the same objects as long as they are the same tensors. None where it cannot be read so."""
+        """Return what :meth:`pieces` would yield where it lies, codes in groups first; every later query sees all
+        of it; the same objects as long as they are the same tensors. None where it cannot be read so."""
         return None if self.keeps else ()
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
@@ -86,7 +86,7 @@ class EvictedStore(Part):
         return 0, 0
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot, had it left: (lanes, ``length``) int8 codes of
+        """Return what became of the entry of each slot, if it was evicted: (lanes, ``length``) int8 codes of
         :class:`EntryState`, on the CPU."""
         return torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
 

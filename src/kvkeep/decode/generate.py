@@ -22,7 +22,7 @@ from transformers.generation import (
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.answer import Answer, Ask, end_ids
-from kvkeep.engine.sampling import Sampler
+from kvkeep.engine.sampling import Sampler, Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
@@ -185,14 +185,7 @@ def generate(
         UsageError: the prompt is empty or exceeds the model's positions, or seed or temperature is out of range.
         KeyboardInterrupt: interrupted while the prompt is read.
     """
-    if seed is not None and seed not in SEEDS:
-        raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
-    if isinstance(prompt, str):
-        raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
-    if not 0 <= temperature < float("inf"):
-        raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
-    if not len(prompt):
-        raise UsageError("There is nothing to answer: the prompt is empty.")
+    _check(prompt, temperature, seed)
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if ignore_eos:
@@ -204,9 +197,9 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    sampler = _prepared(model, ids, caller, call) if scheduled else Sampler(LogitsProcessorList())
+    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # which transformers does by itself
     answer = Answer(
-        Ask(caller.prompt, limit, sampler, written=written, copies=copies != 0),
+        Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
         cache,
         tokenizer,
         [] if ignore_eos else end_ids(model),
@@ -218,17 +211,35 @@ def generate(
         tokens = answer.tokens
     else:
         tokens = _follow(model, ids, answer, caller, {**call, "prompt_lookup_num_tokens": copies or None})
-    fresh, bounded = len(caller.prompt) - known, cache if isinstance(cache, KeepCache) else None
+    timing = _timing(len(prompt) - known, start, answer, _reconstruction_s(cache) - reread_s)
     cut = "length" if len(tokens) >= max_new_tokens else "positions"
+    stopped = cut if answer.reason in ("length", "") else answer.reason
+    return _generation(cache, caller, tokens, stopped, timing)
+
+
+def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
+    """Raise UsageError for what :func:`generate` does not take."""
+    if seed is not None and seed not in SEEDS:
+        raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
+    if isinstance(prompt, str):
+        raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
+    if not len(prompt):
+        raise UsageError("There is nothing to answer: the prompt is empty.")
+
+
+def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, timing: Timing) -> Generation:
+    bounded = cache if isinstance(cache, KeepCache) else None
     return Generation(
         text=caller.text(tokens),
         tokens=tokens,
         prompt_tokens=len(caller.prompt),
-        stopped=cut if answer.reason in ("length", "") else answer.reason,
+        stopped=stopped,
         method=STOCK if bounded is None else bounded.method.name,
         exactness=str(Exactness.EXACT if bounded is None else bounded.exactness),
         memory=memory_of(cache),
-        timing=_timing(fresh, start, answer, _reconstruction_s(cache) - reread_s),
+        timing=timing,
         sequence=[*caller.prompt, *tokens],
         rounds=None if bounded is None or bounded.round is None else bounded.round.statistics,
     )
@@ -277,14 +288,14 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
 def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
     """Let transformers' own loop write the answer, as one of its caches and its prompt lookup need; return the
     tokens."""
-    stream = getattr(answer.cache, "stream", None)
-    if stream is not None:
-        stream.on_progress = caller.progress
+    cache = answer.cache
+    if isinstance(cache, KeepCache):
+        cache.stream.on_progress = caller.progress
     try:
         output = model.generate(ids, stopping_criteria=StoppingCriteriaList([_Follower(answer, caller)]), **call)
     finally:
-        if stream is not None:
-            stream.on_progress = None
+        if isinstance(cache, KeepCache):
+            cache.stream.on_progress = None
     tokens: list[int] = output[0, ids.shape[1] :].tolist()
     return tokens
 

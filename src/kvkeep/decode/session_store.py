@@ -89,8 +89,8 @@ class SessionStore:
         folder = self.folder.absolute()
         there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            reason = "cannot be written" if there.is_dir() else "is no folder"
-            raise UsageError(f"No session can be kept in '{self.folder}': '{there}' {reason}; name another folder.")
+            reason = "cannot be written" if there.is_dir() else "is not a folder"
+            raise UsageError(f"Sessions cannot be saved in '{self.folder}': '{there}' {reason}; name another folder.")
         if self.shared:
             SharedWriter.check_folder(folder)
 

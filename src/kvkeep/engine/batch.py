@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
+from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 
 CHUNK = 512
@@ -121,11 +122,13 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
     first = cache.get_seq_length() if read.first is None else read.first
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    given = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
     cache.stream.cut = read.cut
     try:
-        keep = max(1, read.keep)
-        given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
-        logits: Tensor = model(input_ids=ids, **given).logits[0]
+        if not read.keep and (decoder := decoder_of(model)) is model.base_model:
+            decoder(**given)
+            return positions.new_empty(0)
+        logits: Tensor = model(**given, logits_to_keep=max(1, read.keep)).logits[0]
         return logits
     except torch.AcceleratorError:
         raise

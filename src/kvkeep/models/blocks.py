@@ -25,8 +25,6 @@ AT_ONCE = 1 << 22
 class Kind:
     """A kind of block."""
 
-    number: int
-    """As kvkeep.h counts kinds."""
     bits: int
     """Of a code."""
     group: int | None
@@ -125,15 +123,15 @@ def _decoded(kind: str, rows: Tensor) -> Tensor:
 
 
 KINDS = {
-    "BF16": Kind(0, 16, None, 2, 4, 4),
-    "Q4_0": Kind(1, 4, 32, 32, 18, 18),
-    "Q4_1": Kind(2, 4, 32, 32, 20, 20),
-    "Q5_0": Kind(3, 5, 32, 32, 22, 22),
-    "Q5_1": Kind(4, 5, 32, 32, 24, 24),
-    "Q8_0": Kind(5, 8, 32, 32, 34, 34),
-    "Q4_K": Kind(6, 4, 32, 256, 144, 148),
-    "Q5_K": Kind(7, 5, 32, 256, 176, 180),
-    "Q6_K": Kind(8, 6, 16, 256, 210, 210),
+    "BF16": Kind(16, None, 2, 4, 4),
+    "Q4_0": Kind(4, 32, 32, 18, 18),
+    "Q4_1": Kind(4, 32, 32, 20, 20),
+    "Q5_0": Kind(5, 32, 32, 22, 22),
+    "Q5_1": Kind(5, 32, 32, 24, 24),
+    "Q8_0": Kind(8, 32, 32, 34, 34),
+    "Q4_K": Kind(4, 32, 256, 144, 148),
+    "Q5_K": Kind(5, 32, 256, 176, 180),
+    "Q6_K": Kind(6, 16, 256, 210, 210),
 }
 """The kinds whose bits are kept; every other becomes bfloat16."""
 GROUP = 32

@@ -20,24 +20,28 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.models.packed import PANEL, Packed, PackedLinear
+from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.rotary import Rotary, replace_rotary
-from kvkeep.native.library import (
+from kvkeep.native.library import kernels, library, trim_memory
+from kvkeep.native.structures import (
+    GELU_TANH,
+    PANEL_OUTPUTS,
+    SILU,
     KvLayer,
     address,
     address_of,
     address_table,
     float_table,
-    kernels,
-    library,
-    trim_memory,
 )
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep
 
 log = logging.getLogger(__name__)
-_GATES: tuple[Callable[[Tensor], Tensor], ...] = (functional.silu, lambda x: functional.gelu(x, approximate="tanh"))
-"""By KvLayer's number of a gate."""
+_GATES: dict[int, Callable[[Tensor], Tensor]] = {
+    SILU: functional.silu,
+    GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+}
+"""By the library's numbers of activations."""
 
 
 class FusedNorm:
@@ -87,12 +91,12 @@ class FusedLayer:
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         sandwiched = hasattr(layer, names[0])  # as in Gemma: norms behind attention and MLP as well
         norms = {
-            "before": layer.input_layernorm,
+            "input_norm": layer.input_layernorm,
             "query_norm": getattr(attention, "q_norm", None),
             "key_norm": getattr(attention, "k_norm", None),
-            "after_attention": layer.post_attention_layernorm if sandwiched else None,
-            "before_mlp": layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm,
-            "after_mlp": layer.post_feedforward_layernorm if sandwiched else None,
+            "post_attention_norm": layer.post_attention_layernorm if sandwiched else None,
+            "pre_mlp_norm": layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm,
+            "post_mlp_norm": layer.post_feedforward_layernorm if sandwiched else None,
         }
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
@@ -118,8 +122,8 @@ class FusedLayer:
             heads=self.heads,
             kv_heads=self.kv_heads,
             dim=self.dim,
-            inner=self.inner,
-            gate=self.gate,
+            intermediate=self.inner,
+            activation=self.gate,
         )
         for name, norm in self._weights.items():
             setattr(struct, name, None if norm is None else norm.weight.data_ptr())
@@ -188,7 +192,7 @@ class FusedLayer:
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
-        kernels().kvkeep_enter_layer(
+        kernels().kvkeep_before_attention(
             self.address,
             x.data_ptr(),
             batch,
@@ -206,7 +210,7 @@ class FusedLayer:
         output = output.contiguous()
         rows = residual.shape[0] * residual.shape[1]
         result = torch.empty_like(residual)
-        kernels().kvkeep_leave_layer(self.address, output.data_ptr(), residual.data_ptr(), rows, result.data_ptr())
+        kernels().kvkeep_after_attention(self.address, output.data_ptr(), residual.data_ptr(), rows, result.data_ptr())
         return result
 
 
@@ -320,7 +324,7 @@ def _fuse_norm(norm: Any) -> None:
 def _gate(function: Any) -> int:
     """Return the number of an MLP's gate; raises TypeError for one that the library does not have."""
     x = torch.linspace(-6, 6, 97)
-    for number, gate in enumerate(_GATES):
+    for number, gate in _GATES.items():
         if bool(((function(x) - gate(x)).abs() < 1e-5).all()):  # gelu itself is 4e-4 from that by tanh
             return number
     raise TypeError("its MLP has another gate")
@@ -365,7 +369,7 @@ def _agrees(fused: FusedLayer) -> bool:
 def _joined(parts: list[Any]) -> list[Any]:
     """Return linear layers as one where their codes are alike; the layers then are views of it."""
     kinds = {(part.kind, part.native, part.bias is None) for part in parts}
-    panels = all(part.out_features % PANEL == 0 for part in parts)
+    panels = all(part.out_features % PANEL_OUTPUTS == 0 for part in parts)
     if not (panels and len(kinds) == 1 and parts[0].native):
         return parts
     whole = Packed.__new__(PackedLinear)

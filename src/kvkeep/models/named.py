@@ -30,7 +30,7 @@ def place_of(text: str, revision: str | None = None) -> Path | None:
     """Return the folder or the GGUF file that ``text`` names, None for an embedded model or a hub id. Raises UsageError
     for a name that means nothing, ModelError for what holds no model."""
     if not text.strip():
-        raise UsageError("A model has a name: give an embedded model's, a GGUF file, a folder or a hub id.")
+        raise UsageError("The name of the model is empty; give an embedded model, a GGUF file, a folder or a hub id.")
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:

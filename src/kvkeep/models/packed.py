@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from kvkeep.errors import ModelError
 from kvkeep.models.blocks import KINDS, Blocks
-from kvkeep.native.library import KvMatrix, address, address_of, kernels, library
-
-PANEL = 16
-"""Outputs that lie together in the native library."""
+from kvkeep.native.library import kernels, library
+from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address, address_of
 
 
 class Packed(nn.Module):
@@ -37,7 +35,7 @@ class Packed(nn.Module):
     @functools.cached_property
     def struct(self) -> KvMatrix:
         """The matrix as the kernels take it; its tensors must outlive it."""
-        return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KINDS[self.kind].number)
+        return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move to another device; codes keep their dtype, and panels become rows where the library is not."""
@@ -149,7 +147,7 @@ class _Product(torch.autograd.Function):
 def _packed(matrix: Blocks) -> Tensor:
     """Return the panels of a matrix. Rows may lie apart, in the order that they are to have."""
     outputs, inputs = matrix.shape
-    number, rows = KINDS[matrix.kind].number, matrix.rows.contiguous()
+    number, rows = KIND_NUMBERS[matrix.kind], matrix.rows.contiguous()
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)
     if not kernels().kvkeep_pack(number, inputs, outputs, rows.data_ptr(), rows.shape[1], panels.data_ptr()):
         raise ModelError(

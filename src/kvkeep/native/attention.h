@@ -8,38 +8,39 @@
 
 namespace {
 
-constexpr int64_t SMALL_WORK = 1 << 16;   // products below which threads cost more than they bring
-constexpr int64_t BLOCKS_BYTES = 8 << 20;  // of the mixes of all blocks, where blocks are tasks
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // with fewer, one thread is faster than several
+constexpr int64_t MAX_MIXES_BYTES = 8 << 20;        // of the mixes of all blocks, where blocks are tasks
 
-// body(task) of all tasks, by one thread where there is little to do.
-template <class F> INLINE void share(int64_t count, int64_t products, const F& body) {
-  if (products < SMALL_WORK) {
+// Runs body(task) of all tasks: by one thread where there are few products.
+template <class F> INLINE void run_tasks(int64_t count, int64_t products, const F& body) {
+  if (products < MIN_PARALLEL_PRODUCTS) {
     for (int64_t task = 0; task < count; task++) body(task);
     return;
   }
-  each(count, body);
+  parallel_for(count, body);
 }
 
+// Combines the softmax and the mix of further blocks, `more` and `mix`, into those so far.
 static void combine(Softmax& into, float* out, const Softmax& more, const float* mix, int64_t dim) {
-  if (more.maximum == NOTHING) return;
-  if (into.maximum == NOTHING) {
+  if (more.maximum == MINUS_INFINITY) return;
+  if (into.maximum == MINUS_INFINITY) {
     into = more;
     memcpy(out, mix, size_t(dim * 4));
     return;
   }
   const float highest = into.maximum > more.maximum ? into.maximum : more.maximum;
-  const float before = exp1(into.maximum - highest), after = exp1(more.maximum - highest);
-  into.sum = into.sum * before + more.sum * after;
+  const float scale = exp1(into.maximum - highest), more_scale = exp1(more.maximum - highest);
+  into.sum = into.sum * scale + more.sum * more_scale;
   into.maximum = highest;
-  for (int64_t d = 0; d < dim; d++) out[d] = out[d] * before + mix[d] * after;
+  for (int64_t d = 0; d < dim; d++) out[d] = out[d] * scale + mix[d] * more_scale;
 }
 
-struct AttentionJob {  // an attention, and where its result goes, as kvkeep_attend has it
+struct AttentionJob {  // the arguments of kvkeep_attend
   const KvAttention* attention;
   void* out;
-  int floats;
+  int float_out;
   float *lse, *state;
-  int resumes;
+  int resume;
 
   int64_t rows() const { return attention->groups * attention->queries; }
   int64_t parts() const { return (rows() + PART_ROWS - 1) / PART_ROWS; }
@@ -49,59 +50,58 @@ struct AttentionJob {  // an attention, and where its result goes, as kvkeep_att
   Softmax* softmax_so_far() const { return (Softmax*)state; }
   float* mixes_so_far() const { return state + attention->lanes * rows() * 2; }
 
-  // The least and the greatest number of a block that any lane has; by these, blocks of lanes are numbered.
+  // The numbers of the first and the last block that any lane has.
   int64_t first_block() const {
     const KvAttention& a = *attention;
-    int64_t least = INT64_MAX;
+    int64_t first = INT64_MAX;
     for (int64_t lane = 0; lane < a.lanes; lane++)
-      least = min64(least, block_of(first_of(a, lane) + shift_of(a, lane)));
-    return least;
+      first = min64(first, block_of(first_of(a, lane) + shift_of(a, lane)));
+    return first;
   }
   int64_t last_block() const {
     const KvAttention& a = *attention;
-    int64_t greatest = first_block();
-    for (int64_t lane = 0; lane < a.lanes; lane++)
-      greatest = max64(greatest, block_of(a.entries - 1 + shift_of(a, lane)));
-    return greatest;
+    int64_t last = first_block();
+    for (int64_t lane = 0; lane < a.lanes; lane++) last = max64(last, block_of(a.entries - 1 + shift_of(a, lane)));
+    return last;
   }
 
-  // Writes the result of a row; `at`: its number among those of all lanes.
-  void finish(const Softmax& softmax, const float* mix, int64_t at) const {
+  // Writes the result of row number `row` of all lanes.
+  void finish(const Softmax& softmax, const float* mix, int64_t row) const {
     const int64_t dim = attention->value_dim;
-    const bool blind = softmax.maximum == NOTHING;
-    lse[at] = blind ? NOTHING : softmax.maximum + log1(softmax.sum);
-    const float factor = blind ? 0.0f : 1.0f / softmax.sum;
-    auto value = [&](int64_t d) { return blind ? 0.0f : mix[d] * factor; };
+    const bool empty = softmax.maximum == MINUS_INFINITY;
+    lse[row] = empty ? MINUS_INFINITY : softmax.maximum + log1(softmax.sum);
+    const float factor = empty ? 0.0f : 1.0f / softmax.sum;
+    auto value = [&](int64_t d) { return empty ? 0.0f : mix[d] * factor; };
     int64_t d = 0;
-    if (floats) {
-      for (; d < dim; d++) ((float*)out)[at * dim + d] = value(d);
+    if (float_out) {
+      for (; d < dim; d++) ((float*)out)[row * dim + d] = value(d);
       return;
     }
-    bf16* to = (bf16*)out + at * dim;
-    if (!blind)
+    bf16* to = (bf16*)out + row * dim;
+    if (!empty)
       for (; d + 16 <= dim; d += 16) vstore_bf16(to + d, vload(mix + d) * vset(factor));
     for (; d < dim; d++) to[d] = narrow(value(d));
   }
 };
 
-// A part of a lane's rows, all blocks in order.
+// Attends for a part of a lane's rows, over all blocks in order.
 static void attend_part(const AttentionJob& job, int64_t first, int64_t last, int64_t lane, int64_t part) {
   const KvAttention& a = *job.attention;
   const int64_t dim = a.value_dim, row = part * PART_ROWS, rows = min64(PART_ROWS, job.rows() - row);
-  const int64_t at = lane * job.rows() + row;
+  const int64_t start = lane * job.rows() + row;
   Softmax local[PART_ROWS];
-  Softmax* softmax = job.state ? job.softmax_so_far() + at : local;
-  float* mixes = job.state ? job.mixes_so_far() + at * dim
+  Softmax* softmax = job.state ? job.softmax_so_far() + start : local;
+  float* mixes = job.state ? job.mixes_so_far() + start * dim
                            : (float*)kv_scratch(KV_SCRATCH_MIXES, size_t(rows * dim * 4));
   if (!job.state)
-    for (int64_t r = 0; r < rows; r++) local[r] = {NOTHING, 0.0f};
-  Block of_rows(a, lane, row, rows);
+    for (int64_t r = 0; r < rows; r++) local[r] = {MINUS_INFINITY, 0.0f};
+  BlockAttention part_rows(a, lane, row, rows);
   for (int64_t block = first; block <= last; block++)
-    of_rows.attend(block, [&](int64_t r, const Softmax& more, const float* mix) {
+    part_rows.attend(block, [&](int64_t r, const Softmax& more, const float* mix) {
       combine(softmax[r], mixes + r * dim, more, mix, dim);
     });
   if (job.out)
-    for (int64_t r = 0; r < rows; r++) job.finish(softmax[r], mixes + r * dim, at + r);
+    for (int64_t r = 0; r < rows; r++) job.finish(softmax[r], mixes + r * dim, start + r);
 }
 
 static size_t bytes_by_blocks(const AttentionJob& job) {
@@ -109,21 +109,21 @@ static size_t bytes_by_blocks(const AttentionJob& job) {
   return size_t(job.attention->lanes * job.rows() * blocks) * (size_t(job.attention->value_dim) * 4 + sizeof(Softmax));
 }
 
-// Few rows: blocks are tasks, and are combined in the same order after.
+// Attends with blocks as tasks, where there are few rows; then combines them in order.
 static void attend_blocks(const AttentionJob& job, int64_t first, int64_t last) {
   const KvAttention& a = *job.attention;
   const int64_t rows = job.rows(), dim = a.value_dim, blocks = last - first + 1, all = a.lanes * rows;
   float* mixes = (float*)kv_scratch(KV_SCRATCH_MIXES, bytes_by_blocks(job));
   Softmax* found = (Softmax*)(mixes + all * blocks * dim);
-  for (int64_t i = 0; i < all * blocks; i++) found[i] = {NOTHING, 0.0f};
-  share(a.lanes * blocks, job.products(), [&](int64_t task) {
+  for (int64_t i = 0; i < all * blocks; i++) found[i] = {MINUS_INFINITY, 0.0f};
+  run_tasks(a.lanes * blocks, job.products(), [&](int64_t task) {
     const int64_t lane = task / blocks, block = task % blocks;
     for (int64_t row = 0; row < rows; row += PART_ROWS) {
-      Block of_rows(a, lane, row, min64(PART_ROWS, rows - row));
-      of_rows.attend(first + block, [&](int64_t r, const Softmax& softmax, const float* mix) {
-        const int64_t at = (lane * rows + row + r) * blocks + block;
-        found[at] = softmax;
-        memcpy(mixes + at * dim, mix, size_t(dim * 4));
+      BlockAttention part_rows(a, lane, row, min64(PART_ROWS, rows - row));
+      part_rows.attend(first + block, [&](int64_t r, const Softmax& softmax, const float* mix) {
+        const int64_t place = (lane * rows + row + r) * blocks + block;
+        found[place] = softmax;
+        memcpy(mixes + place * dim, mix, size_t(dim * 4));
       });
     }
   });
@@ -144,7 +144,7 @@ struct PartTask {
   int64_t first, last, lane, part;
 };
 
-// As many attentions as there are, by lanes and parts of rows where these are enough to keep all threads busy.
+// Runs some attentions. Tasks are parts of the rows of a lane, or blocks where these are too few for all threads.
 static void attend_jobs(const AttentionJob* jobs, int64_t count) {
   int64_t total = 0, blocks = 1, products = 0;
   bool few = true;
@@ -154,9 +154,9 @@ static void attend_jobs(const AttentionJob* jobs, int64_t count) {
     total += job.attention->lanes * job.parts();
     products += job.products();
     blocks = max64(blocks, job.last_block() - job.first_block() + 1);
-    few &= bytes_by_blocks(job) <= BLOCKS_BYTES;
-    if (job.state && !job.resumes)
-      for (int64_t r = 0; r < rows; r++) job.softmax_so_far()[r] = {NOTHING, 0.0f};
+    few &= bytes_by_blocks(job) <= MAX_MIXES_BYTES;
+    if (job.state && !job.resume)
+      for (int64_t r = 0; r < rows; r++) job.softmax_so_far()[r] = {MINUS_INFINITY, 0.0f};
   }
   if (few && total < 4 * kv_threads() && blocks > 1) {
     for (int64_t j = 0; j < count; j++) attend_blocks(jobs[j], jobs[j].first_block(), jobs[j].last_block());
@@ -169,51 +169,38 @@ static void attend_jobs(const AttentionJob* jobs, int64_t count) {
     for (int64_t lane = 0; lane < jobs[j].attention->lanes; lane++)
       for (int64_t part = 0; part < jobs[j].parts(); part++) *task++ = {jobs + j, first, last, lane, part};
   }
-  share(total, products, [&](int64_t t) {
+  run_tasks(total, products, [&](int64_t t) {
     attend_part(*tasks[t].job, tasks[t].first, tasks[t].last, tasks[t].lane, tasks[t].part);
   });
 }
 
-// What the entries of one block of a lane received, as kvkeep_received has it.
-static void receive_block(const KvAttention& a, const float* lse, int64_t last, bool greatest, float* out, int64_t lane,
-                          int64_t block) {
+// Writes what the entries of one block of a lane received.
+static void receive_block(const KvAttention& a, const float* lse, int64_t last, bool reduce_max, float* out,
+                          int64_t lane, int64_t block) {
   const int64_t rows = a.groups * a.queries, base = block * BLOCK_ENTRIES;
   const int64_t entries = min64(BLOCK_ENTRIES, a.entries - base);
   float* into = out + lane * a.entries + base;
   for (int64_t i = 0; i < entries; i++) into[i] = 0.0f;
   for (int64_t row = 0; row < rows; row += PART_ROWS) {
-    Block of_rows(a, lane, row, min64(PART_ROWS, rows - row));
-    of_rows.receive(base, entries, lse + lane * rows + row, last, greatest, into);
+    BlockAttention part_rows(a, lane, row, min64(PART_ROWS, rows - row));
+    part_rows.receive(base, entries, lse + lane * rows + row, last, reduce_max, into);
   }
-  if (!greatest)
+  if (!reduce_max)
     for (int64_t i = 0; i < entries; i++) into[i] /= float(a.groups);
 }
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static void attend(const KvAttention* a, void* out, int floats, float* lse, float* state, int resumes) {
-  const AttentionJob job{a, out, floats, lse, state, resumes};
+static void attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
+  const AttentionJob job{a, out, float_out, lse, state, resume};
   attend_jobs(&job, 1);
 }
 
-static void received(const KvAttention* a, const float* lse, int64_t last, int greatest, float* out) {
+static void received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
   const int64_t blocks = (a->entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
-  share(a->lanes * blocks, a->lanes * a->groups * a->queries * a->entries * a->dim, [&](int64_t task) {
-    receive_block(*a, lse, last, greatest != 0, out, task / blocks, task % blocks);
+  run_tasks(a->lanes * blocks, a->lanes * a->groups * a->queries * a->entries * a->dim, [&](int64_t task) {
+    receive_block(*a, lse, last, reduce_max != 0, out, task / blocks, task % blocks);
   });
-}
-
-static void attend_rows(const bf16* query, const bf16* keys, const bf16* values, int64_t key_lane, int64_t value_lane,
-                        int64_t lanes, int64_t groups, int64_t queries, int64_t dim, int64_t value_dim, int64_t entries,
-                        float scaling, bf16* out, float* lse, float* received_by, int greatest) {
-  KvPiece piece{};
-  piece.keys = keys; piece.values = values; piece.count = entries; piece.lanes = lanes;
-  piece.key_lane = key_lane; piece.key_row = dim; piece.value_lane = value_lane; piece.value_row = value_dim;
-  KvAttention a{};
-  a.query = query; a.pieces = &piece; a.lanes = lanes; a.groups = groups; a.queries = queries; a.dim = dim;
-  a.value_dim = value_dim; a.count = 1; a.entries = entries; a.past = entries - queries; a.scaling = scaling;
-  attend(&a, out, 0, lse, nullptr, 0);
-  if (received_by) received(&a, lse, queries, greatest, received_by);
 }
 
 static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
@@ -229,19 +216,21 @@ static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* que
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
     wanted |= steps[i]->received != nullptr;
     for (int64_t lane = 0; lane < a.lanes; lane++) {
-      const int64_t at = by_token ? token * a.lanes + lane : lane * tokens + token;
-      insert_in_lane(steps[i]->insert, lane, (const char*)(key + at * a.dim), (const char*)(value + at * a.value_dim));
+      const int64_t place = by_token ? token * a.lanes + lane : lane * tokens + token;
+      const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
+      insert_in_lane(steps[i]->insert, lane, (const char*)new_key, (const char*)new_value);
     }
   }
   attend_jobs(jobs, count);
   if (!wanted) return;
   const int64_t lanes = steps[0]->attention.lanes;
-  each(count * lanes, [&](int64_t task) {
+  parallel_for(count * lanes, [&](int64_t task) {
     const KvStep& step = *steps[task / lanes];
     if (!step.received) return;
+    const float* lse_of_step = jobs[task / lanes].lse;
     const int64_t blocks = (step.attention.entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
     for (int64_t block = 0; block < blocks; block++)
-      receive_block(step.attention, jobs[task / lanes].lse, 1, step.greatest != 0, step.received, task % lanes, block);
+      receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, step.received, task % lanes, block);
   });
 }
 

@@ -10,16 +10,16 @@
 
 namespace {
 
-constexpr int64_t PART_ROWS = 96;      // rows that share what is written of a block
-constexpr int64_t VALUE_ENTRIES = 64;  // whose values are written before they are read
-constexpr int64_t PLACE_ENTRIES = 64;  // whose values are read in place before the next channels are
-constexpr float NOTHING = -__builtin_inff();
+constexpr int64_t PART_ROWS = 96;               // rows that share the tiles of a block
+constexpr int64_t VALUE_TILE_ENTRIES = 64;      // values that are written to a tile at a time
+constexpr int64_t VALUES_IN_PLACE_ENTRIES = 64;  // values that are read in place at a time
+constexpr float MINUS_INFINITY = -__builtin_inff();
 
 INLINE int64_t first_of(const KvAttention& a, int64_t lane) { return a.first ? a.first[lane] : 0; }
 INLINE int64_t shift_of(const KvAttention& a, int64_t lane) { return a.shift ? a.shift[lane] : 0; }
 INLINE int64_t limit_of(const KvAttention& a, int64_t lane, int64_t query) {
   const int64_t stop = a.stop ? a.stop[lane] : a.entries;
-  return a.past < 0 ? stop : min64(stop, a.past + query + 1);
+  return a.causal_offset < 0 ? stop : min64(stop, a.causal_offset + query + 1);
 }
 
 // The number of the block that a place lies in; places before the row's first token are negative.
@@ -44,17 +44,17 @@ static Span seen_by_rows(const KvAttention& a, int64_t lane, int64_t row, int64_
   return {low, (high + TILE_ENTRIES - 1) / TILE_ENTRIES * TILE_ENTRIES};
 }
 
-// Hides what the query of a row does not see: scores from .. to of a block.
-static void hide_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t base, int64_t from, int64_t to,
+// Sets the scores from .. to of a block to -inf where the query of a row does not see the entry.
+static void mask_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t base, int64_t from, int64_t to,
                         float* scores) {
   const int64_t query = row % a.queries;
   const Span seen = seen_by(a, lane, query, base);
-  for (int64_t i = from; i < min64(seen.low, to); i++) scores[i] = NOTHING;
-  for (int64_t i = max64(seen.high, from); i < to; i++) scores[i] = NOTHING;
+  for (int64_t i = from; i < min64(seen.low, to); i++) scores[i] = MINUS_INFINITY;
+  for (int64_t i = max64(seen.high, from); i < to; i++) scores[i] = MINUS_INFINITY;
   if (!a.mask) return;
-  const uint8_t* mask = a.mask + lane * a.mask_lane + query * a.mask_query + base;
+  const uint8_t* mask = a.mask + lane * a.mask_lane_stride + query * a.mask_query_stride + base;
   for (int64_t i = max64(seen.low, from); i < min64(seen.high, to); i++)
-    if (!mask[i]) scores[i] = NOTHING;
+    if (!mask[i]) scores[i] = MINUS_INFINITY;
 }
 
 struct Softmax { float maximum, sum; };  // of a row over some blocks; its mix of values lies beside
@@ -62,10 +62,10 @@ struct Softmax { float maximum, sum; };  // of a row over some blocks; its mix o
 // Scores from .. to become weights, exp(score - maximum) rounded to bfloat16; the sum is that of weights not rounded.
 // A score that is NaN is passed over by the maximum and gets the weight 0.
 static Softmax weigh(float* scores, int64_t from, int64_t to) {
-  vf top = vset(NOTHING), total = vset(0.0f);
+  vf top = vset(MINUS_INFINITY), total = vset(0.0f);
   for (int64_t i = from; i < to; i += 16) top = vmax(vload(scores + i), top);
   const float highest = maximum(top) + 0.0f;  // one zero, whatever the sign of the one that was found
-  const vf minus = vset(highest == NOTHING ? 0.0f : highest);
+  const vf minus = vset(highest == MINUS_INFINITY ? 0.0f : highest);
   for (int64_t i = from; i < to; i += 16) {
     const vf weight = vexp(vload(scores + i) - minus);
     total = total + weight;
@@ -80,129 +80,134 @@ static void write_queries(const bf16* query, int rows, int64_t dim, float* out) 
     for (int64_t d = 0; d < dim; d++) out[d * QUERY_ROW + r] = widen(query[r * dim + d]);
 }
 
-static bool all_plain(const KvAttention& a) {
-  for (int64_t i = 0; i < a.count; i++)
-    if (!is_plain(a.pieces[i])) return false;
+static bool all_bfloat16(const KvAttention& a) {
+  for (int64_t i = 0; i < a.piece_count; i++)
+    if (!is_bfloat16(a.pieces[i])) return false;
   return true;
 }
 
-// Some rows of a lane over one block. Rows are taken in tiles; keys of 32 entries are written out, and read by all of
-// these tiles while they are in the nearest cache. So are values, except for one tile of rows: it reads them in place.
-class Block {
+// Attention of some rows of a lane over one block. The keys of 32 entries are written out as a tile, which all tiles of
+// rows read while it is in the nearest cache. So are values, unless there is one tile of rows: it reads them in place.
+class BlockAttention {
   const KvAttention& a;
-  const int64_t lane, row, rows, across;
-  const int64_t count, height;  // tiles of rows, and rows of each but the last
-  uint32_t* keys;
-  float *values, *queries, *scores, *mixes;
-  int64_t base = 0;
-  Span spans[PART_ROWS / TILE_ROWS + 1];
+  const int64_t lane, row, rows;     // rows of the lane, from `row` on
+  const int64_t stride;              // floats of a mix
+  const int64_t tiles, tile_height;  // tiles of rows, and rows of each but the last
+  uint32_t* keys;                    // a tile of keys
+  float* values;                     // VALUE_TILE_ENTRIES rows of `stride`
+  float* queries;                    // of each tile of rows, [dim][QUERY_ROW]
+  float* scores;                     // of each row, SCORE_ROW
+  float* mixes;                      // of each row, `stride`
+  int64_t base = 0;                  // the entry at place 0 of the block
+  Span spans[PART_ROWS / TILE_ROWS + 1];  // what each tile of rows sees
 
-  int rows_of(int64_t tile) const { return int(min64(height, rows - tile * height)); }
+  int rows_of(int64_t tile) const { return int(min64(tile_height, rows - tile * tile_height)); }
 
-  void score(Span all, bool in_place) {
+  void score(Span span, bool in_place) {
     Reader reader(a, KEYS, lane), next(a, VALUES, lane);
-    for (int64_t at = all.low; at < all.high; at += TILE_ENTRIES) {
-      const bf16* ahead = write_keys(reader, base + at, keys);
-      const int64_t value_at = at + PREFETCH_ENTRIES - all.high;  // the first values follow the last keys
-      if (in_place && value_at >= 0 && all.low + value_at < all.high)
-        next.rows_of(base + all.low + value_at, 1, &ahead);
-      for (int64_t t = 0; t < count; t++) {
-        if (at < spans[t].low || at >= spans[t].high) continue;
+    for (int64_t place = span.low; place < span.high; place += TILE_ENTRIES) {
+      const bf16* ahead = write_keys(reader, base + place, keys);
+      const int64_t values_from = place + PREFETCH_ENTRIES - span.high;  // the first values follow the last keys
+      if (in_place && values_from >= 0 && span.low + values_from < span.high)
+        next.rows_of(base + span.low + values_from, 1, &ahead);
+      for (int64_t t = 0; t < tiles; t++) {
+        if (place < spans[t].low || place >= spans[t].high) continue;
         with_rows(rows_of(t), [&](auto r) {
-          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + at);
+          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + place);
         });
         ahead = ZEROS;  // once
       }
     }
   }
 
-  void mix_in_place(Span all) {
+  void mix_in_place(Span span) {
     Reader reader(a, VALUES, lane);
-    const bf16* rows_at[PLACE_ENTRIES];
-    for (int64_t at = all.low; at < all.high; at += PLACE_ENTRIES) {
-      const int64_t entries = min64(PLACE_ENTRIES, all.high - at);
-      reader.rows_of(base + at, entries, rows_at);
-      const ValuesInPlace read{rows_at, PREFETCH_ENTRIES * reader.row};
-      with_rows(rows_of(0), [&](auto r) { mix_tile<r.count>(scores_of(0) + at, read, entries, across, mixes); });
+    const bf16* places[VALUES_IN_PLACE_ENTRIES];
+    for (int64_t place = span.low; place < span.high; place += VALUES_IN_PLACE_ENTRIES) {
+      const int64_t entries = min64(VALUES_IN_PLACE_ENTRIES, span.high - place);
+      reader.rows_of(base + place, entries, places);
+      const ValuesInPlace read{places, PREFETCH_ENTRIES * reader.row_stride};
+      with_rows(rows_of(0), [&](auto r) { mix_tile<r.count>(scores_of(0) + place, read, entries, stride, mixes); });
     }
-    for (int64_t r = 0; r < rows; r++) order_channels(mixes + r * across, across);
+    for (int64_t r = 0; r < rows; r++) order_channels(mixes + r * stride, stride);
   }
 
-  void mix_written(Span all) {
+  void mix_written(Span span) {
     Reader reader(a, VALUES, lane);
-    for (int64_t at = all.low; at < all.high; at += VALUE_ENTRIES) {
-      const int64_t end = min64(at + VALUE_ENTRIES, all.high);
-      for (int64_t i = at; i < end; i += TILE_ENTRIES) write_values(reader, base + i, values + (i - at) * across);
-      for (int64_t t = 0; t < count; t++) {
-        const int64_t low = max64(at, spans[t].low), high = min64(end, spans[t].high);
+    for (int64_t place = span.low; place < span.high; place += VALUE_TILE_ENTRIES) {
+      const int64_t end = min64(place + VALUE_TILE_ENTRIES, span.high);
+      for (int64_t i = place; i < end; i += TILE_ENTRIES) write_values(reader, base + i, values + (i - place) * stride);
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t low = max64(place, spans[t].low), high = min64(end, spans[t].high);
         if (low >= high) continue;
-        const WrittenValues read{values + (low - at) * across, across};
+        const WrittenValues read{values + (low - place) * stride, stride};
         with_rows(rows_of(t), [&](auto r) {
-          mix_tile<r.count>(scores_of(t) + low, read, high - low, across, mixes + t * height * across);
+          mix_tile<r.count>(scores_of(t) + low, read, high - low, stride, mixes + t * tile_height * stride);
         });
       }
     }
   }
 
-  float* scores_of(int64_t tile) const { return scores + tile * height * SCORE_ROW; }
+  float* scores_of(int64_t tile) const { return scores + tile * tile_height * SCORE_ROW; }
 
  public:
-  Block(const KvAttention& a, int64_t lane, int64_t row, int64_t rows)
-      : a(a), lane(lane), row(row), rows(rows), across(padded(a.value_dim)), count((rows + TILE_ROWS - 1) / TILE_ROWS),
-        height((rows + count - 1) / count) {
+  BlockAttention(const KvAttention& a, int64_t lane, int64_t row, int64_t rows)
+      : a(a), lane(lane), row(row), rows(rows), stride(padded(a.value_dim)), tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
+        tile_height((rows + tiles - 1) / tiles) {
     keys = (uint32_t*)kv_scratch(KV_SCRATCH_KEYS, size_t(TILE_ENTRIES * (a.dim + 1) / 2 * 4));
-    values = (float*)kv_scratch(KV_SCRATCH_VALUES, size_t(VALUE_ENTRIES * across * 4));
-    scores = (float*)kv_scratch(KV_SCRATCH_SCORES, size_t(rows * (SCORE_ROW + across) + count * QUERY_ROW * a.dim) * 4);
+    values = (float*)kv_scratch(KV_SCRATCH_VALUES, size_t(VALUE_TILE_ENTRIES * stride * 4));
+    scores = (float*)kv_scratch(KV_SCRATCH_SCORES, size_t(rows * (SCORE_ROW + stride) + tiles * QUERY_ROW * a.dim) * 4);
     mixes = scores + rows * SCORE_ROW;
-    queries = mixes + rows * across;
+    queries = mixes + rows * stride;
     const bf16* query = a.query + (lane * a.groups * a.queries + row) * a.dim;
-    for (int64_t t = 0; t < count; t++)
-      write_queries(query + t * height * a.dim, rows_of(t), a.dim, queries + t * QUERY_ROW * a.dim);
+    for (int64_t t = 0; t < tiles; t++)
+      write_queries(query + t * tile_height * a.dim, rows_of(t), a.dim, queries + t * QUERY_ROW * a.dim);
   }
 
-  // take(row, softmax, mix) of each row that sees anything of this block.
+  // Calls take(row, softmax, mix) for each row, if any of them sees an entry of this block.
   template <class Take> void attend(int64_t block, const Take& take) {
     base = block * BLOCK_ENTRIES - shift_of(a, lane);
-    const Span all = seen_by_rows(a, lane, row, rows, base);
-    if (all.low >= all.high) return;
-    for (int64_t t = 0; t < count; t++) spans[t] = seen_by_rows(a, lane, row + t * height, rows_of(t), base);
-    const bool in_place = count == 1 && a.value_dim % (W > 8 ? 2 * W : 16) == 0 && all_plain(a);
-    score(all, in_place);
+    const Span span = seen_by_rows(a, lane, row, rows, base);
+    if (span.low >= span.high) return;
+    for (int64_t t = 0; t < tiles; t++) spans[t] = seen_by_rows(a, lane, row + t * tile_height, rows_of(t), base);
+    const bool in_place = tiles == 1 && a.value_dim % (W > 8 ? 2 * W : 16) == 0 && all_bfloat16(a);
+    score(span, in_place);
     Softmax found[PART_ROWS];
     for (int64_t r = 0; r < rows; r++) {
-      const Span span = spans[r / height];
+      const Span seen = spans[r / tile_height];
       float* scores_of_row = scores + r * SCORE_ROW;
-      hide_scores(a, lane, row + r, base, span.low, span.high, scores_of_row);
-      found[r] = weigh(scores_of_row, span.low, span.high);
+      mask_scores(a, lane, row + r, base, seen.low, seen.high, scores_of_row);
+      found[r] = weigh(scores_of_row, seen.low, seen.high);
     }
-    memset(mixes, 0, size_t(rows * across * 4));
-    if (in_place) mix_in_place(all);
-    else mix_written(all);
-    for (int64_t r = 0; r < rows; r++) take(r, found[r], mixes + r * across);
+    memset(mixes, 0, size_t(rows * stride * 4));
+    if (in_place) mix_in_place(span);
+    else mix_written(span);
+    for (int64_t r = 0; r < rows; r++) take(r, found[r], mixes + r * stride);
   }
 
-  // What entries of a block received of the last queries, added to `into`, or with `greatest` the maximum. base: of the
-  // first entry; entries: how many.
-  void receive(int64_t first, int64_t entries, const float* lse, int64_t last, bool greatest, float* into) {
+  // Adds what `entries` entries from `first` on received from the last queries to `into`; with `reduce_max` takes the
+  // maximum of both.
+  void receive(int64_t first, int64_t entries, const float* lse, int64_t last, bool reduce_max, float* into) {
     Reader reader(a, KEYS, lane);
     base = first;
-    for (int64_t at = 0; at < entries; at += TILE_ENTRIES) {
-      const int64_t end = min64(entries, at + TILE_ENTRIES);
-      const bf16* ahead = write_keys(reader, base + at, keys);
-      for (int64_t t = 0; t < count; t++) {
+    for (int64_t place = 0; place < entries; place += TILE_ENTRIES) {
+      const int64_t end = min64(entries, place + TILE_ENTRIES);
+      const bf16* ahead = write_keys(reader, base + place, keys);
+      for (int64_t t = 0; t < tiles; t++) {
         with_rows(rows_of(t), [&](auto r) {
-          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + at);
+          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + place);
         });
         ahead = ZEROS;
       }
       for (int64_t r = 0; r < rows; r++) {
-        if ((row + r) % a.queries < a.queries - last || lse[r] == NOTHING) continue;
+        if ((row + r) % a.queries < a.queries - last || lse[r] == MINUS_INFINITY) continue;
         float* received = scores + r * SCORE_ROW;
         const vf minus = vset(lse[r]);
-        hide_scores(a, lane, row + r, base, at, at + TILE_ENTRIES, received);
-        for (int64_t i = at; i < at + TILE_ENTRIES; i += 16) vstore(received + i, vexp(vload(received + i) - minus));
-        for (int64_t i = at; i < end; i++)
-          into[i] = !greatest ? into[i] + received[i] : into[i] > received[i] ? into[i] : received[i];
+        mask_scores(a, lane, row + r, base, place, place + TILE_ENTRIES, received);
+        for (int64_t i = place; i < place + TILE_ENTRIES; i += 16)
+          vstore(received + i, vexp(vload(received + i) - minus));
+        for (int64_t i = place; i < end; i++)
+          into[i] = !reduce_max ? into[i] + received[i] : into[i] > received[i] ? into[i] : received[i];
       }
     }
   }

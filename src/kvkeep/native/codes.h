@@ -2,11 +2,11 @@
 #pragma once
 
 #include "kvkeep.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int64_t TILE_ENTRIES = 32;  // of a tile, and of a group of codes
+constexpr int64_t TILE_ENTRIES = KV_TILE_ENTRIES;  // of a tile, and of a group of codes
 
 INLINE vf rounded(vf v) {  // to bfloat16, as floats; numbers only
   PARTWISE {
@@ -16,7 +16,7 @@ INLINE vf rounded(vf v) {  // to bfloat16, as floats; numbers only
   return v;
 }
 
-INLINE vf signed_words(const uint8_t* p) {  // 16 whole numbers of 16 bits
+INLINE vf signed_words(const uint8_t* p) {  // 16 signed integers of 16 bits
   vf r;
   PARTWISE {
     const I u = u16_to_int((const uint16_t*)p + i * W);
@@ -25,8 +25,9 @@ INLINE vf signed_words(const uint8_t* p) {  // 16 whole numbers of 16 bits
   return r;
 }
 
-// Codes first .. first + 15 of `count`, packed as stores/evicted/coded.py packs them: of n bytes, byte j has codes j, j + n, ..
-INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
+// Codes first .. first + 15 of `count`, packed as stores/evicted/coded.py packs them: of n bytes, byte j has codes
+// j, j + n, ..
+INLINE vf decode_codes(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
   if (bits == 16) return signed_words(codes + 2 * first) * vset(1.0f / 256);
   if (bits == 8) return vload_ubytes(codes + first);
   const int64_t n = count * bits / 8, mask = (1 << bits) - 1;
@@ -46,13 +47,13 @@ INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t fi
 
 // A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
 static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
-  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane + group * p.key_row;
-  const uint16_t* scales = p.key_scale + lane * p.key_scale_lane + group * dim;
-  const uint16_t* offsets = p.key_offset + lane * p.key_scale_lane + group * dim;
+  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane_stride + group * p.key_row_stride;
+  const uint16_t* scales = p.key_scale + lane * p.key_scale_stride + group * dim;
+  const uint16_t* offsets = p.key_offset + lane * p.key_scale_stride + group * dim;
   const int64_t bits = p.key_bits, bytes = TILE_ENTRIES * bits / 8;
   auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
-    return rounded(vfma(codes_of(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset));
+    return rounded(vfma(decode_codes(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset));
   };
   for (int64_t d = 0; d < dim; d += 2, tile += TILE_ENTRIES)
     for (int64_t i = 0; i < TILE_ENTRIES; i += 16) {
@@ -62,22 +63,23 @@ static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, i
     }
 }
 
-// A group of values as a tile, 32 rows of floats, `across` apart.
+// A group of values as a tile, 32 rows of floats, `stride` apart.
 static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile,
-                                  int64_t across) {
-  const int64_t bits = p.value_bits, width = p.width, parts = dim / width, bytes = width * bits / 8;
-  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane + group * p.value_row;
-  const uint16_t* scales = p.value_scale + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
-  const uint16_t* offsets = p.value_offset + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
+                                  int64_t stride) {
+  const int64_t bits = p.value_bits, width = p.value_group, parts = dim / width, bytes = width * bits / 8;
+  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane_stride + group * p.value_row_stride;
+  const uint16_t* scales = p.value_scale + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
+  const uint16_t* offsets = p.value_offset + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
   for (int64_t part = 0; part < parts; part++)
     for (int64_t i = 0; i < TILE_ENTRIES; i++) {
       const int64_t at = part * TILE_ENTRIES + i;
       const vf scale = vset(half_to_float(scales[at])), offset = vset(half_to_float(offsets[at]));
       for (int64_t c = 0; c < width; c += 16) {
         const int64_t channel = part * width + c;
-        vf x = vfma(codes_of(codes + at * bytes, bits, width, c), scale, offset);
-        if (p.mean) x = vfma(x, vload(p.deviation + lane * dim + channel), vload(p.mean + lane * dim + channel));
-        vstore(tile + i * across + channel, rounded(x));
+        vf x = vfma(decode_codes(codes + at * bytes, bits, width, c), scale, offset);
+        const int64_t of_lane = lane * dim + channel;
+        if (p.value_mean) x = vfma(x, vload(p.value_deviation + of_lane), vload(p.value_mean + of_lane));
+        vstore(tile + i * stride + channel, rounded(x));
       }
     }
 }

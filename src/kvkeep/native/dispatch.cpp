@@ -1,6 +1,8 @@
-// The interface, and which instruction set answers it: the best that this processor runs, unless a caller chooses.
+// The exported kernels, and which instruction set runs them: the best of this processor, unless a caller chooses.
 //
 // CMake names the instruction sets that are compiled in, best first: KVKEEP_PATHS is KVKEEP_PATH(name) for each.
+
+#include <atomic>
 
 #include <string.h>
 
@@ -13,13 +15,11 @@
 #endif
 
 #include "kernels.h"
-#include "rounding.h"
+#include "float_mode.h"
 
 #define KVKEEP_PATH(name) extern "C" __attribute__((visibility("hidden"))) const KvKernels kvkeep_table_##name;
 KVKEEP_PATHS
 #undef KVKEEP_PATH
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -28,7 +28,7 @@ namespace {
 bool has_plain() { return true; }
 
 #if defined(__x86_64__)
-// The builtin asks the system as well, whether it keeps the registers of a thread.
+// The builtin also asks whether the system keeps these registers of a thread.
 bool has_avx2() {
   unsigned a, b, c, d;
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & 1 << 29;
@@ -51,7 +51,7 @@ bool has_avx512() {
 #elif defined(__aarch64__)
 bool has_neon() { return true; }
 #if defined(__APPLE__)
-bool has_dotprod() { return true; }  // every processor of theirs that runs macOS
+bool has_dotprod() { return true; }  // every Apple processor that runs macOS
 bool has_i8mm() {                    // from M2 on
   int there = 0;
   size_t size = sizeof there;
@@ -67,7 +67,7 @@ bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }
 
 struct Path {
   const KvKernels* kernels;
-  bool (*there)();
+  bool (*available)();
 };
 const Path PATHS[] = {
 #define KVKEEP_PATH(name) {&kvkeep_table_##name, has_##name},
@@ -75,103 +75,101 @@ const Path PATHS[] = {
 #undef KVKEEP_PATH
 };
 
-const KvKernels* chosen;
-char names[128];  // of the paths that this processor runs, separated by spaces
+struct Choice {
+  std::atomic<const KvKernels*> kernels{nullptr};
+  char names[128] = "";  // of the paths that this processor runs, separated by spaces
 
-__attribute__((constructor)) void choose_best() {
+  Choice() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
+    __builtin_cpu_init();
 #endif
-  for (const Path& path : PATHS) {
-    if (!path.there()) continue;
-    if (!chosen) chosen = path.kernels;
-    else strcat(names, " ");
-    strcat(names, path.kernels->name);
+    for (const Path& path : PATHS) {
+      if (!path.available()) continue;
+      if (!kernels.load()) kernels.store(path.kernels);
+      else strcat(names, " ");
+      strcat(names, path.kernels->name);
+    }
   }
+};
+
+Choice& choice() {
+  static Choice made;
+  return made;
 }
+
+const KvKernels* chosen() { return choice().kernels.load(std::memory_order_relaxed); }
 
 }  // namespace
 
-EXPORT int64_t kvkeep_numerics(void) { return KVKEEP_NUMERICS; }
+const char* kvkeep_paths(void) { return choice().names; }
 
-EXPORT const char* kvkeep_paths(void) { return names; }
-
-EXPORT int kvkeep_choose(const char* name) {
+int kvkeep_choose(const char* name) {
   for (const Path& path : PATHS)
-    if (!strcmp(path.kernels->name, name) && path.there()) {
-      chosen = path.kernels;
+    if (!strcmp(path.kernels->name, name) && path.available()) {
+      choice().kernels.store(path.kernels, std::memory_order_relaxed);
       return 1;
     }
   return 0;
 }
 
-EXPORT const char* kvkeep_path(void) { return chosen->name; }
+const char* kvkeep_path(void) { return chosen()->name; }
 
-// ---- kernels: each call computes as the processor does by itself, whatever the program has set ----------------------
+// ---- kernels, in the floating-point mode that they expect -----------------------------------------------------------
 
-EXPORT void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
-                           int64_t across) {
-  Rounding nearest;
-  chosen->product(matrix, x, rows, bias, y, across);
+void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
+                    int64_t y_stride) {
+  FloatMode mode;
+  chosen()->product(matrix, x, rows, bias, y, y_stride);
 }
 
-EXPORT void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
-  Rounding nearest;
-  chosen->norm(x, weight, eps, rows, width, y);
+void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
+  FloatMode mode;
+  chosen()->norm(x, weight, eps, rows, width, y);
 }
 
-EXPORT void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half,
-                          float scaling, uint16_t* cos, uint16_t* sin) {
-  Rounding nearest;
-  chosen->angles(positions, count, frequencies, half, scaling, cos, sin);
+void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
+                   uint16_t* cos, uint16_t* sin) {
+  FloatMode mode;
+  chosen()->angles(positions, count, frequencies, half, scaling, cos, sin);
 }
 
-EXPORT void kvkeep_enter_layer(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t n, const uint16_t* cos,
-                               const uint16_t* sin, int shared, uint16_t* query, uint16_t* key, uint16_t* value) {
-  Rounding nearest;
-  chosen->enter_layer(layer, x, batch, n, cos, sin, shared, query, key, value);
+void kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
+                             const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
+                             uint16_t* key, uint16_t* value) {
+  FloatMode mode;
+  chosen()->before_attention(layer, x, batch, tokens, cos, sin, shared_angles, query, key, value);
 }
 
-EXPORT void kvkeep_leave_layer(const KvLayer* layer, const uint16_t* attention, const uint16_t* residual, int64_t rows,
-                               uint16_t* y) {
-  Rounding nearest;
-  chosen->leave_layer(layer, attention, residual, rows, y);
+void kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
+                            uint16_t* y) {
+  FloatMode mode;
+  chosen()->after_attention(layer, attended, residual, rows, y);
 }
 
-EXPORT void kvkeep_attend(const KvAttention* attention, void* out, int floats, float* lse, float* state, int resumes) {
-  Rounding nearest;
-  chosen->attend(attention, out, floats, lse, state, resumes);
+void kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume) {
+  FloatMode mode;
+  chosen()->attend(attention, out, float_out, lse, state, resume);
 }
 
-EXPORT void kvkeep_attend_rows(const uint16_t* query, const uint16_t* keys, const uint16_t* values, int64_t key_lane,
-                               int64_t value_lane, int64_t lanes, int64_t groups, int64_t queries, int64_t dim,
-                               int64_t value_dim, int64_t entries, float scaling, uint16_t* out, float* lse,
-                               float* received, int greatest) {
-  Rounding nearest;
-  chosen->attend_rows(query, keys, values, key_lane, value_lane, lanes, groups, queries, dim, value_dim, entries,
-                      scaling, out, lse, received, greatest);
+void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max, float* received) {
+  FloatMode mode;
+  chosen()->received(attention, lse, last, reduce_max, received);
 }
 
-EXPORT void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int greatest, float* out) {
-  Rounding nearest;
-  chosen->received(attention, lse, last, greatest, out);
+void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
+  FloatMode mode;
+  chosen()->insert(insert, lanes, new_keys, new_values);
 }
 
-EXPORT void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
-  Rounding nearest;
-  chosen->insert(insert, lanes, new_keys, new_values);
+void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
+                            const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
+                            uint16_t* out, float* lse) {
+  FloatMode mode;
+  chosen()->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
 }
 
-EXPORT void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
-                                   const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                                   uint16_t* out, float* lse) {
-  Rounding nearest;
-  chosen->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
-}
-
-EXPORT void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                              int64_t count, int64_t sessions, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
-                              uint16_t* x) {
-  Rounding nearest;
-  chosen->run_layers(layers, steps, scaling, count, sessions, tokens, cos, sin, x);
+void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
+                       int64_t sessions, int64_t tokens, const uint16_t* cos, const uint16_t* sin, uint16_t* x) {
+  FloatMode mode;
+  chosen()->run_layers(layers, steps, scaling, count, sessions, tokens, cos, sin, x);
 }

@@ -1,4 +1,4 @@
-// Entries wherever they lie, written out as tiles of floats.
+// Entries in any format, read as rows of bfloat16 or written out as tiles.
 #pragma once
 
 #include "codes.h"
@@ -7,54 +7,68 @@
 
 namespace {
 
-constexpr int64_t PREFETCH_ENTRIES = 64;  // fetched ahead of those that are read
+constexpr int64_t PREFETCH_ENTRIES = 64;  // how far ahead of the entries that are read others are fetched
 
-alignas(64) static const bf16 ZEROS[1024] = {};  // a place of a block without an entry
+alignas(64) static const bf16 ZEROS[KV_MAX_DIM] = {};  // read for a place of a block without an entry
 
 enum Side { KEYS, VALUES };
 
 INLINE int64_t dim_of(const KvAttention& a, Side side) { return side == KEYS ? a.dim : a.value_dim; }
-INLINE bool is_plain(const KvPiece& p) { return !p.key_bits && !p.places; }
+INLINE bool is_bfloat16(const KvPiece& p) { return !p.key_bits && !p.cell_indices; }
 
-// Rows of so many floats that vectors of 16 fit.
+// A row of floats is padded, so that vectors of 16 fit.
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
-// n entries of a piece that are not plain, from `at` on, as rows of bfloat16.
-static void decode_rows(const KvAttention& a, Side side, const KvPiece& p, int64_t lane, int64_t at, int64_t n,
+struct PieceSide {  // the keys or the values of a piece
+  const bf16* data;
+  int64_t lane_stride, row_stride;
+  const uint16_t *scale, *offset;
+  int64_t scale_stride;
+  const float* mean;
+};
+
+INLINE PieceSide side_of(const KvPiece& p, Side side) {
+  if (side == KEYS)
+    return {p.keys, p.key_lane_stride, p.key_row_stride, p.key_scale, p.key_offset, p.key_scale_stride, p.key_mean};
+  return {p.values,       p.value_lane_stride, p.value_row_stride, p.value_scale,
+          p.value_offset, p.value_scale_stride, p.value_mean};
+}
+
+// Decodes n entries of a piece, by channel or sketched, from number `first` on: rows of bfloat16.
+static void decode_rows(const KvAttention& a, Side side, const KvPiece& p, int64_t lane, int64_t first, int64_t n,
                         bf16* out) {
   const int64_t dim = dim_of(a, side);
-  const bool keys = side == KEYS;
-  const bf16* data = keys ? p.keys : p.values;
-  const int64_t of_lane = lane * (keys ? p.key_lane : p.value_lane), row = keys ? p.key_row : p.value_row;
+  const PieceSide from = side_of(p, side);
   if (p.key_bits) {
-    const int64_t first = lane * (keys ? p.key_scale_lane : p.value_scale_lane);
-    write_codes((const int8_t*)data + of_lane + at * row, row, (keys ? p.key_scale : p.value_scale) + first,
-                (keys ? p.key_offset : p.value_offset) + first, n, dim, out);
+    const int8_t* codes = (const int8_t*)from.data + lane * from.lane_stride + first * from.row_stride;
+    const int64_t scales = lane * from.scale_stride;
+    write_codes(codes, from.row_stride, from.scale + scales, from.offset + scales, n, dim, out);
     return;
   }
-  const float* mean = keys ? p.key_mean : p.mean;
-  write_estimates(data + of_lane, p.places + lane * p.count + at, p.lanes * p.count, p.sums, p.median != 0,
-                  mean ? mean + lane * dim : nullptr, n, dim, out);
+  const int32_t* indices = p.cell_indices + lane * p.entries + first;
+  write_estimates(from.data + lane * from.lane_stride, indices, p.lanes * p.entries, p.sums, p.use_median != 0,
+                  from.mean ? from.mean + lane * dim : nullptr, n, dim, out);
 }
 
 // Reads keys or values of a lane, in rising order.
 struct Reader {
   const KvAttention& a;
   Side side;
-  int64_t lane, first, stop;  // entries before `first` and from `stop` on are not there
-  int64_t piece = 0, start = 0;  // the piece at hand, and its first entry
-  int64_t row = 0;               // elements from one entry to the next
+  int64_t lane, first, stop;     // entries before `first` and from `stop` on are read as zeros
+  int64_t piece = 0, start = 0;  // the current piece, and its first entry
+  int64_t row_stride = 0;        // elements from one entry to the next
 
   Reader(const KvAttention& a, Side side, int64_t lane)
       : a(a), side(side), lane(lane), first(a.first ? max64(a.first[lane], 0) : 0),
         stop(a.stop ? min64(a.stop[lane], a.entries) : a.entries) {}
 
+  // Moves to the piece of an entry.
   const KvPiece& find(int64_t entry) {
-    while (entry >= start + a.pieces[piece].count) start += a.pieces[piece++].count;
+    while (entry >= start + a.pieces[piece].entries) start += a.pieces[piece++].entries;
     return a.pieces[piece];
   }
 
-  // Where `count` entries lie, from `entry` on; those that are not plain are decoded first.
+  // Finds where `count` entries lie, from `entry` on. Those that are not bfloat16 are decoded first.
   void rows_of(int64_t entry, int64_t count, const bf16** rows) {
     const int64_t dim = dim_of(a, side);
     for (int64_t i = 0; i < count;) {
@@ -63,33 +77,33 @@ struct Reader {
         continue;
       }
       const KvPiece& p = find(entry + i);
-      const int64_t at = entry + i - start, n = min64(count - i, min64(p.count - at, stop - entry - i));
+      const int64_t number = entry + i - start, n = min64(count - i, min64(p.entries - number, stop - entry - i));
       const bf16* from;
-      if (is_plain(p)) {
-        const int64_t of_lane = lane % p.lanes;
-        row = side == KEYS ? p.key_row : p.value_row;
-        from = (side == KEYS ? p.keys + of_lane * p.key_lane : p.values + of_lane * p.value_lane) + at * row;
+      if (is_bfloat16(p)) {
+        const PieceSide lies = side_of(p, side);
+        row_stride = lies.row_stride;
+        from = lies.data + lane % p.lanes * lies.lane_stride + number * row_stride;
       } else {
         bf16* decoded = (bf16*)kv_scratch(KV_SCRATCH_ROWS, size_t(count * dim * 2)) + i * dim;
-        decode_rows(a, side, p, lane % p.lanes, at, n, decoded);
-        row = dim;
+        decode_rows(a, side, p, lane % p.lanes, number, n, decoded);
+        row_stride = dim;
         from = decoded;
       }
-      for (int64_t j = 0; j < n; j++) rows[i + j] = from + j * row;
+      for (int64_t j = 0; j < n; j++) rows[i + j] = from + j * row_stride;
       i += n;
     }
   }
 
-  // The group of codes that the tile from `entry` on is; null where it is none.
+  // Returns the piece whose group of codes begins at an entry; null where there is none.
   const KvPiece* group_at(int64_t entry) {
     if (entry < 0 || entry >= stop) return nullptr;
     const KvPiece& p = find(entry);
-    return p.width ? &p : nullptr;
+    return p.value_group ? &p : nullptr;
   }
 };
 
-// The keys of 32 entries, [dim / 2][32] pairs of channels. Returns where those lie that are PREFETCH_ENTRIES further
-// on; a place that is none may be fetched as well.
+// Writes the keys of 32 entries, [dim / 2][32] pairs of channels. Returns where the entries PREFETCH_ENTRIES further on
+// lie if rows go on as they do: an address to fetch, and not to read.
 static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
   const int64_t dim = reader.a.dim;
   if (const KvPiece* p = reader.group_at(entry)) {
@@ -99,22 +113,22 @@ static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
   const bf16* rows[TILE_ENTRIES];
   reader.rows_of(entry, TILE_ENTRIES, rows);
   for (int64_t i = 0; i < TILE_ENTRIES; i += W) pairs_of_rows(rows + i, dim, tile + i, TILE_ENTRIES);
-  return rows[0] + PREFETCH_ENTRIES * reader.row;
+  return rows[0] + PREFETCH_ENTRIES * reader.row_stride;
 }
 
-// The values of 32 entries, rows of floats.
+// Writes the values of 32 entries, rows of floats.
 static void write_values(Reader& reader, int64_t entry, float* tile) {
-  const int64_t dim = reader.a.value_dim, across = padded(dim);
+  const int64_t dim = reader.a.value_dim, stride = padded(dim);
   if (const KvPiece* p = reader.group_at(entry)) {
-    write_group_of_values(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile, across);
+    write_group_of_values(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile, stride);
     return;
   }
   const bf16* rows[TILE_ENTRIES];
   reader.rows_of(entry, TILE_ENTRIES, rows);
-  for (int64_t i = 0; i < TILE_ENTRIES; i++, tile += across) {
+  for (int64_t i = 0; i < TILE_ENTRIES; i++, tile += stride) {
     int64_t d = 0;
     for (; d + 16 <= dim; d += 16) vstore(tile + d, vload_bf16(rows[i] + d));
-    for (; d < across; d++) tile[d] = d < dim ? widen(rows[i][d]) : 0.0f;
+    for (; d < stride; d++) tile[d] = d < dim ? widen(rows[i][d]) : 0.0f;
   }
 }
 

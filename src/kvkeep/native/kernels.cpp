@@ -1,7 +1,7 @@
 // All kernels of one instruction set: compiled once for each, with KVKEEP_TABLE as the name of its table. Only the
 // table is visible to the rest of the library.
 
-#include "simd.h"
+#include "vectors.h"
 #include "runtime.h"
 #include "kernels.h"
 #include "matmul.h"
@@ -9,5 +9,6 @@
 #include "layer.h"
 
 extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
-const KvKernels KVKEEP_TABLE = {KVKEEP_NAME, product, norm,     angles, enter_layer,     leave_layer, attend,
-                                attend_rows, received, insert, attend_sessions, run_layers};
+const KvKernels KVKEEP_TABLE = {KVKEEP_NAME,     product,  norm,   angles,          before_attention,
+                                after_attention, attend,   received, insert, attend_sessions,
+                                run_layers};

@@ -8,10 +8,9 @@ struct KvKernels {
   decltype(&kvkeep_product) product;
   decltype(&kvkeep_norm) norm;
   decltype(&kvkeep_angles) angles;
-  decltype(&kvkeep_enter_layer) enter_layer;
-  decltype(&kvkeep_leave_layer) leave_layer;
+  decltype(&kvkeep_before_attention) before_attention;
+  decltype(&kvkeep_after_attention) after_attention;
   decltype(&kvkeep_attend) attend;
-  decltype(&kvkeep_attend_rows) attend_rows;
   decltype(&kvkeep_received) received;
   decltype(&kvkeep_insert) insert;
   decltype(&kvkeep_attend_sessions) attend_sessions;

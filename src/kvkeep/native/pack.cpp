@@ -7,34 +7,33 @@
 #include <sys/mman.h>
 #endif
 
+#include "float_mode.h"
+#include "numbers.h"
 #include "panels.h"
-#include "rounding.h"
 #include "runtime.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-struct Unit {  // one output's block: codes without a sign where there is a zero, its scales and offsets
+struct BlockParts {  // one block of a row: its codes (unsigned where there is a zero point), scales and offsets
   uint8_t codes[256];
-  uint8_t scales[16], offsets[8];  // of K kinds
+  uint8_t scales[16], offsets[8];  // of groups, in K kinds
   uint16_t scale, offset;          // float16
 };
 
-// Low halves of `width` bytes, then their high halves, and so on.
-void split_halves(const uint8_t* data, int bytes, int width, uint8_t* codes) {
+// The low nibbles of `width` bytes, then their high ones, and so on.
+void unpack_nibbles(const uint8_t* data, int bytes, int width, uint8_t* codes) {
   for (int at = 0; at < bytes; at += width, codes += 2 * width)
     for (int i = 0; i < width; i++) {
       codes[i] = data[at + i] & 15;
       codes[width + i] = data[at + i] >> 4;
     }
 }
-void join_halves(const uint8_t* codes, int bytes, int width, uint8_t* data) {
+void pack_nibbles(const uint8_t* codes, int bytes, int width, uint8_t* data) {
   for (int at = 0; at < bytes; at += width, codes += 2 * width)
     for (int i = 0; i < width; i++) data[at + i] = uint8_t((codes[i] & 15) | codes[width + i] << 4);
 }
 
-void split_k_scales(const uint8_t* data, Unit& u) {  // 6 bits of each in 12 bytes
+void unpack_k_scales(const uint8_t* data, BlockParts& u) {  // 6 bits each, in 12 bytes
   for (int i = 0; i < 4; i++) {
     u.scales[i] = data[i] & 63;
     u.offsets[i] = data[4 + i] & 63;
@@ -42,7 +41,7 @@ void split_k_scales(const uint8_t* data, Unit& u) {  // 6 bits of each in 12 byt
     u.offsets[4 + i] = uint8_t(data[8 + i] >> 4 | (data[4 + i] >> 2 & 48));
   }
 }
-void join_k_scales(const Unit& u, uint8_t* data) {
+void pack_k_scales(const BlockParts& u, uint8_t* data) {
   for (int i = 0; i < 4; i++) {
     data[i] = uint8_t(u.scales[i] | (u.scales[4 + i] & 48) << 2);
     data[4 + i] = uint8_t(u.offsets[i] | (u.offsets[4 + i] & 48) << 2);
@@ -50,20 +49,20 @@ void join_k_scales(const Unit& u, uint8_t* data) {
   }
 }
 
-void split(int64_t kind, const uint8_t* block, Unit& u) {
+void read_block(int64_t kind, const uint8_t* block, BlockParts& u) {
   u.offset = 0;
   switch (kind) {
-    case KV_Q4_0: memcpy(&u.scale, block, 2); split_halves(block + 2, 16, 16, u.codes); return;
+    case KV_Q4_0: memcpy(&u.scale, block, 2); unpack_nibbles(block + 2, 16, 16, u.codes); return;
     case KV_Q4_1:
       memcpy(&u.scale, block, 2);
       memcpy(&u.offset, block + 2, 2);
-      return split_halves(block + 4, 16, 16, u.codes);
+      return unpack_nibbles(block + 4, 16, 16, u.codes);
     case KV_Q5_0:
     case KV_Q5_1: {
       int at = kind == KV_Q5_0 ? 2 : 4;
       memcpy(&u.scale, block, 2);
       if (kind == KV_Q5_1) memcpy(&u.offset, block + 2, 2);
-      split_halves(block + at + 4, 16, 16, u.codes);
+      unpack_nibbles(block + at + 4, 16, 16, u.codes);
       for (int i = 0; i < 32; i++) u.codes[i] |= uint8_t((block[at + i / 8] >> i % 8 & 1) << 4);
       return;
     }
@@ -72,14 +71,14 @@ void split(int64_t kind, const uint8_t* block, Unit& u) {
     case KV_Q5_K: {
       memcpy(&u.scale, block, 2);
       memcpy(&u.offset, block + 2, 2);
-      split_k_scales(block + 4, u);
-      split_halves(block + (kind == KV_Q4_K ? 16 : 48), 128, 32, u.codes);
+      unpack_k_scales(block + 4, u);
+      unpack_nibbles(block + (kind == KV_Q4_K ? 16 : 48), 128, 32, u.codes);
       if (kind == KV_Q5_K)
         for (int i = 0; i < 256; i++) u.codes[i] |= uint8_t((block[16 + i % 32] >> i / 32 & 1) << 4);
       return;
     }
     default:  // Q6_K
-      split_halves(block, 128, 64, u.codes);
+      unpack_nibbles(block, 128, 64, u.codes);
       for (int i = 0; i < 256; i++)
         u.codes[i] |= uint8_t((block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4);
       memcpy(u.scales, block + 192, 16);
@@ -87,20 +86,20 @@ void split(int64_t kind, const uint8_t* block, Unit& u) {
   }
 }
 
-void join(int64_t kind, const Unit& u, uint8_t* block) {
+void write_block(int64_t kind, const BlockParts& u, uint8_t* block) {
   memset(block, 0, LAYOUTS[kind].block_bytes);
   switch (kind) {
-    case KV_Q4_0: memcpy(block, &u.scale, 2); join_halves(u.codes, 16, 16, block + 2); return;
+    case KV_Q4_0: memcpy(block, &u.scale, 2); pack_nibbles(u.codes, 16, 16, block + 2); return;
     case KV_Q4_1:
       memcpy(block, &u.scale, 2);
       memcpy(block + 2, &u.offset, 2);
-      return join_halves(u.codes, 16, 16, block + 4);
+      return pack_nibbles(u.codes, 16, 16, block + 4);
     case KV_Q5_0:
     case KV_Q5_1: {
       int at = kind == KV_Q5_0 ? 2 : 4;
       memcpy(block, &u.scale, 2);
       if (kind == KV_Q5_1) memcpy(block + 2, &u.offset, 2);
-      join_halves(u.codes, 16, 16, block + at + 4);
+      pack_nibbles(u.codes, 16, 16, block + at + 4);
       for (int i = 0; i < 32; i++) block[at + i / 8] |= uint8_t((u.codes[i] >> 4 & 1) << i % 8);
       return;
     }
@@ -109,14 +108,14 @@ void join(int64_t kind, const Unit& u, uint8_t* block) {
     case KV_Q5_K: {
       memcpy(block, &u.scale, 2);
       memcpy(block + 2, &u.offset, 2);
-      join_k_scales(u, block + 4);
-      join_halves(u.codes, 128, 32, block + (kind == KV_Q4_K ? 16 : 48));
+      pack_k_scales(u, block + 4);
+      pack_nibbles(u.codes, 128, 32, block + (kind == KV_Q4_K ? 16 : 48));
       if (kind == KV_Q5_K)
         for (int i = 0; i < 256; i++) block[16 + i % 32] |= uint8_t((u.codes[i] >> 4 & 1) << i / 32);
       return;
     }
     default:
-      join_halves(u.codes, 128, 64, block);
+      pack_nibbles(u.codes, 128, 64, block);
       for (int i = 0; i < 256; i++)
         block[128 + i / 128 * 32 + i % 32] |= uint8_t((u.codes[i] >> 4 & 3) << i % 128 / 32 * 2);
       memcpy(block + 192, u.scales, 16);
@@ -124,8 +123,8 @@ void join(int64_t kind, const Unit& u, uint8_t* block) {
   }
 }
 
-// A group's codes, to or from the lane of one output.
-void put_group(int bits, const uint8_t* codes, int lane, uint8_t* out) {
+// The codes of a group, to or from the lane of one output.
+void write_codes(int bits, const uint8_t* codes, int lane, uint8_t* out) {
   uint8_t* at = out + lane * 4;
   if (bits == 8) {
     for (int i = 0; i < 8; i++) memcpy(at + i * 64, codes + 4 * i, 4);
@@ -147,7 +146,7 @@ void put_group(int bits, const uint8_t* codes, int lane, uint8_t* out) {
         at[256 + half * 64 + b] = uint8_t(all);
       }
 }
-void get_group(int bits, const uint8_t* in, int lane, uint8_t* codes) {
+void read_codes(int bits, const uint8_t* in, int lane, uint8_t* codes) {
   const uint8_t* at = in + lane * 4;
   for (int i = 0; i < 8; i++)
     for (int b = 0; b < 4; b++) {
@@ -159,10 +158,10 @@ void get_group(int bits, const uint8_t* in, int lane, uint8_t* codes) {
     }
 }
 
-void put(int64_t kind, const Unit& u, int lane, uint8_t* unit) {
+void write_unit(int64_t kind, const BlockParts& u, int lane, uint8_t* unit) {
   const KindLayout& l = LAYOUTS[kind];
   int groups = l.unit / 32;
-  for (int g = 0; g < groups; g++) put_group(l.bits, u.codes + 32 * g, lane, unit + g * l.group_bytes);
+  for (int g = 0; g < groups; g++) write_codes(l.bits, u.codes + 32 * g, lane, unit + g * l.group_bytes);
   uint8_t* rest = unit + groups * l.group_bytes;
   if (groups == 8) {
     int count = kind == KV_Q6_K ? 16 : 8;
@@ -176,10 +175,10 @@ void put(int64_t kind, const Unit& u, int lane, uint8_t* unit) {
   memcpy(rest + lane * 2, &u.scale, 2);
   if (l.offsets) memcpy(rest + 32 + lane * 2, &u.offset, 2);
 }
-void get(int64_t kind, const uint8_t* unit, int lane, Unit& u) {
+void read_unit(int64_t kind, const uint8_t* unit, int lane, BlockParts& u) {
   const KindLayout& l = LAYOUTS[kind];
   int groups = l.unit / 32;
-  for (int g = 0; g < groups; g++) get_group(l.bits, unit + g * l.group_bytes, lane, u.codes + 32 * g);
+  for (int g = 0; g < groups; g++) read_codes(l.bits, unit + g * l.group_bytes, lane, u.codes + 32 * g);
   const uint8_t* rest = unit + groups * l.group_bytes;
   if (groups == 8) {
     int count = kind == KV_Q6_K ? 16 : 8;
@@ -197,23 +196,9 @@ void get(int64_t kind, const uint8_t* unit, int lane, Unit& u) {
 
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-float from_half(uint16_t h) {
-  uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, u;
-  if (rest >= 0x7c00) u = sign | 0x7f800000 | (rest & 0x3ff) << 13;
-  else if (rest >= 0x400) u = sign | ((rest + (112 << 10)) << 13);
-  else {
-    float tiny = float(rest) * (1.0f / 16777216.0f);
-    memcpy(&u, &tiny, 4);
-    u |= sign;
-  }
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-
-void write_out(int64_t kind, const Unit& u, float* row) {
+void dequantise(int64_t kind, const BlockParts& u, float* row) {
   const KindLayout& l = LAYOUTS[kind];
-  float scale = from_half(u.scale), offset = from_half(u.offset);
+  float scale = half_to_float(u.scale), offset = half_to_float(u.offset);
   for (int i = 0; i < l.unit; i++) {
     float s = scale, o = offset;
     if (kind == KV_Q6_K) s = scale * float(int8_t(u.scales[i / 16]));
@@ -225,31 +210,30 @@ void write_out(int64_t kind, const Unit& u, float* row) {
 
 }  // namespace
 
-// Asks for huge pages, where the system gives them to who asks: a step reads all weights, and of small pages the
-// processor has to look most of them up.
+// Asks for huge pages: a step reads all weights, and with small pages most of them miss the processor's TLB.
 static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
 #if defined(__linux__)
   const uintptr_t size = uintptr_t(1) << 21, first = (uintptr_t(data) + size - 1) / size * size;
   const uintptr_t stop = (uintptr_t(data) + uintptr_t(bytes)) / size * size;
-  if (stop > first) madvise((void*)first, stop - first, MADV_HUGEPAGE);  // otherwise small ones do
+  if (stop > first) madvise((void*)first, stop - first, MADV_HUGEPAGE);  // if it fails, pages are small
 #endif
 }
 
-EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
+int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
   if (!is_kind(kind) || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
   return panels_of(outputs) * panel_bytes(kind, inputs);
 }
 
-EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
-                       uint8_t* panels) {
+int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
+                uint8_t* panels) {
   if (!is_kind(kind)) return 0;
   const KindLayout& l = LAYOUTS[kind];
   int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
   std::atomic<int> finite{1};
   prefer_huge_pages(panels, panels_of(outputs) * size);
-  each(panels_of(outputs), [&](int64_t panel) {
+  parallel_for(panels_of(outputs), [&](int64_t panel) {
     uint8_t* to = panels + panel * size;
-    Unit unit, nothing;
+    BlockParts unit, nothing;
     memset(&nothing, 0, sizeof nothing);
     memset(nothing.codes, l.zero_point, sizeof nothing.codes);
     for (int lane = 0; lane < PANEL; lane++) {
@@ -262,58 +246,56 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
           continue;
         }
         if (output < outputs) {
-          split(kind, row + u * l.block_bytes, unit);
+          read_block(kind, row + u * l.block_bytes, unit);
           if (!is_finite(unit.scale) || (l.offsets && !is_finite(unit.offset)))
             finite.store(0, std::memory_order_relaxed);
         }
-        put(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
+        write_unit(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
       }
     }
   });
   return finite.load();
 }
 
-EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
+void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
   if (!is_kind(matrix->kind)) return;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
-  each(panels_of(matrix->outputs), [&](int64_t panel) {
+  parallel_for(panels_of(matrix->outputs), [&](int64_t panel) {
     const uint8_t* from = (const uint8_t*)matrix->panels + panel * size;
-    Unit unit;
+    BlockParts unit;
     memset(&unit, 0, sizeof unit);
     for (int lane = 0; lane < PANEL && panel * PANEL + lane < matrix->outputs; lane++) {
       uint8_t* row = rows + (panel * PANEL + lane) * row_bytes;
       for (int64_t u = 0; u < units; u++) {
         if (matrix->kind == KV_BF16) { memcpy(row + u * 4, from + u * 64 + lane * 4, 4); continue; }
-        get(matrix->kind, from + u * l.unit_bytes, lane, unit);
-        join(matrix->kind, unit, row + u * l.block_bytes);
+        read_unit(matrix->kind, from + u * l.unit_bytes, lane, unit);
+        write_block(matrix->kind, unit, row + u * l.block_bytes);
       }
     }
   });
 }
 
-EXPORT void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
+void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
   if (!is_kind(matrix->kind)) return;
-  Rounding nearest;
+  FloatMode mode;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
-  Unit unit;
+  BlockParts unit;
   memset(&unit, 0, sizeof unit);
   for (int64_t r = 0; r < count; r++, rows += matrix->inputs) {
     const uint8_t* from = (const uint8_t*)matrix->panels + outputs[r] / PANEL * size;
     int lane = int(outputs[r] % PANEL);
     for (int64_t u = 0; u < units; u++) {
       if (matrix->kind == KV_BF16) {
-        uint32_t two, low;
-        memcpy(&two, from + u * 64 + lane * 4, 4);
-        low = two << 16;
-        two &= 0xffff0000u;
-        memcpy(rows + 2 * u, &low, 4);
-        memcpy(rows + 2 * u + 1, &two, 4);
+        bf16 pair[2];
+        memcpy(pair, from + u * 64 + lane * 4, 4);
+        rows[2 * u] = widen(pair[0]);
+        rows[2 * u + 1] = widen(pair[1]);
         continue;
       }
-      get(matrix->kind, from + u * l.unit_bytes, lane, unit);
-      write_out(matrix->kind, unit, rows + u * l.unit);
+      read_unit(matrix->kind, from + u * l.unit_bytes, lane, unit);
+      dequantise(matrix->kind, unit, rows + u * l.unit);
     }
   }
 }

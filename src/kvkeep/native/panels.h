@@ -6,7 +6,7 @@
 //   a fifth bit: [16 lanes][4 bytes], that of dword i in bit i;
 //   a fifth and a sixth: [2][16 lanes][4 bytes], those of dword i in bits 2 (i % 4) and the next of part i / 4;
 //   bytes: [8][16 lanes][4 bytes], with a sign.
-// K kinds have one float16 scale (and offset) of a unit, times whole numbers: [8 groups][16 lanes] bytes, offsets'
+// K kinds have one float16 scale (and offset) of a unit, times integers: [8 groups][16 lanes] bytes, offsets'
 // behind those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes.
 // bfloat16: [inputs / 2][16 lanes][2].
 #pragma once
@@ -37,7 +37,7 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {6, 32, false, 256, 384, 8 * 384 + 288, 210}, // Q6_K
 };
 
-constexpr int PANEL = 16;
+constexpr int PANEL = KV_PANEL_OUTPUTS;
 
 inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {

@@ -1,4 +1,4 @@
-// What kernels need of the process: threads and scratch memory. Compiled once, for every processor (threads.cpp).
+// What kernels need of the process: threads and scratch memory. Compiled once, for all instruction sets (threads.cpp).
 #pragma once
 
 #include <stddef.h>
@@ -9,37 +9,40 @@ extern "C" {
 
 typedef void (*KvTask)(const void* context, int64_t task);
 
-// Runs all `count` tasks, in any order and by any thread at hand; returns when all are done.
-void kv_loop(int64_t count, KvTask task, const void* context);
-// Runs call(context, 0) with all threads at hand for its loops: of loops of microseconds, opening a region for each one
-// would take longer than the loop.
+// Runs tasks 0 .. count - 1, in any order and in any of the threads; returns when all are done.
+void kv_parallel_for(int64_t count, KvTask task, const void* context);
+// Runs call(context, 0) with a team of all threads for its loops: a loop of microseconds takes less time than it takes
+// to start threads for it.
 void kv_with_team(KvTask call, const void* context);
-// How many threads work on a loop.
+// Returns how many threads work on a loop.
 int kv_threads(void);
 
-// Scratch memory of a thread, kept between calls; whatever it held is lost when it grows. Aligned to 64 bytes.
 enum KvScratch {
-  KV_SCRATCH_INPUTS,    // inputs of a product in 8 bits
-  KV_SCRATCH_FLOATS,    // inputs of a product with bfloat16 weights
-  KV_SCRATCH_KEYS,      // keys of a block of entries, written out
-  KV_SCRATCH_VALUES,    // its values
-  KV_SCRATCH_SCORES,    // scores, weights and mix of a tile of queries
-  KV_SCRATCH_MIXES,     // what is combined so far, of rows or of blocks
-  KV_SCRATCH_ROWS,      // entries decoded on the way into a tile
-  KV_SCRATCH_TASKS,     // tasks of an attention
-  KV_SCRATCH_JOBS,      // attentions of many sessions
-  KV_SCRATCH_LAYER,     // what lies between the products of a layer
+  KV_SCRATCH_INPUTS,  // inputs of a product, rounded to 8 bits
+  KV_SCRATCH_FLOATS,  // inputs of a product with bfloat16 weights
+  KV_SCRATCH_KEYS,    // a tile of keys
+  KV_SCRATCH_VALUES,  // a tile of values
+  KV_SCRATCH_SCORES,  // scores, mixes and queries of some rows
+  KV_SCRATCH_MIXES,   // mixes of rows, or of their blocks, before they are combined
+  KV_SCRATCH_ROWS,    // entries that are decoded on their way to a tile
+  KV_SCRATCH_TASKS,   // tasks of attention
+  KV_SCRATCH_JOBS,    // attentions of several sessions
+  KV_SCRATCH_LAYER,   // what lies between the products of a layer
   KV_SCRATCH_COUNT
 };
-void* kv_scratch(int which, size_t bytes);
+// Returns scratch memory of this thread, aligned to 64 bytes. It stays until the thread asks for more of its kind, and
+// is then lost with what it held.
+void* kv_scratch(KvScratch kind, size_t bytes);
 
 }  // extern "C"
 #pragma GCC visibility pop
 
 namespace {
 
-template <class F> inline void each(int64_t count, const F& body) {
-  kv_loop(count, [](const void* context, int64_t task) { (*(const F*)context)(task); }, &body);
+constexpr int64_t MAX_DIRECT_ROWS = 16;  // of a call whose loops take microseconds: they need a team
+
+template <class F> inline void parallel_for(int64_t count, const F& body) {
+  kv_parallel_for(count, [](const void* context, int64_t task) { (*(const F*)context)(task); }, &body);
 }
 template <class F> inline void with_team(bool wanted, const F& call) {
   if (wanted) kv_with_team([](const void* context, int64_t) { (*(const F*)context)(); }, &call);

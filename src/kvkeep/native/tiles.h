@@ -5,11 +5,11 @@
 #pragma once
 
 #include "codes.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int64_t BLOCK_ENTRIES = 512;
+constexpr int64_t BLOCK_ENTRIES = KV_BLOCK_ENTRIES;
 constexpr int64_t SCORE_ROW = BLOCK_ENTRIES + 16;  // floats: a power of two would crowd rows into few sets of the cache
 
 // Rows of a tile, and vectors beside each other: sums enough to keep the processor busy, and no more than registers.
@@ -23,7 +23,7 @@ constexpr int TILE_ROWS = 6, SUMS = 24;
 constexpr int TILE_ROWS = 2, SUMS = 8;
 #endif
 
-constexpr int LINE = 32;  // bfloat16 of a line of the caches
+constexpr int CACHE_LINE = 32;  // bfloat16 of a line of the caches
 
 constexpr int64_t QUERY_ROW = TILE_ROWS;  // floats: a channel of the queries of a tile
 
@@ -82,13 +82,13 @@ static void score_tile(const float* query, const uint32_t* keys, int64_t dim, fl
     const float* q = query;
     const uint32_t* k = keys + first;
     for (int64_t d = 0; d < dim; d += 2, k += TILE_ENTRIES) {
-      if (first == 0) __builtin_prefetch(ahead + d * LINE, 0, 2);
+      if (first == 0) __builtin_prefetch(ahead + d * CACHE_LINE, 0, 2);
       add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return bf16_low(iload(k + c * W)); });
       q += QUERY_ROW;
       if (d + 1 == dim) break;
       const uint32_t* again = k;  // read anew: with both halves in registers, sums would not fit in them
       __asm__("" : "+r"(again));
-      if (first == 0) __builtin_prefetch(ahead + d * LINE + LINE, 0, 2);
+      if (first == 0) __builtin_prefetch(ahead + d * CACHE_LINE + CACHE_LINE, 0, 2);
       add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return bf16_high(iload(again + c * W)); });
       q += QUERY_ROW;
     }
@@ -101,9 +101,9 @@ static void score_tile(const float* query, const uint32_t* keys, int64_t dim, fl
 struct WrittenValues {
   static constexpr int VECTORS = 1;  // that are made of what is read at once
   const float* tile;
-  int64_t across;
+  int64_t stride;
   inline F read(int64_t entry, int64_t channel, int vector) const {
-    return fload(tile + entry * across + channel + vector * W);
+    return fload(tile + entry * stride + channel + vector * W);
   }
   inline void fetch(int64_t, int64_t, int) const {}
 };
@@ -119,7 +119,7 @@ struct ValuesInPlace {
     return vector % 2 ? bf16_high(pairs) : bf16_low(pairs);
   }
   inline void fetch(int64_t entry, int64_t channel, int count) const {
-    for (int c = 0; c < count; c += LINE) __builtin_prefetch(rows[entry] + ahead + channel + c, 0, 2);
+    for (int c = 0; c < count; c += CACHE_LINE) __builtin_prefetch(rows[entry] + ahead + channel + c, 0, 2);
   }
 };
 
@@ -137,29 +137,29 @@ INLINE void order_channels(float* mix, int64_t dim) {
 }
 
 template <int R, int C, class Values>
-INLINE void mix_channels(const float* weights, const Values& values, int64_t count, int64_t across, int64_t d,
+INLINE void mix_channels(const float* weights, const Values& values, int64_t count, int64_t stride, int64_t d,
                          float* mix) {
   F part[C][R];
   UNROLLED for (int c = 0; c < C; c++)
-    UNROLLED for (int r = 0; r < R; r++) part[c][r] = fload(mix + r * across + d + c * W);
+    UNROLLED for (int r = 0; r < R; r++) part[c][r] = fload(mix + r * stride + d + c * W);
   for (int64_t i = 0; i < count; i++) {
     values.fetch(i, d, C * W);
     add_products<R, C>(part, [&](int r) { return weights[r * SCORE_ROW + i]; },
                        [&](int c) { return values.read(i, d, c); });
   }
   UNROLLED for (int c = 0; c < C; c++)
-    UNROLLED for (int r = 0; r < R; r++) fstore(mix + r * across + d + c * W, part[c][r]);
+    UNROLLED for (int r = 0; r < R; r++) fstore(mix + r * stride + d + c * W, part[c][r]);
 }
 
 // Adds the values of `count` entries, weighted, to the mixes of R rows. weights: rows SCORE_ROW apart; mix: rows of
-// `across` floats, a multiple of 16 and of what Values read at once.
+// `stride` floats, a multiple of 16 and of what Values read at once.
 template <int R, class Values>
-static void mix_tile(const float* weights, const Values& values, int64_t count, int64_t across, float* mix) {
+static void mix_tile(const float* weights, const Values& values, int64_t count, int64_t stride, float* mix) {
   constexpr int C = vectors_beside(R, Values::VECTORS, 64 / W, SUMS - 2 * (Values::VECTORS - 1));
   constexpr int STEP = PARTS > Values::VECTORS ? PARTS : Values::VECTORS, LESS = C < STEP ? C : STEP;
   int64_t d = 0;
-  for (; d + C * W <= across; d += C * W) mix_channels<R, C>(weights, values, count, across, d, mix);
-  for (; d < across; d += LESS * W) mix_channels<R, LESS>(weights, values, count, across, d, mix);
+  for (; d + C * W <= stride; d += C * W) mix_channels<R, C>(weights, values, count, stride, d, mix);
+  for (; d < stride; d += LESS * W) mix_channels<R, LESS>(weights, values, count, stride, d, mix);
 }
 
 }  // namespace

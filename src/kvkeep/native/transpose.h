@@ -40,28 +40,28 @@ INLINE I low64(I a, I b) { return vreinterpretq_s32_s64(vzip1q_s64(halves(a), ha
 INLINE I high64(I a, I b) { return vreinterpretq_s32_s64(vzip2q_s64(halves(a), halves(b))); }
 #endif
 
-// Channels d .. d + 7 of W rows: pair number c goes to out + c * across.
-INLINE void four_pairs(const bf16* const* rows, int64_t d, uint32_t* out, int64_t across) {
+// Channels d .. d + 7 of W rows: pair number c goes to out + c * stride.
+INLINE void four_pairs(const bf16* const* rows, int64_t d, uint32_t* out, int64_t stride) {
   const I a = rows_by_four(rows, d), b = rows_by_four(rows + 1, d);
   const I c = rows_by_four(rows + 2, d), e = rows_by_four(rows + 3, d);
   const I ab = low32(a, b), ce = low32(c, e), ab_high = high32(a, b), ce_high = high32(c, e);
   istore(out, low64(ab, ce));
-  istore(out + across, high64(ab, ce));
-  istore(out + 2 * across, low64(ab_high, ce_high));
-  istore(out + 3 * across, high64(ab_high, ce_high));
+  istore(out + stride, high64(ab, ce));
+  istore(out + 2 * stride, low64(ab_high, ce_high));
+  istore(out + 3 * stride, high64(ab_high, ce_high));
 }
 
 #endif
 
-// W rows of `dim` channels: channels 2 c and 2 c + 1 go to out + c * across. The last of an odd number has 0 beside it.
-INLINE void pairs_of_rows(const bf16* const* rows, int64_t dim, uint32_t* out, int64_t across) {
+// W rows of `dim` channels: channels 2 c and 2 c + 1 go to out + c * stride. The last of an odd number has 0 beside it.
+INLINE void pairs_of_rows(const bf16* const* rows, int64_t dim, uint32_t* out, int64_t stride) {
   int64_t d = 0;
 #if !defined(KVKEEP_PLAIN)
-  for (; d + 8 <= dim; d += 8) four_pairs(rows, d, out + d / 2 * across, across);
+  for (; d + 8 <= dim; d += 8) four_pairs(rows, d, out + d / 2 * stride, stride);
 #endif
   for (; d < dim; d += 2)
     for (int i = 0; i < W; i++)
-      out[d / 2 * across + i] = rows[i][d] | (d + 1 < dim ? uint32_t(rows[i][d + 1]) << 16 : 0);
+      out[d / 2 * stride + i] = rows[i][d] | (d + 1 < dim ? uint32_t(rows[i][d + 1]) << 16 : 0);
 }
 
 }  // namespace

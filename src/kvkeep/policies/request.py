@@ -57,7 +57,7 @@ class Request:
         texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}
         for name, text in texts.items():
             if text is not None and (not isinstance(text, str) or not text):
-                raise UsageError(f"A {name} is given by its name, and not as {text!r}.")
+                raise UsageError(f"The {name} must be a name, not {text!r}.")
         if recall is not None:
             spec = f"{method or 'snapkv'}+{recall}"
         else:
@@ -67,9 +67,9 @@ class Request:
         for name in ("capacity", "chunk", "context", "page", "batch"):
             number = given.get(name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise UsageError(f"The {name} of a cache is a whole number from 1 on, not {number!r}.")
+                raise UsageError(f"The {name} of a cache must be a whole number of at least 1, not {number!r}.")
         if folder is not None and not isinstance(folder, str | os.PathLike):
-            raise UsageError(f"The folder of a checkpoint is a path, not {folder!r}.")
+            raise UsageError(f"The folder of a checkpoint must be a path, not {folder!r}.")
         given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
         request = cls(made, parsed, **given)
         request._check(spec, checkpoint)
@@ -83,12 +83,12 @@ class Request:
                 raise UsageError(f"Method '{spec}' takes no {option}; 'kv-direct' does.")
         if self.method.budgeted and self.budget is None:
             if self.method.selector.keeps_all:
-                raise UsageError(f"Method '{spec}' needs a budget: the most entries it will ever hold (budget=4096).")
+                raise UsageError(f"Method '{spec}' needs a budget: its maximum number of entries (budget=4096).")
             raise UsageError(f"Method '{spec}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
         if self.method.reading is not None and self.method.checkpoints and self.checkpoint not in (None, "kv"):
             raise UsageError(
-                f"Method '{spec}' keeps the checkpoint that it reads the text into, which is of kind 'kv', not "
-                f"'{self.checkpoint}'."
+                f"Method '{spec}' needs a checkpoint of kind 'kv', because it keeps the entries of its first pass; "
+                f"leave checkpoint '{self.checkpoint}' out."
             )
         if self.method.checkpoints:
             where = self.where or ("disk" if self.folder is not None else "host")

@@ -92,7 +92,7 @@ class Scale:
         own = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
         if numbers[-1] > MOST_CORES / own[0]:
             raise UsageError(
-                f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores; give fewer."
+                f"{numbers[-1]} replicas with {own[0]:g} cores each are more than any cluster has; give fewer."
             )
         return cls(numbers[0], numbers[-1], *own)
 

@@ -3,7 +3,7 @@
 transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
 (:meth:`Layer.attend`). The new entries are pending until attention has run, and are settled then: kept among the
 resident ones, which evicts others into the store. A single new entry is settled first and attended where it lies; where
-all that it does can be told before (:meth:`Layer.plan`), an executor does it.
+all that it does is known before (:meth:`Layer.plan`), an executor does it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Layer(CacheLayerMixin):
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
         self.pending: tuple[Tensor, Tensor] | None = None  # entries in hand, (lanes, n, dim)
-        self.lost = False  # whether entries left that the store could not take
+        self.lost = False  # whether entries were evicted that the store could not take
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Layer(CacheLayerMixin):
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
-        """Return what the next token of one row without padding does in this layer, where it can be told before; else
+        """Return what the next token of one row without padding does in this layer, where that is known before; else
         that is for :meth:`take` and :meth:`attend`."""
         return self.reader.plan(self) if self.heads and self.pending is None else None
 
@@ -82,7 +82,7 @@ class Layer(CacheLayerMixin):
         self.length += 1
 
     def settle(self) -> None:
-        """Keep the entries in hand; what leaves for them goes into the store."""
+        """Keep the entries in hand; the entries evicted for them go into the store."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None

@@ -12,7 +12,7 @@ COMMANDS = {
     "analyse": ("kvkeep_lab.cli.study:analyse", "Every study on one model: data, table and figure."),
     "capacity": (
         "kvkeep_lab.cli.capacity:capacity",
-        "Predict how many sessions a machine carries.",
+        "Predict how many sessions a machine can serve, by method and length.",
     ),
     "lab": ("kvkeep_lab.cli.lab:app", "Experiments beside the papers': list them, run them, report what they found."),
 }

@@ -21,13 +21,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep.cli import completion, options
 from kvkeep.cli.options import split_list
-from kvkeep.cli.output import err, machine, note, print_json, write
+from kvkeep.cli.output import err, note, print_json, write
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.page import check_output, write_page
 from kvkeep_lab.partial import Ending
+from kvkeep_lab.provenance import machine
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import Drawn, Exported, Flag, Trial
 from kvkeep_lab.studies.base import Progress as Report

@@ -19,7 +19,6 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from kvkeep.cli.output import machine
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
@@ -28,6 +27,7 @@ from kvkeep_lab.answers import Answer, Case, judged, written
 from kvkeep_lab.bits import greatest_difference, one_at_a_time
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
+from kvkeep_lab.provenance import machine
 from kvkeep_lab.reading import takes
 from kvkeep_lab.store import append_line, whole_lines
 from kvkeep_lab.studies.base import (

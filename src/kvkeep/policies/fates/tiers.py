@@ -12,7 +12,8 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
-from kvkeep.stores.evicted.tiers import PARTS, TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
+from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, group_bytes, tiers_hold
+from kvkeep.stores.evicted.tiers import PARTS, Tiers
 from kvkeep.stores.evicted.waiting import waiting_bytes
 
 

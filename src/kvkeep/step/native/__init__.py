@@ -5,12 +5,10 @@ order, so a query's result is the same to the bit whether it comes alone or with
 """
 
 from kvkeep.step.native.calls import Call, CollectedAttention, attend_all, in_order, received, scored
-from kvkeep.step.native.entries import BLOCK, TILE, joins, reads, runs, spans_of, takes
+from kvkeep.step.native.entries import joins, reads, runs, spans_of, takes
 from kvkeep.step.native.steps import insert, inserts, run, run_layers
 
 __all__ = [
-    "BLOCK",
-    "TILE",
     "Call",
     "CollectedAttention",
     "attend_all",

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.native.library import (
+from kvkeep.native.library import kernels
+from kvkeep.native.structures import (
+    BLOCK_ENTRIES,
     KvAttention,
     address,
     address_of,
     copy_piece,
-    kernels,
     piece_table,
 )
-from kvkeep.step.native.entries import BLOCK, piece_of, runs, spans_of
+from kvkeep.step.native.entries import piece_of, runs, spans_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
@@ -147,7 +148,7 @@ class CollectedAttention:
             self._attend_blocks()
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Attend to what is left, and return output and log-sum-exp, float32 both."""
+        """Attend to the remaining entries, and return output and log-sum-exp, float32 both."""
         done = self._call(True).attend(torch.float32, self._state, self._start > 0)
         assert done is not None
         return done
@@ -204,7 +205,7 @@ class CollectedAttention:
         """Attend to the whole blocks at hand, and keep a copy of what lies behind them."""
         entries = sum(count for count, _ in self._masks)
         origin = torch.zeros(1, dtype=torch.int64) if self._origin is None else self._origin
-        blocks = (self._start + entries - origin) // BLOCK * BLOCK + origin - self._start
+        blocks = (self._start + entries - origin) // BLOCK_ENTRIES * BLOCK_ENTRIES + origin - self._start
         stop = blocks.clamp(0, entries)
         low = int(stop.min())
         if not low:

@@ -1,4 +1,4 @@
-"""What the native library reads: entries in tensors, in codes, or in a sketch, and how it is told where they lie."""
+"""What the native library reads: entries in tensors, in codes, or in a sketch, and tables of where they lie."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.native.library import (
+from kvkeep.native.library import library
+from kvkeep.native.structures import (
+    MAX_DIM,
+    TILE_ENTRIES,
     KvAttention,
     KvPiece,
     Table,
     address_of,
     copy_piece,
-    library,
     piece_table,
 )
 from kvkeep.step.plan import JoinedSpans, Segment, Span
-
-BLOCK = 512
-"""Entries of a block, as native/attention.h has it."""
-TILE = 32
-"""Entries of a tile, as native/attention.h has it."""
 
 
 def runs(query: Tensor, keys: Any, values: Any) -> bool:
@@ -39,9 +36,8 @@ def reads(keys: Any, values: Any) -> bool:
 
 
 def takes(key_dim: int, value_dim: int) -> bool:
-    """Return whether the library takes heads of such widths: pairs of channels, and no more of them than it has zeros
-    for a place without an entry."""
-    return key_dim % 2 == 0 and max(key_dim, value_dim) <= 1024
+    """Return whether the library takes heads of such widths: keys of an even one, and neither above MAX_DIM."""
+    return key_dim % 2 == 0 and max(key_dim, value_dim) <= MAX_DIM
 
 
 def joins(query: Tensor, segment: Segment) -> bool:
@@ -118,7 +114,7 @@ class SpanTable:
             if known is not span or start != span.start or stop != span.stop:
                 copy_piece(self._table, number, piece_of(span))
                 self._spans[number] = span, span.start, span.stop
-        attention.pieces, attention.count, attention.entries = address_of(self._table), len(spans), entries
+        attention.pieces, attention.piece_count, attention.entries = address_of(self._table), len(spans), entries
 
 
 def piece_of(span: Span) -> KvPiece:
@@ -131,7 +127,7 @@ def piece_of(span: Span) -> KvPiece:
         span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries there is no place
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
-    piece.count = span.stop - span.start
+    piece.entries = span.stop - span.start
     return piece
 
 
@@ -146,61 +142,61 @@ def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
 def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         keys, values = keys.contiguous(), values.contiguous()
-    row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
-    row.key_lane, row.key_row, _ = keys.stride()
-    row.value_lane, row.value_row, _ = values.stride()
+    row.keys, row.values, (row.lanes, row.entries, _) = keys.data_ptr(), values.data_ptr(), keys.shape
+    row.key_lane_stride, row.key_row_stride, _ = keys.stride()
+    row.value_lane_stride, row.value_row_stride, _ = values.stride()
     return [keys, values]
 
 
 def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.count, _ = keys.shape
-    row.key_bits, row.value_bits, row.width = keys.bits, values.bits, values.width
+    row.lanes, _, row.entries, _ = keys.shape
+    row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
     tensors = [
         part if part[0].is_contiguous() else part.contiguous()
         for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
     ]
     codes, scale, offset = tensors[:3]
-    groups = row.count // TILE
+    groups = row.entries // TILE_ENTRIES
     row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.key_lane, row.key_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.key_row = codes[0].numel() // groups * codes.itemsize
+    row.key_lane_stride, row.key_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.key_row_stride = codes[0].numel() // groups * codes.itemsize
     codes, scale, offset = tensors[3:]
     row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.value_lane, row.value_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.value_row = codes[0].numel() // groups * codes.itemsize
+    row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.value_row_stride = codes[0].numel() // groups * codes.itemsize
     if (mean := getattr(values, "mean", None)) is not None:
         channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
-        row.mean, row.deviation = (part.data_ptr() for part in channels)
+        row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
         tensors += channels
     return tensors
 
 
 def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.count, _ = keys.shape
+    row.lanes, _, row.entries, _ = keys.shape
     row.key_bits = row.value_bits = 8
     for name, part in (("key", keys), ("value", values)):
         setattr(row, f"{name}s", part.codes.data_ptr())
-        setattr(row, f"{name}_lane", part.codes.stride(0))
-        setattr(row, f"{name}_row", part.codes.stride(1))
+        setattr(row, f"{name}_lane_stride", part.codes.stride(0))
+        setattr(row, f"{name}_row_stride", part.codes.stride(1))
         setattr(row, f"{name}_scale", part.scale.data_ptr())
         setattr(row, f"{name}_offset", part.offset.data_ptr())
-        setattr(row, f"{name}_scale_lane", part.scale.stride(0))
+        setattr(row, f"{name}_scale_stride", part.scale.stride(0))
     return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
 
 
 def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.sums, row.lanes, row.count = keys.at.shape
-    row.median = keys.by == "median"
+    row.sums, row.lanes, row.entries = keys.at.shape
+    row.use_median = keys.by == "median"
     places = keys.at.int().contiguous()
     tensors = [places]
-    row.places = places.data_ptr()
+    row.cell_indices = places.data_ptr()
     for name, part in (("key", keys), ("value", values)):
         cells = part.cells.contiguous()
         tensors.append(cells)
         setattr(row, f"{name}s", cells.data_ptr())
-        setattr(row, f"{name}_lane", cells.stride(0))
+        setattr(row, f"{name}_lane_stride", cells.stride(0))
     if keys.mean is not None:
         means = [part.mean.float().contiguous() for part in (keys, values)]
         tensors += means
-        row.key_mean, row.mean = (mean.data_ptr() for mean in means)
+        row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
     return tensors

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.native.library import (
+from kvkeep.native.library import kernels, library
+from kvkeep.native.structures import (
     KvAttention,
     KvInsert,
     KvStep,
@@ -15,8 +16,6 @@ from kvkeep.native.library import (
     address,
     address_of,
     address_table,
-    kernels,
-    library,
 )
 from kvkeep.step.native.entries import SpanTable
 from kvkeep.step.plan import Destination, LayerStep
@@ -75,8 +74,8 @@ def run(
 def run_layers(
     layers: Table, scaling: Table, steps: Sequence[Sequence[LayerStep]], x: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Run all layers of a decoder for a token of each of several sessions; return what leaves the last one, (1, tokens,
-    hidden).
+    """Run all layers of a decoder for a token of each of several sessions; return the output of the last one,
+    (1, tokens, hidden).
 
     layers, scaling: the layers as the library has them, and the scaling of their attention. steps: of each layer, one
     for each token. x: (1, tokens, hidden), what enters the first layer. cos, sin: (tokens, dim).
@@ -119,18 +118,22 @@ class _Compiled:
     def __init__(self, append: Destination) -> None:
         self.append = append
         keys, values = append.keys, append.values
-        attention = KvAttention(lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], past=-1)
+        attention = KvAttention(
+            lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], causal_offset=-1
+        )
         self.struct = KvStep(attention, KvInsert())
         self._insert: KvInsert = self.struct.insert
         self._attention: KvAttention = self.struct.attention
         self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
-        self._insert.key_lane, self._insert.value_lane = (part.stride(0) * part.itemsize for part in (keys, values))
+        self._insert.key_lane_bytes, self._insert.value_lane_bytes = (
+            part.stride(0) * part.itemsize for part in (keys, values)
+        )
         self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
         self._table = SpanTable()
 
     def update(self, step: LayerStep) -> None:
         insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
-        insert.at, insert.slot = append.row, step.slot
+        insert.column, insert.new_slot = append.row, step.slot
         insert.slots, insert.scores = address(append.slots), address(append.scores)
         insert.extra, insert.newest = address(append.extra), address(append.newest)
         insert.new_scores = address(step.new_scores)
@@ -138,19 +141,19 @@ class _Compiled:
         if append.slots is not None:
             insert.columns = append.slots.shape[1]
         if ranks is not None:
-            insert.whole, insert.oldest = ranks.dtype == torch.int32, step.oldest
+            insert.integer_ranks, insert.oldest_first = ranks.dtype == torch.int32, step.oldest
         if evict is None:
-            insert.left_keys = None
+            insert.evicted_keys = None
         else:
             self._evict(evict)
-        self.struct.received, self.struct.greatest = address(step.received), step.reduce == "max"
+        self.struct.received, self.struct.reduce_max = address(step.received), step.reduce == "max"
         self._table.show(self._attention, step.attend)
 
     def _evict(self, evict: Destination) -> None:
         insert, keys, values = self._insert, evict.keys, evict.values
-        insert.left_key_lane = keys.stride(0) * keys.itemsize
-        insert.left_value_lane = values.stride(0) * values.itemsize
-        insert.left_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
-        insert.left_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
-        insert.left_slots, insert.left_scores = address(evict.slots), address(evict.scores)
-        insert.left_extra, insert.left_newest = address(evict.extra), address(evict.newest)
+        insert.evicted_key_lane_bytes = keys.stride(0) * keys.itemsize
+        insert.evicted_value_lane_bytes = values.stride(0) * values.itemsize
+        insert.evicted_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
+        insert.evicted_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
+        insert.evicted_slots, insert.evicted_scores = address(evict.slots), address(evict.scores)
+        insert.evicted_extra, insert.evicted_newest = address(evict.extra), address(evict.newest)

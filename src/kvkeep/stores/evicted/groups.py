@@ -111,16 +111,15 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        if evicts and (not self.waiting or self.count == GROUP - 1):  # a group begins, or is encoded
+        if not self.waiting or (evicts and self.count == GROUP - 1):  # the first group begins, or one is encoded
             return None
         spans = self.spans()
-        if spans is None or not all(native.reads(span.keys, span.values) for span in spans):
+        if spans is None or self._spans is None or not all(native.reads(one.keys, one.values) for one in self._spans):
             return None
         if not evicts:
             return spans
         keys, values, _ = self.waiting
         step.evict = Destination(keys, values, self.count, self._evicted)
-        assert self._spans is not None
         self._spans[-1].stop = self.count + 1
         return self._spans
 

@@ -7,7 +7,7 @@ keep more bits than values: a wrong key moves attention, a wrong value is one of
 Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
 
 **How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
-tensors; which groups these are is each head's own. See :data:`ABOVE`.
+tensors; which groups these are is each head's own. See :data:`~kvkeep.stores.evicted.tier_sizes.ABOVE`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,16 @@ from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.portable import summed
 from kvkeep.step.plan import Span
 from kvkeep.stores.evicted.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.evicted.groups import GROUP
-from kvkeep.stores.evicted.waiting import Waiting, waiting_bytes
+from kvkeep.stores.evicted.tier_sizes import Bits, channel_bytes, prices, tier_counts, tiers
+from kvkeep.stores.evicted.waiting import Waiting
 from kvkeep.stores.slots import codes_of, without
-
-
-class Bits(NamedTuple):
-    """Bits of a number in keys and in values."""
-
-    keys: int
-    values: int
-
-
-TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
-"""Bits of the tiers; a model whose numbers have 16 bits begins with the second."""
-
-ABOVE = (2.15, 0.95, 0.4, 0.0)
-"""How far above the depth at which entries are gone each tier ends, as a share of all groups. An entry is worth a tier
-while its squared share of the attention times the squared error that is spared exceeds a price in bytes. The attention
-of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens); so tiers end at differences of
-ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries have."""
 
 PARTS = ("attention", "channels", "waiting")
 """What can be left out, to see what it is good for."""
@@ -393,79 +375,6 @@ class Tiers(EvictedStore):
     @property
     def bookkeeping_bytes(self) -> int:
         return nbytes(self.slots, self.scores)
-
-
-# -- how much there is room for ---------------------------------------------------------------------------
-
-
-def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
-    """Return how many of so many groups of a lane are in each tier: the deepest that ``limit`` bytes allow, at
-    ``prices`` bytes a group."""
-
-    ends_above = ABOVE[-len(prices) :]
-
-    def reach(depth: float) -> list[int]:
-        ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ends_above]
-        return [end - above for end, above in zip(ends, [0, *ends], strict=False)]
-
-    def size(depth: float) -> int:
-        return sum(count * price for count, price in zip(reach(depth), prices, strict=True))
-
-    low, high = 0.0, 1.0 + ABOVE[0]
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return reach(low if size(high) > limit else high)
-
-
-def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
-    """Return the bytes of one layer's tiers, of ``limit`` bytes a lane, once so many entries of a lane ``left`` by and
-    by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
-    if not sum(left):
-        return PredictedBytes()
-    costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
-    groups_held, waiting, peak = [0] * len(costs), 0, 0
-    for count in left:
-        coming, waiting = divmod(waiting + count, GROUP)
-        if not coming:
-            continue
-        spare = 0
-        for number, wanted in enumerate(tier_counts(limit - channels, costs, sum(groups_held) + coming)):
-            spare += wanted
-            kept = min(groups_held[number] + coming, spare)
-            coming += groups_held[number] - kept
-            groups_held[number], spare = kept, spare - kept
-        peak = max(peak, sum(count * cost for count, cost in zip(groups_held, costs, strict=True)))
-    groups, numbers = sum(groups_held), layer.key_dim + layer.value_dim
-    coded = sum(count * cost for count, cost in zip(groups_held, costs, strict=True))
-    size = coded + numbers * waiting_bytes(width, without != "waiting")
-    return PredictedBytes(
-        compressed=layer.kv_heads * (size + (channels if groups else 0)),
-        bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
-        workspace=layer.kv_heads * (size + 2 * (max(left) + GROUP) * numbers * width + 4 * numbers * GROUP * groups),
-        entries=GROUP * groups + waiting,
-        shrunk=layer.kv_heads * (peak - coded),
-    )
-
-
-def prices(key_dim: int, value_dim: int, width: int) -> list[int]:
-    """Return the bytes of one group of a lane in each tier."""
-    return [group_bytes(key_dim, value_dim, bits) for bits in tiers(width)]
-
-
-def tiers(width: int) -> tuple[Bits, ...]:
-    """Return the tiers of a model whose numbers have ``width`` bytes: those of fewer bits."""
-    return tuple(bits for bits in TIERS if bits.keys < 8 * width)
-
-
-def group_bytes(key_dim: int, value_dim: int, bits: Bits) -> int:
-    """Return the bytes of one group of one lane."""
-    return key_dim * (GROUP * bits.keys // 8 + 4) + GROUP * (value_dim * bits.values // 8 + 4)
-
-
-def channel_bytes(value_dim: int) -> int:
-    """Return the bytes of what one lane's channels are brought to."""
-    return 8 * value_dim
 
 
 def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:

@@ -71,6 +71,14 @@ class Backed(Reader):
 
         return attend(step.query, segments(), step.scaling, origin=layer.origin)
 
+    def attend_exactly(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Attend to all entries; let the selector and the store learn, and settle."""
+        output, lse = self.everything(layer, step)
+        attended_exactly(layer, step, output, lse)
+        if step.last:
+            layer.finish()
+        return output
+
     def picked(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""
         there = slots >= 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.readers.backing import Backed
 
 
 class ReadCheckpoint(Backed):
@@ -24,11 +24,7 @@ class ReadCheckpoint(Backed):
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if layer.attends_settled(step):
             layer.settle()
-        output, lse = self.everything(layer, step)
-        attended_exactly(layer, step, output, lse)
-        if step.last:
-            layer.finish()
-        return output
+        return self.attend_exactly(layer, step)
 
     def segments(
         self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None

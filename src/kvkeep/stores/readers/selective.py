@@ -27,7 +27,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.readers.backing import Backed
 from kvkeep.stores.readers.bounds import PAGE, Bounds
 from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
@@ -93,11 +93,7 @@ class Selective(Backed):
         few = step.queries <= FEW and wide is None and not step.latent
         lost = self.first > 0
         if not few and not lost:
-            output, lse = self.everything(layer, step)
-            attended_exactly(layer, step, output, lse)
-            if step.last:
-                layer.finish()
-            return output
+            return self.attend_exactly(layer, step)
         settled = few and layer.attends_settled(step)
         if settled:
             layer.settle()

@@ -96,21 +96,17 @@ class Bank:
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
         return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
 
-    def step(self, slot: int) -> LayerStep:
-        """Return where the entry of ``slot`` goes, in each lane: to the first column that is not in use, unless the
-        caller gives ranks."""
-        if self.scores is not None:
-            self.scores = self.scores.contiguous()  # a selector may have given all lanes of a row one and the same
-        append = Destination(self.keys, self.values, self.used, self.slots, self.scores, self.extra, self.newest)
-        return LayerStep(append, slot)
-
     def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
-        """Return the same without what lies beside keys and values, and the first ``seen`` columns as attention reads
-        them: the same objects every time."""
+        """Return where the entry of ``slot`` goes in each lane, the first column that is not in use unless the caller
+        gives ranks, and the first ``seen`` columns as attention reads them: the same objects every time."""
         if self._next is None:
             self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
         step, span = self._next
-        step.append.row, step.slot, span.stop = self.used, slot, seen
+        if self.scores is not None:
+            self.scores = self.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+        append, step.slot, span.stop = step.append, slot, seen
+        append.row, append.slots, append.scores = self.used, self.slots, self.scores
+        append.extra, append.newest = self.extra, self.newest
         return step, span
 
     def counts(self) -> Tensor:

@@ -128,7 +128,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     scores = ranking.arrived(bank, new)
     if scores is not None or ranking.scored:
         bank.scored()
-    step = bank.step(new.first)
+    step, _ = bank.next_step(new.first, bank.used)
     step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
     step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
     left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
@@ -137,6 +137,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     keys, values = new.keys[:, 0], new.values[:, 0]
     executor = native if native.inserts(step, keys, values) else plain
     executor.insert(step, keys, values)
+    step.ranks = step.new_scores = step.evict = None
     return left
 
 

@@ -24,7 +24,7 @@ from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, 
 
 
 class Selected(WorkingSet):
-    """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
+    """The entries that ``selector`` ranks highest, up to ``budgets``; evicted ones go into ``store``.
 
     ``tail``: columns behind those, for entries that wait for a decision of the round. ``adapter``: of the model, for a
     selector that looks ahead.
@@ -163,10 +163,11 @@ class Selected(WorkingSet):
         if evicts and bank.columns < bank.budget:
             return None
         step, span = bank.next_step(self.length, bank.used + (not evicts))
+        step.evict = None
         evicted = self.store.plan(step, evicts)
         if evicted is None:
             return None
-        step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
+        step.attend = [*evicted, span]
         return step
 
     def commit(self) -> None:

@@ -1,36 +1,35 @@
-"""``kvkeep plan --check``: predictions against measurements."""
+"""``kvkeep plan --check``: predictions beside measurements."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvkeep.cli.output import err, note, out, print_json, show
-from kvkeep.models.loading import load
-from kvkeep.plan.rates import machine_here
+from kvkeep.models.loading import Loaded
+from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape
 from kvkeep.units import size
 from kvkeep_lab.plan_check import Checked, check
 
 
 def check_plan(
-    model: str,
+    loaded: Loaded,
     shape: Shape,
-    contexts: list[int],
+    rates: Machine,
+    contexts: Sequence[int],
     budget: str,
     only: str | None,
     rounds: int,
-    weights: str,
-    device: str,
+    *,
     json: bool,
 ) -> None:
-    """Measure every cache that a plan has at ``contexts``, with one ``budget``, and print both, as a table or as JSON.
-    only: parts of the names of caches, separated by commas; None: all caches."""
+    """Measure the caches of a plan, and print the errors of its predictions. only: caches whose name contains one of
+    these, separated by commas; None: all."""
     wanted = None if only is None else [part.strip() for part in only.split(",")]
-    loaded = load(model, weights=weights, device=device, progress=note)
-    rates = machine_here(device, loaded.model.dtype)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -53,11 +52,11 @@ def check_plan(
         print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
         return
     note(f"{rates.name} ({rates.source})")
-    show(_checked(rows))
+    show(_table(rows))
     out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
 
 
-def _checked(rows: list[Checked]) -> Table:
+def _table(rows: Sequence[Checked]) -> Table:
     table = Table(box=None, header_style="bold")
     headings = ["context", "cache", "bytes", "measured", "prompt s", "measured", "%", "ms a token", "measured", "%"]
     for heading in headings:

@@ -1,5 +1,5 @@
-// Floats as kernels expect them in every thread: rounded to nearest, subnormal numbers kept. A program may have changed
-// that for a thread (torch.set_flush_denormal does), or a library that was compiled with -ffast-math for all of them.
+// The floating-point mode of kernels: rounding to nearest, subnormal numbers kept. A program may have changed it for a
+// thread (torch.set_flush_denormal does), and a library compiled with -ffast-math for all threads.
 #pragma once
 
 #include <stdint.h>
@@ -9,26 +9,26 @@
 
 namespace {
 
-class Rounding {  // sets this for the calling thread; its destructor restores what the program had set
+class FloatMode {  // sets this for the calling thread; its destructor restores what the program had set
 #if defined(__x86_64__)
   static constexpr unsigned CHANGED = 0xe040;  // flush to zero, the direction, subnormal inputs are zeros
-  unsigned before = _mm_getcsr();
+  unsigned saved = _mm_getcsr();
   static void set(unsigned to) { _mm_setcsr(to); }
 #elif defined(__aarch64__)
   static constexpr uint64_t CHANGED = 0x1c80007;  // FZ, the direction, FZ16; FIZ, AH and NEP of FEAT_AFP
-  uint64_t before = get();
+  uint64_t saved = get();
   static uint64_t get() { uint64_t value; __asm__ volatile("mrs %0, fpcr" : "=r"(value)); return value; }
   static void set(uint64_t to) { __asm__ volatile("msr fpcr, %0" : : "r"(to)); }
 #else
   static constexpr unsigned CHANGED = 0;
-  unsigned before = 0;
+  unsigned saved = 0;
   static void set(unsigned) {}
 #endif
  public:
-  Rounding() { if (before & CHANGED) set(before & ~CHANGED); }
-  ~Rounding() { if (before & CHANGED) set(before); }
-  Rounding(const Rounding&) = delete;
-  Rounding& operator=(const Rounding&) = delete;
+  FloatMode() { if (saved & CHANGED) set(saved & ~CHANGED); }
+  ~FloatMode() { if (saved & CHANGED) set(saved); }
+  FloatMode(const FloatMode&) = delete;
+  FloatMode& operator=(const FloatMode&) = delete;
 };
 
 }  // namespace

@@ -17,7 +17,8 @@ from kvkeep.attention import Segment, attend, attend_scored
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.evicted.groups import GROUP
-from kvkeep.stores.evicted.tiers import TIERS, Tiers, channel_bytes, prices, tier_counts
+from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, prices, tier_counts
+from kvkeep.stores.evicted.tiers import Tiers
 from kvkeep.stores.evicted.waiting import waiting_bytes
 
 DIM, LANES = 16, 3

@@ -1,0 +1,148 @@
+// The dot product of a group: 32 codes of each of W outputs with 32 inputs of 8 bits, as an integer.
+//
+// An integer sum is exact in any order, so every instruction set gives the same one.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// ---- codes of a group -----------------------------------------------------------------------------------------------
+
+// w[i]: dword i of W outputs, as panels.h numbers them.
+template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
+  if constexpr (BITS == 8) {
+    UNROLLED for (int i = 0; i < 8; i++) w[i] = iload(at + 64 * i);
+    return;
+  }
+  const I low = iset(0x0f0f0f0f);
+  UNROLLED for (int j = 0; j < 4; j++) {
+    I both = iload(at + 64 * j);
+    w[2 * j] = iand(both, low);
+    w[2 * j + 1] = iand(ishr<4>(both), low);
+  }
+  if constexpr (BITS == 5) {
+    const I bit = iset(0x10101010), all = iload(at + 256);
+    w[0] = ior(w[0], iand(ishl<4>(all), bit));
+    w[1] = ior(w[1], iand(ishl<3>(all), bit));
+    w[2] = ior(w[2], iand(ishl<2>(all), bit));
+    w[3] = ior(w[3], iand(ishl<1>(all), bit));
+    w[4] = ior(w[4], iand(all, bit));
+    w[5] = ior(w[5], iand(ishr<1>(all), bit));
+    w[6] = ior(w[6], iand(ishr<2>(all), bit));
+    w[7] = ior(w[7], iand(ishr<3>(all), bit));
+  }
+  if constexpr (BITS == 6) {
+    const I two = iset(0x30303030);
+    UNROLLED for (int half = 0; half < 2; half++) {
+      I all = iload(at + 256 + 64 * half);
+      w[4 * half] = ior(w[4 * half], iand(ishl<4>(all), two));
+      w[4 * half + 1] = ior(w[4 * half + 1], iand(ishl<2>(all), two));
+      w[4 * half + 2] = ior(w[4 * half + 2], iand(all, two));
+      w[4 * half + 3] = ior(w[4 * half + 3], iand(ishr<2>(all), two));
+    }
+  }
+}
+
+// ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
+//
+// Codes of up to 6 bits are unsigned, those of 8 bits signed. VNNI multiplies unsigned bytes by signed ones: for codes
+// of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from the result.
+
+#if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
+#if defined(KVKEEP_AVX512)
+INLINE I dot4(I sum, I u, I s) { return _mm512_dpbusd_epi32(sum, u, s); }
+INLINE I flip(I x) { return _mm512_xor_si512(x, iset(int32_t(0x80808080))); }
+#else
+#if defined(KVKEEP_SIMDE)  // SIMDe has the instruction by its name in AVX-512 only
+INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_epi32(sum, u, s); }
+#else
+INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
+#endif
+INLINE I flip(I x) { return _mm256_xor_si256(x, iset(int32_t(0x80808080))); }
+#endif
+template <int BITS> INLINE I base_of(const I (&w)[8]) {
+  I sum = iset(0);
+  if constexpr (BITS == 8) { UNROLLED for (int i = 0; i < 8; i++) sum = dot4(sum, iset(int32_t(0x80808080)), w[i]); }
+  return sum;
+}
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I base) {
+  I a = iset(0), b = iset(0);
+  UNROLLED for (int i = FROM; i < TO; i += 2) {
+    if constexpr (BITS == 8) {
+      a = dot4(a, flip(iset(load32(x + 4 * i))), w[i]);
+      b = dot4(b, flip(iset(load32(x + 4 * i + 4))), w[i + 1]);
+    } else {
+      a = dot4(a, w[i], iset(load32(x + 4 * i)));
+      b = dot4(b, w[i + 1], iset(load32(x + 4 * i + 4)));
+    }
+  }
+  a = iadd(a, b);
+  return BITS == 8 ? isub(a, base) : a;
+}
+#elif defined(KVKEEP_AVX2)
+template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
+INLINE I pairs(I w, const int8_t* x) { return _mm256_maddubs_epi16(w, iset(load32(x))); }
+INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
+INLINE I widened(I sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+// Sums of two products in 16 bits: of 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits two; of
+// 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
+  if constexpr (BITS == 8) {
+    I sum = iset(0);
+    UNROLLED for (int i = FROM; i < TO; i++) {
+      I input = iset(load32(x + 4 * i));
+      I two = widened(_mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(input, w[i])));
+      sum = i == FROM ? two : iadd(sum, two);
+    }
+    return sum;
+  }
+  constexpr int FIT = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+  I sum = iset(0);
+  UNROLLED for (int i = FROM; i < TO; i += FIT) {
+    I part = pairs(w[i], x + 4 * i);
+    UNROLLED for (int j = 1; j < FIT; j++) part = add16(part, pairs(w[i + j], x + 4 * (i + j)));
+    sum = i == FROM ? widened(part) : iadd(sum, widened(part));
+  }
+  return sum;
+}
+#elif defined(KVKEEP_NEON)
+template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
+  I sum = iset(0);
+  UNROLLED for (int i = FROM; i < TO; i++) {
+    const int8x16_t a = vreinterpretq_s8_s32(w[i]), b = vreinterpretq_s8_s32(vdupq_n_s32(load32(x + 4 * i)));
+#if defined(KVKEEP_DOTPROD)
+    sum = vdotq_s32(sum, a, b);
+#else  // two products of at most 128 * 127 fit 16 bits
+    sum = vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+#endif
+  }
+  return sum;
+}
+#else
+template <int BITS> INLINE I base_of(const I (&)[8]) { return 0; }
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
+  I sum = 0;
+  for (int i = FROM; i < TO; i++)
+    for (int b = 0; b < 4; b++) sum += int8_t(uint32_t(w[i]) >> 8 * b) * x[4 * i + b];
+  return sum;
+}
+#endif
+
+#if defined(KVKEEP_I8MM)
+// Integer sums of two rows at once: smmla multiplies eight inputs of two rows by those of two outputs.
+template <int FROM, int TO>
+INLINE void integer_sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, I& of_x, I& of_y) {
+  I low = iset(0), high = iset(0);  // of outputs 0 and 1, 2 and 3: two sums of x, then two of y
+  UNROLLED for (int i = FROM; i < TO; i += 2) {
+    const int8x16_t rows = vcombine_s8(vld1_s8(x + 4 * i), vld1_s8(y + 4 * i));
+    low = vmmlaq_s32(low, rows, vreinterpretq_s8_s32(vzip1q_s32(w[i], w[i + 1])));
+    high = vmmlaq_s32(high, rows, vreinterpretq_s8_s32(vzip2q_s32(w[i], w[i + 1])));
+  }
+  of_x = vcombine_s32(vget_low_s32(low), vget_low_s32(high));
+  of_y = vcombine_s32(vget_high_s32(low), vget_high_s32(high));
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,128 @@
+// What a decoder layer computes row by row: norms, angles of rotary embeddings, rotations, gates.
+#pragma once
+
+#include "kvkeep.h"
+#include "runtime.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t TASK_ROWS = 16;  // rows of a task
+
+// Runs body(row) of all rows: by all threads where there are many.
+template <class F> INLINE void for_each_row(int64_t rows, const F& body) {
+  if (rows <= MAX_DIRECT_ROWS) {
+    for (int64_t r = 0; r < rows; r++) body(r);
+    return;
+  }
+  parallel_for((rows + TASK_ROWS - 1) / TASK_ROWS, [&](int64_t task) {
+    for (int64_t r = task * TASK_ROWS; r < min64(rows, (task + 1) * TASK_ROWS); r++) body(r);
+  });
+}
+
+// RMSNorm of a row, times `weight`. With `addend` it is that of x + addend, which is rounded and written to `total`.
+static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float* weight, float eps, int64_t width,
+                     bf16* y) {
+  const int64_t vectors = width / 16 * 16;
+  vf squares = vset(0.0f);
+  float rest = 0;
+  const bf16* from = addend ? total : x;
+  if (addend) {
+    for (int64_t i = 0; i < vectors; i += 16) vstore_bf16(total + i, vload_bf16(x + i) + vload_bf16(addend + i));
+    for (int64_t i = vectors; i < width; i++) total[i] = narrow(widen(x[i]) + widen(addend[i]));
+  }
+  for (int64_t i = 0; i < vectors; i += 16) {
+    vf v = vload_bf16(from + i);
+    squares = vfma_bf16(v, v, squares);
+  }
+  for (int64_t i = vectors; i < width; i++) rest += widen(from[i]) * widen(from[i]);
+  const float factor = 1.0f / __builtin_sqrtf((sum(squares) + rest) / float(width) + eps);
+  for (int64_t i = 0; i < vectors; i += 16) vstore_bf16(y + i, vload_bf16(from + i) * vset(factor) * vload(weight + i));
+  for (int64_t i = vectors; i < width; i++) y[i] = narrow(widen(from[i]) * factor * weight[i]);
+}
+
+static void norm(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
+  for_each_row(rows, [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, weight, eps, width, y + r * width); });
+}
+
+// Sine and cosine by polynomials in double precision: those of C libraries differ.
+INLINE void sine_and_cosine(double x, double* sine, double* cosine) {
+  if (!(x > -1e15 && x < 1e15)) { *sine = *cosine = __builtin_nan(""); return; }  // int64_t does not hold the turns
+  const double turns = x * 0.63661977236758134308;  // quarters
+  const int64_t n = int64_t(turns < 0 ? turns - 0.5 : turns + 0.5);
+  double r = x - double(n) * 1.57079632679489655800;
+  r = r - double(n) * 6.12323399573676603587e-17;
+  const double z = r * r;
+  double s = 1.58969099521155010221e-10, c = -1.13596475577881948265e-11;
+  const double sines[] = {-2.50507602534068634195e-8, 2.75573137070700676789e-6, -1.98412698298579493134e-4,
+                          8.33333333332248946124e-3, -1.66666666666666324348e-1};
+  const double cosines[] = {2.08757232129817482790e-9, -2.75573143513906633035e-7, 2.48015872894767294178e-5,
+                            -1.38888888888741095749e-3, 4.16666666666666019037e-2};
+  for (double term : sines) { s = s * z; s = s + term; }
+  for (double term : cosines) { c = c * z; c = c + term; }
+  s = s * z; s = s * r; s = r + s;
+  c = c * z; c = c * z; c = 1.0 - 0.5 * z + c;
+  *sine = n & 1 ? (n & 2 ? -c : c) : (n & 2 ? -s : s);
+  *cosine = n & 1 ? (n & 2 ? s : -s) : (n & 2 ? -c : c);
+}
+
+static void angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
+                   bf16* cosines, bf16* sines) {
+  for_each_row(count, [&](int64_t r) {
+    bf16 *cosine = cosines + r * 2 * half, *sine = sines + r * 2 * half;
+    for (int64_t i = 0; i < half; i++) {
+      double s, c;
+      sine_and_cosine(double(float(positions[r]) * frequencies[i]), &s, &c);
+      cosine[i] = cosine[half + i] = narrow(float(c) * scaling);
+      sine[i] = sine[half + i] = narrow(float(s) * scaling);
+    }
+  });
+}
+
+// Rotates the halves of a head, in place. Each product and the sum are rounded, as transformers does.
+static void rotate(bf16* head, const bf16* cosine, const bf16* sine, int64_t dim) {
+  const int64_t half = dim / 2;
+  int64_t i = 0;
+  bf16 rounded[16];
+  auto times = [&](vf a, vf b) { vstore_bf16(rounded, a * b); return vload_bf16(rounded); };
+  for (; i + 16 <= half; i += 16) {
+    const vf a = vload_bf16(head + i), b = vload_bf16(head + half + i), zero = vset(0.0f);
+    const vf low = times(a, vload_bf16(cosine + i)), less = times(zero - b, vload_bf16(sine + i));
+    const vf high = times(b, vload_bf16(cosine + half + i)), more = times(a, vload_bf16(sine + half + i));
+    vstore_bf16(head + i, low + less);
+    vstore_bf16(head + half + i, high + more);
+  }
+  for (; i < half; i++) {
+    const float a = widen(head[i]), b = widen(head[i + half]);
+    const float low = widen(narrow(a * widen(cosine[i]))), less = widen(narrow(-b * widen(sine[i])));
+    const float high = widen(narrow(b * widen(cosine[i + half]))), more = widen(narrow(a * widen(sine[i + half])));
+    head[i] = narrow(low + less);
+    head[i + half] = narrow(high + more);
+  }
+}
+
+// Adds a row to y.
+static void add_row(const bf16* x, int64_t width, bf16* y) {
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) vstore_bf16(y + i, vload_bf16(y + i) + vload_bf16(x + i));
+  for (; i < width; i++) y[i] = narrow(widen(y[i]) + widen(x[i]));
+}
+
+INLINE vf sigmoid(vf x) {
+  const vf zero = vset(0.0f), one = vset(1.0f), minus = zero - x;
+  const vf small = vexp(vmin(x, minus));
+  return vwhere_at_least(x, zero, one, small) / (one + small);
+}
+
+// y = activation(gate) * up. x: gate and up of a row, side by side.
+static void gate_row(const bf16* x, int64_t width, int64_t activation, bf16* y) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const vf g = vload_bf16(x + i);
+    const vf inside = activation == KV_SILU ? g : vset(1.5957691216f) * (g + vset(0.044715f) * g * g * g);
+    bf16 rounded[16];
+    vstore_bf16(rounded, g * sigmoid(inside));
+    vstore_bf16(y + i, vload_bf16(rounded) * vload_bf16(x + width + i));
+  }
+}
+
+}  // namespace

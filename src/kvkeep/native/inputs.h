@@ -1,0 +1,84 @@
+// Rows of inputs as products read them: rounded to 8 bits by groups of 32, or as floats.
+#pragma once
+
+#include "runtime.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int ROW_TILE = 16;  // rows that pass a group of weights while its codes are in registers
+
+struct InputGroup {  // 32 inputs of a row: scale * code
+  int8_t codes[32];
+  float scale;                             // the largest absolute value / 127
+  float sum;                               // scale * total
+  int32_t total, first_half, second_half;  // sums of all codes, and of each half
+};
+
+static void round_group(const bf16* x, InputGroup& to) {
+  const vf a = vload_bf16(x), b = vload_bf16(x + 16), zero = vset(0.0f);
+  float lanes[16], largest = 0.0f, not_finite = 0.0f;
+  vstore(lanes, (a - a) + (b - b));
+  for (int i = 0; i < 16; i++) not_finite += lanes[i];
+  if (not_finite != 0.0f) {  // an infinity or a NaN makes every output NaN, on every processor
+    memset(to.codes, 0, sizeof to.codes);
+    to.scale = to.sum = as_float(0x7fc00000);
+    to.total = to.first_half = to.second_half = 0;
+    return;
+  }
+  largest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
+  bool zero_group = largest < 1e-30f;  // keeps 127 / largest finite
+  const vf inverse = vset(zero_group ? 0.0f : 127.0f / largest), magic = vset(12582912.0f);
+  int32_t codes[32], first = 0, second = 0;
+  UNROLLED for (int i = 0; i < PARTS; i++) {  // adding 1.5 * 2^23 rounds to the nearest integer, ties to even
+    const I bias = iset(0x4b400000);
+    istore(codes + i * W, isub(as_int(fadd(fmul(a.part[i], inverse.part[i]), magic.part[i])), bias));
+    istore(codes + 16 + i * W, isub(as_int(fadd(fmul(b.part[i], inverse.part[i]), magic.part[i])), bias));
+  }
+  for (int i = 0; i < 32; i++) to.codes[i] = int8_t(codes[i]);
+  for (int i = 0; i < 16; i++) { first += codes[i]; second += codes[16 + i]; }
+  to.scale = zero_group ? 0.0f : largest / 127.0f;
+  to.total = first + second;
+  to.first_half = first;
+  to.second_half = second;
+  to.sum = to.scale * float(to.total);
+}
+
+// The rows of a product. Rounded, they are tiles of ROW_TILE rows (the last may have fewer), [group][row] of
+// InputGroup; for bfloat16 weights they are floats, [row][input].
+struct InputRows {
+  const bf16* x;
+  int64_t rows, inputs, stride;
+  void* data = nullptr;     // scratch of this thread, set by `prepare`
+  bool is_rounded = false;  // what `data` holds
+
+  int64_t groups() const { return inputs / 32; }
+  int64_t tiles() const { return (rows + ROW_TILE - 1) / ROW_TILE; }
+  int rows_of(int64_t tile) const { return int(min64(ROW_TILE, rows - tile * ROW_TILE)); }
+  const InputGroup* tile(int64_t t) const { return (const InputGroup*)data + t * ROW_TILE * groups(); }
+
+  // Once for all matrices, one after the other, that want the same form.
+  void prepare(bool round) {
+    if (data && is_rounded == round) return;
+    is_rounded = round;
+    size_t bytes = round ? size_t(rows) * groups() * sizeof(InputGroup) : size_t(rows) * inputs * 4;
+    data = kv_scratch(round ? KV_SCRATCH_INPUTS : KV_SCRATCH_FLOATS, bytes);
+    auto prepare_tile = [&](int64_t t) {
+      int count = rows_of(t);
+      for (int r = 0; r < count; r++) {
+        const bf16* from = x + (t * ROW_TILE + r) * stride;
+        if (round) {
+          InputGroup* to = (InputGroup*)data + t * ROW_TILE * groups() + r;
+          for (int64_t g = 0; g < groups(); g++) round_group(from + 32 * g, to[g * count]);
+        } else {
+          float* to = (float*)data + (t * ROW_TILE + r) * inputs;
+          for (int64_t i = 0; i < inputs; i++) to[i] = widen(from[i]);
+        }
+      }
+    };
+    if (rows > MAX_DIRECT_ROWS) parallel_for(tiles(), prepare_tile);
+    else prepare_tile(0);
+  }
+};
+
+}  // namespace
