@@ -29,7 +29,7 @@ from kvkeep_lab.published.papers import CAM
 class Cam(Fate):
     """While decoding, the value of the entry that leaves is added, divided by ``into``, to the ``into`` entries after
     it, with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it.
-    Keys and counts are left as they are, and what leaves during a prompt is dropped. The chance is drawn from ``seed``,
+    Keys and counts are left as they are, and entries evicted during a prompt are dropped. The chance is drawn from ``seed``,
     layer, head and slot alone."""
 
     into: int = 32
