@@ -12,6 +12,7 @@ from threading import Timer
 from types import FrameType
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import (
@@ -66,10 +67,18 @@ def note(text: str) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table: as wide as the terminal or ``$COLUMNS``; without either as wide as its contents."""
-    needed = Measurement.get(out, out.options.update(width=1000), table).maximum
-    fixed = out.is_terminal or os.environ.get("COLUMNS")
-    (out if fixed else Console(width=max(needed, out.width), highlight=False)).print(table)
+    """Print a table: as wide as the terminal or ``$COLUMNS``, without either as wide as its contents. Headings and
+    sentences wrap between words. Numbers and names never wrap: a table may be wider for them."""
+    narrow = out.is_terminal or os.environ.get("COLUMNS")
+    for column in table.columns if narrow else ():
+        cells, heading = [str(cell) for cell in column.cells], str(column.header).split()
+        numbers = column.justify == "right"
+        column.min_width = max(map(cell_len, [*heading, *(cells if numbers else " ".join(cells).split())]), default=0)
+        column.width, column.no_wrap = column.min_width if numbers else None, False
+        table.pad_edge, table.collapse_padding = False, True
+    needed = Measurement.get(out, out.options.update(width=1000), table)
+    width = needed.minimum if narrow else needed.maximum
+    (out if width <= out.width else Console(width=width, highlight=False)).print(table)
 
 
 class _Time(ProgressColumn):
