@@ -16,7 +16,7 @@ from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.process_memory import InProcess, measure, measure_each, process_table
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
-from kvkeep_lab.timing import Case
+from kvkeep_lab.timing import TimingCase
 
 from kvkeep.errors import KvkeepError
 from kvkeep.memory.places import Disk
@@ -69,12 +69,12 @@ def test_a_checkpoint_is_dropped_before_every_token(
     honest = Mapped.drop
     monkeypatch.setattr(Mapped, "drop", lambda file: (drops.append(file), honest(file))[1])
     options = {"budget": "32", "checkpoint": "kv", "where": "disk", "context": 80}
-    row = measure(str(model_folder), "float32", "cpu", 1, Case("direct", 80, "kv-direct", options), 5)
+    row = measure(str(model_folder), "float32", "cpu", 1, TimingCase("direct", 80, "kv-direct", options), 5)
     files = row.dropped_bytes // max(file.size for file in drops)
     assert len(drops) >= 6 * files > 0 and row.left_bytes < row.dropped_bytes
     assert row.step_ms is not None and row.dropped_ms is not None and row.per_pass is None
     assert 0 < row.elsewhere_bytes <= row.dropped_bytes and row.held is not None
-    stock = measure(str(model_folder), "float32", "cpu", 1, Case("stock", 80, "stock"), 5)
+    stock = measure(str(model_folder), "float32", "cpu", 1, TimingCase("stock", 80, "stock"), 5)
     assert (stock.dropped_ms, stock.dropped_bytes, stock.elsewhere_bytes) == (None, 0, 0)
     assert stock.resident_bytes > 0
 
@@ -134,6 +134,6 @@ def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeyp
             raise BrokenProcessPool
 
     monkeypatch.setattr(process_memory, "ProcessPoolExecutor", lambda workers, mp_context: Dying(workers))
-    dead = measure_each(loaded, [Case("full", 80, "full")], 2, lambda what, done, total: None)
+    dead = measure_each(loaded, [TimingCase("full", 80, "full")], 2, lambda what, done, total: None)
     table = process_table([row, *dead], "title")
     assert table.rows == [] and any("`full` at 80: The process ended" in note for note in table.notes)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.memory.process import Held, held_now
+from kvkeep.memory.process import ProcessMemory, held_now
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
-from kvkeep_lab.timing import Case, random_ids
+from kvkeep_lab.timing import TimingCase, random_ids
 
 WARM_UP = 16
 """Tokens that are read before memory is counted: a process holds more after its first pass."""
@@ -39,8 +39,8 @@ class InProcess:
 
     label: str
     context: int
-    before: Held | None = None
-    held: Held | None = None
+    before: ProcessMemory | None = None
+    held: ProcessMemory | None = None
     resident_bytes: int = 0
     elsewhere_bytes: int = 0
     step_ms: float | None = None
@@ -86,7 +86,7 @@ def _stayed(rows: Sequence[InProcess]) -> str:
 
 
 def measure_each(
-    loaded: Loaded, listed: Sequence[Case], steps: int, progress: Callable[[str, float, float], None]
+    loaded: Loaded, listed: Sequence[TimingCase], steps: int, progress: Callable[[str, float, float], None]
 ) -> list[InProcess]:
     """Measure every case in a new process, which loads the model by its name. Raises :class:`Interruption` with the
     rows, when it is interrupted after the first."""
@@ -110,7 +110,7 @@ def measure_each(
     return rows
 
 
-def measure(name: str, weights: str, device: str, threads: int, case: Case, steps: int) -> InProcess:
+def measure(name: str, weights: str, device: str, threads: int, case: TimingCase, steps: int) -> InProcess:
     """Measure one case in this process, which has to be a new one."""
     torch.set_num_threads(threads)
     loaded = load(name, weights=weights, device=device)

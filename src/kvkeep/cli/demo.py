@@ -25,7 +25,7 @@ from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation
-    from kvkeep.memory.process import Held
+    from kvkeep.memory.process import ProcessMemory
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY = ("window", "streaming-llm", "h2o")
@@ -163,7 +163,7 @@ class Answer:
 
     method: str
     made: Generation | None = None
-    held: Held | None = None
+    held: ProcessMemory | None = None
     refused: str = ""
 
     def right(self, expect: str | None, full: Answer) -> bool:
@@ -180,7 +180,7 @@ class Answer:
         return {**as_json(self.made), "right": self.right(expect, full), "process": process}
 
 
-def _held() -> Held | None:
+def _held() -> ProcessMemory | None:
     from kvkeep.memory.process import held_now
 
     try:

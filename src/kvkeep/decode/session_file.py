@@ -48,14 +48,14 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorForm:
     """A tensor in a file: its shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, part: Tensor | Rows) -> Stored:
+    def of(cls, part: Tensor | Rows) -> TensorForm:
         """Return the form of a tensor, or of all rows of a store, which has some."""
         if isinstance(part, Tensor):
             return cls(tuple(part.shape), part.dtype)
@@ -86,7 +86,7 @@ class Stored:
         return max(1, PAGE_BYTES // max(self.row_bytes, 1))
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Rows of a tensor: ``rows`` of the page at ``place``, behind its first ``skip``."""
 
     rows: int
@@ -96,8 +96,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
-    form: Stored
-    spans: list[Span]
+    form: TensorForm
+    spans: list[PageSpan]
 
 
 class SessionFile:
@@ -157,7 +157,7 @@ class SessionFile:
         return str(self._journal.path)
 
     @property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, TensorForm]:
         """Shapes and dtypes by name."""
         return {name: held.form for name, held in self._table.items()}
 
@@ -194,7 +194,7 @@ class SessionFile:
 
     def _grown(self, name: str, dtype: torch.dtype, shape: list[int], kept: int, spans: list[Any]) -> _Held:
         before = self._table[name].spans[:kept] if kept else []
-        return _Held(Stored(tuple(shape), dtype), [*before, *(Span(*map(int, span)) for span in spans)])
+        return _Held(TensorForm(tuple(shape), dtype), [*before, *(PageSpan(*map(int, span)) for span in spans)])
 
     def _check(self, held: _Held) -> None:
         """Raise ValueError unless the spans are as long as the tensor, so that no more is allocated than was stored."""
@@ -263,7 +263,7 @@ class SessionFile:
     ) -> dict[str, _Held]:
         table = {}
         for name, part in parts.items():
-            form = Stored.of(part)
+            form = TensorForm.of(part)
             if form.dtype not in _NAMES:
                 raise SessionError(f"The session cannot be saved: its file format has no {form.dtype} ('{name}').")
             spans = _kept(part, form, before[name], writer, added) if name in before else []
@@ -271,7 +271,7 @@ class SessionFile:
             for low in range(start, total, form.page_rows):
                 rows = min(form.page_rows, total - low)
                 data = _bytes(part, form, low, rows)
-                spans.append(Span(rows, writer.add([data], digest_of([data])), 0))
+                spans.append(PageSpan(rows, writer.add([data], digest_of([data])), 0))
             table[name] = _Held(form, spans)
         return table
 
@@ -320,18 +320,18 @@ def empty(path: str) -> SessionError:
     return SessionError(f"There is no session at '{path}': its first turn was never saved.")
 
 
-def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, added: int) -> list[Span]:
+def _kept(part: Tensor | Rows, form: TensorForm, before: _Held, writer: Writer, added: int) -> list[PageSpan]:
     """Return the spans of ``before`` that ``part`` begins with: the first ones, or those of a window that moved on."""
     if (before.form.dtype, before.form.row_bytes) != (form.dtype, form.row_bytes) or not form.shape:
         return []
     moved = added + before.form.rows - form.rows
     for gone in (0, moved) if 0 < moved < before.form.rows else (0,):
-        kept: list[Span] = []
+        kept: list[PageSpan] = []
         start = 0
         for rows, place, skip in before.spans:
             over = min(gone, rows)
             gone -= over
-            span = Span(rows - over, place, skip + over)
+            span = PageSpan(rows - over, place, skip + over)
             if not span.rows:
                 continue
             if start + span.rows > form.rows or not _same(part, form, start, span, writer):
@@ -343,7 +343,7 @@ def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, adde
     return []
 
 
-def _same(part: Tensor | Rows, form: Stored, start: int, span: Span, writer: Writer) -> bool:
+def _same(part: Tensor | Rows, form: TensorForm, start: int, span: PageSpan, writer: Writer) -> bool:
     """Return whether the rows of ``part`` from ``start`` on are those of ``span``."""
     length, digest = writer.pages[span.place]
     own = digest_of([_bytes(part, form, start, span.rows)])
@@ -353,7 +353,7 @@ def _same(part: Tensor | Rows, form: Stored, start: int, span: Span, writer: Wri
     return own == digest_of([_bytes(rows, form, 0, span.rows)])
 
 
-def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
+def _rows(journal: Journal, form: TensorForm, span: PageSpan) -> Tensor:
     """Read the rows of ``span``."""
     page = torch.frombuffer(bytearray(journal.page(span.place)), dtype=form.dtype)
     if not form.shape:
@@ -362,7 +362,7 @@ def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
     return page.view(shape).narrow(form.axis, span.skip, span.rows)
 
 
-def _bytes(part: Tensor | Rows, form: Stored, start: int, rows: int) -> Any:
+def _bytes(part: Tensor | Rows, form: TensorForm, start: int, rows: int) -> Any:
     """Return the bytes of some rows, copied only if they are not contiguous on the host."""
     if isinstance(part, Tensor):
         own = part.detach().narrow(form.axis, start, rows) if form.shape else part.detach()

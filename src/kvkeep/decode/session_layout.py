@@ -14,7 +14,7 @@ import torch
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, Stored
+from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, TensorForm
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Misfit, within
 from kvkeep.models.adapter import decoder_of
@@ -43,19 +43,19 @@ def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
             raise Misfit("its shares of the budget are more than the budget")
 
 
-def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
+def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
     """Raise Misfit unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
     ``past["rows"]`` rows."""
     length, rows = past["length"], past["rows"]
     if length and not rows:
         raise Misfit("it has tokens and no rows")
     ids = stored.get(NAME_OF_IDS)
-    if ids not in (Stored((rows, length), torch.int32), Stored((0,), torch.int32)):
+    if ids not in (TensorForm((rows, length), torch.int32), TensorForm((0,), torch.int32)):
         raise Misfit(f"'{NAME_OF_IDS}' is not {rows} rows of {length} ids")
     expected = {
-        "positions": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
-        "ids": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
-        "visible": (Stored((rows, length), torch.bool), "visible" in stored),
+        "positions": (TensorForm((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "ids": (TensorForm((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "visible": (TensorForm((rows, length), torch.bool), "visible" in stored),
         "cache_positions": (None, cache.positions is not None),
     }
     for name, (form, wanted) in expected.items():
@@ -73,7 +73,7 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str
     _check_first(cache, stored, past)
 
 
-def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dict[str, Any]) -> None:
+def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:
     """Check entries of a layer; other tensors are checked by the part that restores them."""
     layer, held = cache.geometry.layers[number], cache.held[number]
     if isinstance(held, Layer):
@@ -88,13 +88,13 @@ def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dic
         raise Misfit(f"'layer.{number}.{name}' does not have the entries of {length} tokens")
 
 
-def _check_entries(name: str, one: Stored, layer: LayerGeometry, axes: int) -> None:
+def _check_entries(name: str, one: TensorForm, layer: LayerGeometry, axes: int) -> None:
     width = layer.key_dim if name.endswith("keys") else layer.value_dim
     if len(one.shape) != axes or one.shape[-1] != width or not one.dtype.is_floating_point:
         raise Misfit(f"'{name}' does not have the width of the model's entries")
 
 
-def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored, past: dict[str, Any]) -> None:
+def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: TensorForm, past: dict[str, Any]) -> None:
     """Check rows of a checkpoint: residuals of each token, or evicted entries."""
     known = {known for known, _ in cache.checkpoint_rows()} | {"residual.0"}
     if name not in known or (kind == "residual") != cache.checkpoint.by_token:  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored
         raise Misfit(f"'checkpoint.{name}' is of another shape or dtype")
 
 
-def _check_first(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
+def _check_first(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
     """Check the first rows of a checkpoint: equal within a layer; residuals end at the last token."""
     names = {name for name, _ in cache.checkpoint_rows()}
     names |= {name.removeprefix("checkpoint.") for name in stored if name == "checkpoint.residual.0"}
@@ -141,7 +141,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     if cache.positions is not None:
         cache.positions.check(rows, length, len(cache.layers))
     again = transfer.parts(cache)
-    forms = {name: Stored.of(one) for name, one in again.items()}
+    forms = {name: TensorForm.of(one) for name, one in again.items()}
     if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
         raise Misfit(f"it does not hold the tensors of method '{cache.method.name}'")
     vocabulary = cache.model.get_input_embeddings().num_embeddings
@@ -159,7 +159,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     _check_dtype(cache, forms)
 
 
-def _check_dtype(cache: KeepCache, tensors: Mapping[str, Stored]) -> None:
+def _check_dtype(cache: KeepCache, tensors: Mapping[str, TensorForm]) -> None:
     """Raise Misfit unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
     own = next(cache.model.parameters()).dtype
     found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}

@@ -6,7 +6,7 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
 
 * :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
-* :class:`Pages`: all rows, in pages that are allocated once and never moved.
+* :class:`PagedRows`: all rows, in pages that are allocated once and never moved.
 
 These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners hold once, share one
 protocol, and one test holds them against a plain tensor.
@@ -212,7 +212,7 @@ class Ring(_OneTensor):
         return _pick(self.data, lane, slot % self.capacity)
 
 
-class Pages:
+class PagedRows:
     """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
     allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
 
@@ -308,7 +308,7 @@ def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int 
 
 
 def pages_of(counts: Iterable[int]) -> list[int]:
-    """Return the rows of each page of :class:`Pages` after appending ``counts`` rows."""
+    """Return the rows of each page of :class:`PagedRows` after appending ``counts`` rows."""
     pages: list[int] = []
     allocated = needed = 0
     for count in counts:

@@ -17,7 +17,7 @@ from kvkeep.errors import ModelError
 from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import Table, table
+from kvkeep.models.gguf import GgufTable, table
 from kvkeep.models.matrices import built
 from kvkeep.models.quiet import quiet
 from kvkeep.models.scratch import scratch, unwritable
@@ -60,12 +60,12 @@ def copy_folder(name: str, checksum: str) -> Path:
     return cache_folder() / "converted" / f"{Path(name).stem}-{checksum[:16]}"
 
 
-def tensors(folder: Path) -> Table:
+def tensors(folder: Path) -> GgufTable:
     """Return the table of tensors in the copy ``folder``."""
-    return Table.from_json(json.loads((folder / TABLE).read_text()))
+    return GgufTable.from_json(json.loads((folder / TABLE).read_text()))
 
 
-def _read(gguf: Path) -> tuple[Any, Any, Table]:
+def _read(gguf: Path) -> tuple[Any, Any, GgufTable]:
     """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors."""
     import torch
     from transformers.generation import GenerationConfig
@@ -92,7 +92,7 @@ def _read(gguf: Path) -> tuple[Any, Any, Table]:
     return model, tokenizer, held
 
 
-def _check_names(gguf: Path, model: Any, held: Table) -> None:
+def _check_names(gguf: Path, model: Any, held: GgufTable) -> None:
     """Raise ModelError for a weight that the file lacks."""
     there = {entry.to for entry in held.entries}
     tied = model.all_tied_weights_keys
@@ -118,7 +118,7 @@ def _unreadable(gguf: Path, error: Exception) -> ModelError:
     )
 
 
-def _write(model: Any, tokenizer: Any, held: Table, folder: Path) -> None:
+def _write(model: Any, tokenizer: Any, held: GgufTable, folder: Path) -> None:
     """Save config, tokenizer and table into ``folder``, with a manifest of the files."""
     with quiet():
         model.config.save_pretrained(folder)

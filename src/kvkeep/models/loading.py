@@ -17,7 +17,7 @@ from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
 from kvkeep.models.formats import Format, settled
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf import Table
+from kvkeep.models.gguf import GgufTable
 from kvkeep.models.named import check_device, known, place_of
 from kvkeep.models.quiet import quiet
 from kvkeep.models.room import Tensor, Weights, check_room, own_bits
@@ -238,7 +238,7 @@ def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any
     return model
 
 
-def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format) -> Any:
+def _of_file(source: Source, gguf: Path, config: Any, held: GgufTable, made: Format) -> Any:
     from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -251,7 +251,7 @@ def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format)
     return model
 
 
-def _table(source: Source) -> Table | None:
+def _table(source: Source) -> GgufTable | None:
     return None if source.gguf is None else tensors(Path(source.place))
 
 

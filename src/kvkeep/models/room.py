@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import ModelError
 from kvkeep.models.blocks import GROUP, KINDS, Kind
 from kvkeep.models.formats import Format, settled
-from kvkeep.models.gguf import Table
+from kvkeep.models.gguf import GgufTable
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.named import FORMATS
 from kvkeep.units import size
@@ -46,7 +46,7 @@ class Weights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def weights(config: Any, asked: str, made: Format, table: Table | None = None) -> Weights:
+def weights(config: Any, asked: str, made: Format, table: GgufTable | None = None) -> Weights:
     """Return what the weights of the model of ``config`` become. table: of its GGUF file. Raises UnsupportedModelError
     where transformers cannot build it."""
     if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
@@ -63,7 +63,7 @@ def weights(config: Any, asked: str, made: Format, table: Table | None = None) -
     return Weights(asked, found)
 
 
-def own_bits(table: Table) -> dict[str, Tensor]:
+def own_bits(table: GgufTable) -> dict[str, Tensor]:
     """Return what becomes of a GGUF file's tensors that keep their bits, and the others in bfloat16."""
     made = {}
     for entry in table.entries:
@@ -79,7 +79,7 @@ def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> Ten
     return Tensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
 
 
-def check_room(name: str, config: Any, needed: Weights, device: torch.device, table: Table | None) -> None:
+def check_room(name: str, config: Any, needed: Weights, device: torch.device, table: GgufTable | None) -> None:
     """Raise ModelError, with a format that would fit, where there is less free memory than the weights need."""
     free = free_memory(torch.device("cpu"))
     if needed.nbytes <= free:

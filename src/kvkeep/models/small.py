@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
 from kvkeep.models.blocks import quantised
-from kvkeep.models.gguf import Stored
+from kvkeep.models.gguf import GgufTensor
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
 from kvkeep.native.library import trim_memory
@@ -58,14 +58,14 @@ class Packer(HfQuantizer):
         """Return what receives each matrix."""
         return _Pack(self)
 
-    def pack(self, name: str, value: Tensor | Stored, expected: Tensor) -> bool:
+    def pack(self, name: str, value: Tensor | GgufTensor, expected: Tensor) -> bool:
         """Keep the matrix called ``name`` packed; return whether it has the shape of the one ``expected``."""
         if value.shape != expected.shape:
             self.misshapen.add(name)
             return False
         matrix = (
             value.blocks()
-            if isinstance(value, Stored)
+            if isinstance(value, GgufTensor)
             else quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
         )
         self.made[name.removesuffix(".weight")] = PackedLinear(matrix)

@@ -23,7 +23,7 @@ from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.memory.process import held_by
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
-from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, file_of, written
+from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
 
 START_S = 300.0
 """Seconds that a server has to be there in."""
@@ -40,7 +40,7 @@ class Server(ABC):
     """
 
     name: ClassVar[str]
-    engine: ClassVar[type[Engine] | None] = None
+    engine: ClassVar[type[PeerEngine] | None] = None
     usage: ClassVar[bool] = False
 
     def __init__(self, loaded: Loaded, tokens: int, sessions: int, interpreter: str | None = None) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from kvkeep.errors import UsageError
 from kvkeep.models.quiet import quiet
 from kvkeep_lab.subject import AnswerCost, Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, rows, source
 
 SPLITS = ("train", "validation", "test")
@@ -98,7 +98,7 @@ class LmEval(Task):
         (task,) = loaded["tasks"].values()
         return task
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         from kvkeep_lab.harness import KeepLM
 
         task, instances = sample.facts["task"], sample.facts["instances"]
@@ -111,7 +111,7 @@ class LmEval(Task):
             filtering.apply(instances)
         first = next(iter(instances[0].filtered_resps))
         found = task.process_results(instances[0].doc, [instance.filtered_resps[first] for instance in instances])
-        return Outcome({name: self._share(found, name) for name in self.measures}, _summed(model.costs))
+        return TaskOutcome({name: self._share(found, name) for name in self.measures}, _summed(model.costs))
 
     def _share(self, found: dict[str, Any], name: str) -> float:
         value = found.get(name)
