@@ -147,7 +147,7 @@ def test_messages_keep_the_unit_of_the_user() -> None:
 
 
 def test_nothing_to_govern_and_impossible_circumstances_are_refused() -> None:
-    with pytest.raises(BudgetError, match="nothing to govern"):
+    with pytest.raises(BudgetError, match="has no effect"):
         Budget.parse("64MB").entries(model("sliding", "sliding"))
     with pytest.raises(UnsupportedModelError, match="linear_attention"):
         Budget.parse(512).entries(model("full", "linear_attention"))

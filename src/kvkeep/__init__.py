@@ -64,7 +64,7 @@ _HOMES = {
     "policies.methods": ("Method", "methods"),
     "policies.registry": ("Preset", "register"),
 }
-_HOME_OF = {name: home for home, own in _HOMES.items() for name in own}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Budget",
     "BudgetError",

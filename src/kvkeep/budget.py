@@ -81,7 +81,7 @@ class Budget:
             return cls(text, "tokens", amount)
         if suffix in _BYTES:
             return cls(text, "bytes", amount * _BYTES[suffix])
-        raise _unreadable(value, f"'{match[2]}' is no unit")
+        raise _unreadable(value, f"'{match[2]}' is not a unit")
 
     def __str__(self) -> str:
         return self.text
@@ -200,7 +200,7 @@ def _governable(budget: Budget, geometry: ModelGeometry) -> None:
         )
     if not geometry.full_layers:
         raise BudgetError(
-            f"Budget '{budget}' has nothing to govern: every layer of {geometry.model_type} bounds itself to "
+            f"Budget '{budget}' has no effect: every layer of {geometry.model_type} is limited to "
             f"a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
         )
 
@@ -211,7 +211,7 @@ def _positive(name: str, value: int | None) -> None:
 
 
 def _unreadable(value: object, why: str) -> BudgetError:
-    return BudgetError(f"Budget {value!r} cannot be read, {why}; what works: {_EXAMPLES}.")
+    return BudgetError(f"Budget {value!r} cannot be read: {why}; give {_EXAMPLES}.")
 
 
 def _entries(count: int) -> str:

@@ -42,8 +42,8 @@ def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
         except (Exception, SystemExit) as error:  # whatever is wrong with a package, the others work
             package = "no package" if point.dist is None else f"the package '{point.dist.name}'"
             names = error.names if isinstance(error, PartlyLeftOut) else [point.name]
-            own = failed.setdefault((package, first_line(error)), [])
-            own += [f"'{name}' ({point.value})" for name in names]
+            left_out = failed.setdefault((package, first_line(error)), [])
+            left_out += [f"'{name}' ({point.value})" for name in names]
     for (package, reason), out in failed.items():
         log.warning("%s of %s %s left out: %s", ", ".join(out), package, "is" if len(out) == 1 else "are", reason)
 

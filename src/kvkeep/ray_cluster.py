@@ -49,20 +49,20 @@ def connected(
     if ray.is_initialized():
         yield
         return
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     with ExitStack() as ending:
         if address is None:
             os.environ.update(environment)
             # Without a token Ray puts one into the user's home.
             for name, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(name, value)
-            own = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
-            own |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
+            options = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
+            options |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
         ending.callback(ray.shutdown)
         try:
             if address is not None:
                 _reach(address)
-            ray.init("local" if address is None else address, log_to_driver=False, logging_level="error", **own)
+            ray.init("local" if address is None else address, log_to_driver=False, logging_level="error", **options)
         except UsageError:
             raise
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
@@ -80,7 +80,9 @@ def _reach(address: str) -> None:
     if where is None:
         return  # Ray looks for one among the processes of this machine
     if where in ("", "local"):
-        raise UsageError(f"'{where}' is no address of a Ray cluster: give HOST:PORT, or auto for this machine's own.")
+        raise UsageError(
+            f"'{where}' is not an address of a Ray cluster: give HOST:PORT, or auto for this machine's own."
+        )
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
     if parts.hostname is not None and port is not None:  # else Ray says what is wrong with it

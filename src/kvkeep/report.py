@@ -60,9 +60,9 @@ def describe(
             effective, entries = "sliding window", layer.window
             note = "the model's own window bounds it already"
         elif layer.kind == "full" and budgets is not None:
-            own = budgets[layer.index]
-            entries = sum(own) // len(own)
-            note = "" if len(set(own)) == 1 else f"by head: {', '.join(map(str, own))}"
+            of_heads = budgets[layer.index]
+            entries = sum(of_heads) // len(of_heads)
+            note = "" if len(set(of_heads)) == 1 else f"by head: {', '.join(map(str, of_heads))}"
         elif layer.kind == "shared":
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
@@ -99,13 +99,15 @@ def _in_order(request: Request, made: Assembly, model: Any) -> bool:
     return not latent and (not chosen or request.method.recall.backed)
 
 
-def memory(made: Assembly, held: Sequence[Any]) -> Memory:
+def memory(made: Assembly, states: Sequence[Any]) -> Memory:
     """Return measured bytes by purpose. held: the state of each layer."""
-    resident, compressed = (sum(getattr(one, kind) for one in held) for kind in ("resident_bytes", "compressed_bytes"))
+    resident, compressed = (
+        sum(getattr(one, kind) for one in states) for kind in ("resident_bytes", "compressed_bytes")
+    )
     made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}
     shared = (made.table, made.positions)
-    bookkeeping = made.ledger.bookkeeping_bytes + sum(one.bookkeeping_bytes for one in held)
+    bookkeeping = made.ledger.bookkeeping_bytes + sum(one.bookkeeping_bytes for one in states)
     bookkeeping += sum(one.nbytes for one in shared if one is not None)
     if made.checkpoint is not None:
         places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())

@@ -39,17 +39,17 @@ def new_cache(model: Any, method: str | None = None, budget: Any = None, **optio
 
 def memory_of(cache: Any) -> Memory:
     """Return the bytes of any cache, by its ``memory`` method or :func:`account`."""
-    own = getattr(cache, "memory", None)
-    return account(cache) if own is None else own()
+    measured = getattr(cache, "memory", None)
+    return account(cache) if measured is None else measured()
 
 
 def account(cache: Cache) -> Memory:
     """Return the bytes of one of transformers' caches; a step copies its largest layer, which is workspace."""
-    held = [StockState(layer).resident_bytes for layer in cache.layers]
-    total = sum(held)
+    sizes = [StockState(layer).resident_bytes for layer in cache.layers]
+    total = sum(sizes)
     return Memory(
         resident_bytes=total,
         peak_cache_bytes=total,
-        peak_workspace_bytes=max(held, default=0),
+        peak_workspace_bytes=max(sizes, default=0),
         process_bytes=resident_now(),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.attention.step import Step
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
@@ -83,7 +83,7 @@ class Stream(Passes):
                     f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
                 )
 
-    @lasting
+    @outside_inference_mode
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
@@ -118,7 +118,7 @@ class Stream(Passes):
         """Whether the checkpoint keeps residuals."""
         return self.checkpoint is not None and self.checkpoint.by_token
 
-    @lasting
+    @outside_inference_mode
     def plan(self) -> dict[int, LayerStep]:
         """Return what the token does; nothing where more than a layer has a part in it."""
         apart = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
@@ -136,7 +136,7 @@ class Stream(Passes):
             self._groups.append(group)
         return steps
 
-    @lasting
+    @outside_inference_mode
     def commit(self, layers: Iterable[int], completed: bool) -> None:
         """Note the layers in which the steps have run, and let selectors learn of the attention."""
         for index in layers:
@@ -147,7 +147,7 @@ class Stream(Passes):
         for group in self._groups:
             group.finish(completed)
 
-    @lasting
+    @outside_inference_mode
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Let the checkpoint keep the residual entering a layer."""
         if self.checkpoint is not None and not self._drafting:
@@ -165,7 +165,7 @@ class Stream(Passes):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Attend to evicted, resident and new entries; then settle the new ones."""
-        attend = self._attend if self.rehearsing else self._attend_lasting
+        attend = self._attend if self.rehearsing else self._attend_outside_inference_mode
         return attend(module, query, key, value, mask, scaling)
 
     def _attend(
@@ -185,7 +185,7 @@ class Stream(Passes):
                 f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
                 "call model.eval()."
             )
-        if key.shape[2] == 1 and not self._masked and self.ledger.whole(1):
+        if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
             mask = None  # a token sees itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
@@ -195,9 +195,9 @@ class Stream(Passes):
         step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
         return step.unfolded(layer.attend(step))
 
-    _attend_lasting = lasting(_attend)
+    _attend_outside_inference_mode = outside_inference_mode(_attend)
 
-    @lasting
+    @outside_inference_mode
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""
         if not completed:
@@ -216,7 +216,7 @@ class Stream(Passes):
             self.round.after_forward()
         self._report_progress()
 
-    @lasting
+    @outside_inference_mode
     def roll_back(self) -> None:
         """Undo an unfinished step, and the round with it."""
         if self.open and self.round is not None and self.round.open:
@@ -237,7 +237,7 @@ class Stream(Passes):
         if self.checkpoint is not None:
             self.checkpoint.truncate_residuals(length)
 
-    @lasting
+    @outside_inference_mode
     def abandon(self) -> None:
         """Undo an unfinished step or round."""
         self.roll_back()

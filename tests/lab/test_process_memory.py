@@ -20,7 +20,7 @@ from kvkeep_lab.timing import TimingCase
 
 from kvkeep.errors import KvkeepError
 from kvkeep.memory.places import Disk
-from kvkeep.memory.process import held_now
+from kvkeep.memory.process import current_process_memory
 from kvkeep.models.loading import load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
@@ -38,15 +38,15 @@ def on_disk(tmp_path: Path) -> torch.Tensor:
 def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) -> None:
     (file,) = mapped_below(tmp_path)
     file.drop()
-    before = held_now()
+    before = current_process_memory()
     assert int(on_disk[:: 4096 // 8].sum()) > 0  # reads every page
-    mapped = held_now() - before
+    mapped = current_process_memory() - before
     assert mapped.mapped == pytest.approx(SIZE, rel=0.1) and abs(mapped.anonymous) < SIZE / 4
     fresh = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no memory that malloc has kept
     anonymous = torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
-    more = held_now() - before
+    more = current_process_memory() - before
     assert more.anonymous - mapped.anonymous == pytest.approx(SIZE, rel=0.1)
-    now = held_now()
+    now = current_process_memory()
     assert SIZE < now.pss <= now.anonymous + now.mapped and anonymous.sum() > 0  # how much less, others decide
 
 

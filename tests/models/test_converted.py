@@ -161,8 +161,8 @@ def flipped(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
 
 
-CUT = "damaged, cut short, or of a kind transformers does not read"
-LACKING = "it comes without model.layers.0.self_attn.v_proj.weight"
+CUT = "damaged, truncated, or of a kind that transformers cannot read"
+LACKING = "it lacks model.layers.0.self_attn.v_proj.weight"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.memory.process import ProcessMemory, held_now
+from kvkeep.memory.process import ProcessMemory, current_process_memory
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
@@ -117,11 +117,11 @@ def measure(name: str, weights: str, device: str, threads: int, case: TimingCase
     ids = random_ids(loaded.model, case.length)
     with torch.inference_mode():
         loaded.model(ids[:, :WARM_UP], use_cache=False, logits_to_keep=1)
-    before = held_now()
+    before = current_process_memory()
     cache = new_cache(loaded.model, case.method, **case.options)
     begun, _ = _written(loaded, ids[0].tolist(), cache, 1)
     warm, warm_ms = _written(loaded, begun.sequence, cache, steps)
-    holding, memory = held_now(), warm.memory
+    holding, memory = current_process_memory(), warm.memory
     drops = _Drops(mapped_below(cache_folder() / "checkpoints"))
     dropped_ms = _written(loaded, warm.sequence, cache, steps, drops)[1] if drops.files else None
     rounds = warm.rounds

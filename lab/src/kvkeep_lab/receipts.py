@@ -28,7 +28,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.fused import is_whole
+from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import NUMERICS_VERSION, library
 from kvkeep.policies.methods import resolve
@@ -137,7 +137,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "or int4 on the cpu."
         )
     family = ModelGeometry.from_config(loaded.model.config).model_type
-    if not is_whole(loaded.model, layers_of(decoder_of(loaded.model))):
+    if not library_computes(loaded.model, layers_of(decoder_of(loaded.model))):
         raise UsageError(
             f"torch computes parts of the layers of '{loaded.name}' (a {family} model), and its bits differ from one "
             "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.errors import UsageError
-from kvkeep.models.named import check_device, known, place_of
+from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.policies.names import check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
@@ -21,7 +21,7 @@ AUTO = "auto"
 def check_model(model: str, weights: str = "auto", device: str | None = None, *, config: bool = False) -> None:
     """Raise UsageError or ModelError for a model that is nowhere, and for an unknown format or device. config: the file
     of a config is a model, too."""
-    known(weights)
+    checked_format(weights)
     check_device(device)
     if not (config and model.endswith(".json") and Path(model).expanduser().is_file()):
         place_of(model)

@@ -181,10 +181,10 @@ class Answer:
 
 
 def _held() -> ProcessMemory | None:
-    from kvkeep.memory.process import held_now
+    from kvkeep.memory.process import current_process_memory
 
     try:
-        return held_now()
+        return current_process_memory()
     except KvkeepError:  # not on Linux
         return None
 

@@ -172,13 +172,13 @@ class Ring(_OneTensor):
         self.first = max(self.first, self.length - self.capacity)
 
     def _reserve(self, rows: Tensor, needed: int) -> None:
-        held = 0 if self.data is None else self.data.shape[-2]
-        if needed <= held:
+        allocated = 0 if self.data is None else self.data.shape[-2]
+        if needed <= allocated:
             return
         size = ring_rows(needed, self.capacity, self.block)
         grown = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
         if self.data is not None:
-            grown[..., :held, :] = self.data
+            grown[..., :allocated, :] = self.data
         self.data = grown
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -229,9 +229,9 @@ class PagedRows:
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
         count = rows.shape[-2]
-        if self.pages and (room := self._allocated - self.length) >= count and room <= self.pages[-1].shape[-2]:
+        if self.pages and (free := self._allocated - self.length) >= count and free <= self.pages[-1].shape[-2]:
             page = self.pages[-1]
-            page.narrow(-2, page.shape[-2] - room, count).copy_(rows)
+            page.narrow(-2, page.shape[-2] - free, count).copy_(rows)
             self.length += count
             return
         stop = self.length + count

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvkeep.models.formats import Format
 from kvkeep.models.gguf import GgufTensor
 from kvkeep.models.matrices import without_memory
-from kvkeep.models.small import Packer, Packing
+from kvkeep.models.packing import Packer, Packing
 from kvkeep.models.weights import refuse_incomplete
 
 

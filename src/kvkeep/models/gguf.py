@@ -187,9 +187,9 @@ def _values(file: Path, part: Entry) -> NDArray[Any]:
 def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of some rows after others, (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
-    width, most = part.size // count, max(1, AT_ONCE // part.shape[-1])
-    for first in range(0, count, most):
-        taken = min(most, count - first)
+    width, step = part.size // count, max(1, AT_ONCE // part.shape[-1])
+    for first in range(0, count, step):
+        taken = min(step, count - first)
         data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)
         if len(data) != taken * width:
             raise _cut_short(file, part)
@@ -197,4 +197,4 @@ def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
 
 
 def _cut_short(file: Path, part: Entry) -> ModelError:
-    return ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")
+    return ModelError(f"'{file}' is truncated within the tensor {part.name}; get the file again.")

@@ -299,7 +299,7 @@ class Engine:
         reads = [job.part() for job in jobs]
         tokens = sum(len(read.ids) for read in reads)
         self.watch.stepped(len(reads), tokens)
-        self.sessions.freed += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
+        self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         packed = [number for number, read in enumerate(reads) if packs(read.cache) and read.cache.geometry.steady(None)]
         results: dict[int, Tensor | Exception] = {}
         if packed:

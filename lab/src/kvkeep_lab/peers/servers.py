@@ -20,7 +20,7 @@ from typing import IO, ClassVar
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, unknown
-from kvkeep.memory.process import held_by
+from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
@@ -250,5 +250,5 @@ def _family(pid: int) -> Sequence[int]:
 
 def _pss(pid: int) -> int:
     with suppress(OSError):  # it has ended
-        return held_by(Path(f"/proc/{pid}/smaps_rollup")).pss
+        return process_memory_of(Path(f"/proc/{pid}/smaps_rollup")).pss
     return 0

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from kvkeep.errors import UsageError
-from kvkeep.models.quiet import quiet
+from kvkeep.models.silence import silenced
 from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, rows, source
@@ -67,12 +67,12 @@ class LmEval(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Let the harness make the requests of each row; seed 0 takes the first rows, any other draws."""
-        with quiet():
+        with silenced():
             task = self._task(sources)
             count = len(task.eval_docs)
         taken = sorted(drawn(range(count), self.samples, seed, f"Task '{self.task}' has {count} rows"))
         task.set_fewshot_seed(seed)
-        with quiet():
+        with silenced():
             task.build_all_requests(samples=taken)
         made = []
         for _, group in groupby(task.instances, lambda instance: instance.doc_id):

@@ -79,7 +79,7 @@ def chat(
         from kvkeep.cli.chat.state import Chat
         from kvkeep.decode.chat import Conversation
         from kvkeep.models.loading import load
-        from kvkeep.models.quiet import without_warnings
+        from kvkeep.models.silence import without_warnings
 
         wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     screen = _screen(json, plain, history)

@@ -35,7 +35,7 @@ def settled(service: Service, loaded: Loaded, conversations: int, processes: int
 def modest(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
     """Return the bytes for a process where nothing was said: for so many usual conversations with all their entries,
     but no more than the processes' part of what is free; and a line that says so."""
-    from kvkeep.models.room import free_memory
+    from kvkeep.models.weight_memory import free_memory
     from kvkeep.units import size
 
     tokens, free = min(_positions(loaded), USUAL), free_memory(next(loaded.model.parameters()).device)

@@ -98,8 +98,8 @@ class Packer(HfQuantizer):
             mine, source = (self.made.get(one.removesuffix(".weight")) for one in (name, other))
             if mine is not None and source is not None and torch.equal(mine.data, source.data):
                 self.made[name.removesuffix(".weight")] = source
-        held = {id(self.places[name].weight): packed for name, packed in self.made.items()}
-        tied = {name: held.get(id(module.weight)) for name, module in self.places.items()}
+        by_weight = {id(self.places[name].weight): packed for name, packed in self.made.items()}
+        tied = {name: by_weight.get(id(module.weight)) for name, module in self.places.items()}
         return {name: packed for name, packed in tied.items() if packed is not None}
 
     @property
@@ -113,7 +113,9 @@ class Packer(HfQuantizer):
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise UsageError("Packed weights are not saved; keep the files they came from, or load them with weights float32.")
+    raise UsageError(
+        "Packed weights cannot be saved; keep the files that they came from, or load them with weights float32."
+    )
 
 
 class _Pack(ConversionOps):
