@@ -105,7 +105,7 @@ def _reach(address: str) -> None:
         return  # Ray looks for one among the processes of this machine
     if where in ("", "local"):
         raise UsageError(
-            f"'{where}' is not the address of a Ray cluster; give HOST:PORT, or auto for the cluster of this machine."
+            f"'{where}' is not an address of a Ray cluster: give HOST:PORT, or auto for this machine's own."
         )
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)

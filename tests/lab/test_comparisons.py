@@ -19,7 +19,7 @@ from kvkeep_lab.comparisons import Comparisons, Passage
 from kvkeep_lab.latex import booktabs
 from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.provenance import commit
-from kvkeep_lab.reference import Comparison, Reference, Row
+from kvkeep_lab.reference import Comparison, Reference, ReferenceRow
 from kvkeep_lab.statistics import estimate
 from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.tables import Table
@@ -57,12 +57,12 @@ def test_files_are_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.Mon
             named_files([wrong])
 
 
-def row(method: str, kl: float, match: float = 0.5, budget: str | None = "25%", error: str = "") -> Row:
+def row(method: str, kl: float, match: float = 0.5, budget: str | None = "25%", error: str = "") -> ReferenceRow:
     if error:
-        return Row(method, budget, error=error)
+        return ReferenceRow(method, budget, error=error)
     numbers: dict[str, Any] = {"kl": [kl, 3 * kl], "kl_mean": 2 * kl, "kl_max": 3 * kl, "kl_free_mean": kl, "top1": 1.0}
     memory = {"resident_bytes": 10, "compressed_bytes": 2, "checkpoint_bytes": {}}
-    return Row(method, budget, "lossy", 16, match, perplexity=math.exp(kl), memory=memory, **numbers)
+    return ReferenceRow(method, budget, "lossy", 16, match, perplexity=math.exp(kl), memory=memory, **numbers)
 
 
 def test_means_and_intervals_are_of_the_passages_on_which_a_method_was_measured() -> None:

@@ -162,7 +162,7 @@ def flipped(data: bytes) -> bytes:
 
 
 CUT = r"is cut short: it has [\d,]+ bytes and needs at least [\d,]+; fetch it again\.$"
-LACKING = "it comes without model.layers.0.self_attn.v_proj.weight"
+LACKING = "it lacks model.layers.0.self_attn.v_proj.weight"
 
 
 @pytest.mark.parametrize(

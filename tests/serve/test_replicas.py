@@ -363,8 +363,8 @@ def test_what_cannot_be_replicated_is_one_sentence(
     pytest.importorskip("ray.serve")
     there = ("--replicas", "2", "--sessions", str(tmp_path), "--ray")
     for address, status, sentence in (
-        ("", 2, "'' is not the address of a Ray cluster"),
-        ("local", 2, "'local' is not the address"),
+        ("", 2, "'' is not an address of a Ray cluster"),
+        ("local", 2, "'local' is not an address"),
         ("127.0.0.1:1", 1, "There is no Ray cluster at '127.0.0.1:1': connection refused."),
         ("ray://localhost:1", 1, "There is no Ray cluster at 'ray://localhost:1': connection refused."),
     ):

@@ -24,7 +24,7 @@ from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation
-    from kvkeep.memory.process import Held
+    from kvkeep.memory.process import ProcessMemory
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY = ("window", "streaming-llm", "h2o")
@@ -164,7 +164,7 @@ class Answer:
     method: str
     made: Generation | None = None
     """None: the method refused the budget."""
-    process: Held | None = None
+    process: ProcessMemory | None = None
     """Memory of the process after the answer; None: unknown."""
     refused: str = ""
     """Why the method refused the budget."""
@@ -183,11 +183,11 @@ class Answer:
         return {**as_json(self.made), "right": self.right(expect, full), "process": process}
 
 
-def _process_memory() -> Held | None:
-    from kvkeep.memory.process import held_now
+def _process_memory() -> ProcessMemory | None:
+    from kvkeep.memory.process import current_process_memory
 
     try:
-        return held_now()
+        return current_process_memory()
     except KvkeepError:  # not on Linux
         return None
 

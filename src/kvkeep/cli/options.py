@@ -13,7 +13,7 @@ from typer import Option
 from kvkeep.cli import completion
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
-from kvkeep.models.named import check_device, known, place_of
+from kvkeep.models.model_names import check_device, checked_format, place_of
 
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
@@ -145,7 +145,7 @@ def check_model(model: str, weights: str = "auto", device: str | None = None, *,
         UsageError: an unknown name of a model, weight format or device.
         ModelError: a path without a model.
     """
-    known(weights)
+    checked_format(weights)
     check_device(device)
     if not (config and model.endswith(".json") and Path(model).expanduser().is_file()):
         place_of(model)

@@ -117,7 +117,7 @@ def _free(device: str) -> int:
     """Return half of the free bytes."""
     import torch
 
-    from kvkeep.models.room import free_memory
+    from kvkeep.models.weight_memory import free_memory
 
     return free_memory(torch.device(device)) // 2
 

@@ -72,7 +72,7 @@ def chat(
             from kvkeep.cli.chat.saving import Saver, last_hangup
             from kvkeep.cli.chat.state import Chat
             from kvkeep.decode.chat import Conversation
-            from kvkeep.models.quiet import without_warnings
+            from kvkeep.models.silence import without_warnings
 
             requested = cache.parse()
             screen = _screen(json, plain, history)
