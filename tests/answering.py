@@ -12,7 +12,7 @@ from helpers import prompt
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.past import Past
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.engine.answer import Ask, Piece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.loading import Loaded
@@ -70,7 +70,7 @@ class Alone:
 
     def __init__(self, loaded: Loaded, **cache: Any) -> None:
         self.text = ""
-        self.loaded, self.past = loaded, Past(KeepCache(loaded.model, **cache))
+        self.loaded, self.past = loaded, CachedText(KeepCache(loaded.model, **cache))
 
     def answer(self, ids: list[int], new: int) -> list[int]:
         """The answer to all that was said."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("COLUMNS", None)  # xdist sets it for its workers, and tables would be as narrow
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:  # a worker of xdist has none
         config.pluginmanager.register(AsTheyHappen(terminal))

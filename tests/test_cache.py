@@ -103,16 +103,16 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
     wanted = generate("llama", cache, prompt(1, 20)).sequences
     read = cache.get_seq_length()
     for share in (0.2, 0.4, 0.6, 0.9, 1.0):  # cut by what was read, of some something is left
-        with pytest.raises(UsageError, match=rf"has read {read} tokens, and this text has \d+.*reset\(\)"):
+        with pytest.raises(UsageError, match=rf"already holds {read} tokens, and this text has \d+.*reset\(\)"):
             generate("llama", cache, prompt(1, int(share * read), seed=4))
-    with pytest.raises(UsageError, match=rf"mask is of 20 tokens, and there are {read} that .*and 3 new"):
+    with pytest.raises(UsageError, match=rf"mask covers 20 tokens, but the cache holds {read} and .*3 more"):
         step("llama", cache, prompt(1, 3), torch.ones(1, 20, dtype=torch.int64))
     other = prompt(1, 40, seed=9)
     other[:, :3] = wanted[:, :3]
     other[:, 3] = (wanted[:, 3] + 1) % VOCABULARY
     with pytest.raises(UsageError, match=r"has read \d+ tokens of another text"):
         generate("llama", cache, other)
-    with pytest.raises(UsageError, match="holds a batch of 1, and one of 2 comes"):
+    with pytest.raises(UsageError, match="holds a batch of 1, and the input is a batch of 2"):
         generate("llama", cache, torch.cat([wanted, wanted]))
     assert cache.stream.text == digest_text(wanted[:, :-1])  # token by token as at once
     longer = torch.cat([wanted, prompt(1, 5)], 1)

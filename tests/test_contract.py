@@ -473,7 +473,9 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
         try:
             fork = cache.fork(case.spec, **options)
         except UsageError as error:
-            assert str(error).startswith(f"The past of one cache cannot be put into another of method '{case.spec}': ")
+            assert str(error).startswith(
+                f"The entries of a cache cannot be moved into a cache of method '{case.spec}': "
+            )
             assert not handed_on(name, other), f"{name} -> {other}: {error}"
             continue
         assert handed_on(name, other), f"{name} -> {other}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CORE = ROOT / "src" / "kvkeep"
 READMES = [ROOT / "lab" / "README.md", ROOT / "connectors" / "vllm" / "README.md"]
 PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
@@ -62,6 +63,18 @@ def test_files_that_pages_name_are_there() -> None:
     named = r"\b(?:tests|src|lab|connectors|tools|deploy|notebooks|docs)/[\w./-]+\.(?:py|toml|json|yaml|ipynb)\b"
     files = [(page.name, name) for page in PAGES for name in re.findall(named, read(page)) if "NAME" not in name]
     assert files and [(page, name) for page, name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_four_trips_name_files_that_are_there_and_count_them() -> None:
+    page = read(ROOT / "docs" / "architecture.md")
+    trips = re.search(r"^## Four trips\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert trips is not None
+    named = set(re.findall(r"`([\w/]+\.(?:py|h))`", trips[1]))
+    assert [name for name in sorted(named) if not (ROOT / name if "tests" in name else CORE / name).exists()] == []
+    counts = [int(count) for count in re.findall(r"^### .*: (\d+) files$", trips[1], re.MULTILINE)]
+    lists = [re.findall(r"^\d+\. `([\w/]+\.py)`", trip, re.MULTILINE) for trip in trips[1].split("\n### ")[1:]]
+    assert counts == [len(set(files)) for files in lists]
+    assert all(count <= limit for count, limit in zip(counts, (15, 10, 15, 20), strict=True))
 
 
 def test_command_examples_are_understood() -> None:
@@ -153,13 +166,12 @@ def test_imports_go_one_way() -> None:
     block = re.search(r"```\n(errors .*?)```", read(ROOT / "docs" / "architecture.md"), re.DOTALL)
     assert block is not None
     row_of = {name: row for row, line in enumerate(block[1].splitlines()) for name in line.split()}
-    source = ROOT / "src" / "kvkeep"
-    there = {path.relative_to(source).parts[0].removesuffix(".py") for path in source.rglob("*.py")}
+    there = {path.relative_to(CORE).parts[0].removesuffix(".py") for path in CORE.rglob("*.py")}
     assert set(row_of) == there - {"__init__", "__main__"}
-    for path in source.rglob("*.py"):
-        own = path.relative_to(source).parts[0].removesuffix(".py")
+    for path in CORE.rglob("*.py"):
+        own = path.relative_to(CORE).parts[0].removesuffix(".py")
         if own in row_of:
             for name in modules(ast.parse(read(path))):
                 assert not name.startswith("kvkeep_"), "the lab and the connectors are on top"
                 above = row_of.get(name.split(".")[1], 0) if name.startswith("kvkeep.") else 0
-                assert above <= row_of[own], f"{path.relative_to(source)} imports {name}"
+                assert above <= row_of[own], f"{path.relative_to(CORE)} imports {name}"

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvkeep_lab.receipts import Receipt, Row
+from kvkeep_lab.receipts import Receipt, ReceiptRow
 from kvkeep_lab.studies.receipt import ReceiptStudy
 from pydantic import TypeAdapter
 
@@ -82,7 +82,7 @@ def _table(model: str, reports: list[dict[str, Any]]) -> str:
     return f"{lines}\n\nComputed {date.today()} by {', '.join(machines)}, torch {torch}. {same}\n"
 
 
-def _merged(model: str, rows: tuple[Row, ...]) -> Row:
+def _merged(model: str, rows: tuple[ReceiptRow, ...]) -> ReceiptRow:
     """Return the row of all files; ends the program where a promised one differs."""
     first = rows[0]
     for row in rows:

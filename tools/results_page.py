@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from kvkeep_lab.report import groups
-from kvkeep_lab.report.chapter import Outcome
+from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.store import Store
 
@@ -47,7 +47,7 @@ def _verdicts(page: str) -> str:
     for store in sorted(RESULTS.glob("lab-*.jsonl")):
         for group in _groups(store.name):
             if counts := Counter(verdict.outcome for verdict in group.judged()):
-                judged.setdefault((group.experiment.name, group.model), [counts[outcome] for outcome in Outcome])
+                judged.setdefault((group.experiment.name, group.model), [counts[outcome] for outcome in VerdictOutcome])
                 paper = group.experiment.paper
                 beside.setdefault(
                     (group.experiment.name, group.model), f"{re.split('[:(]', paper.title)[0].strip()}, {paper.where}"

@@ -200,8 +200,8 @@ def _governable(budget: Budget, geometry: ModelGeometry) -> None:
         )
     if not geometry.full_layers:
         raise BudgetError(
-            f"Budget '{budget}' has no effect: every layer of {geometry.model_type} already bounds its cache "
-            f"to a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
+            f"Budget '{budget}' has no effect: every layer of {geometry.model_type} is limited to "
+            f"a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
         )
 
 

@@ -18,7 +18,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.hooks import ForwardHooks, SessionPass
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.process import resident_now
 from kvkeep.memory.rows import Rows
@@ -107,7 +107,7 @@ class KeepCache(Cache):
 
     # -- a text that is read once more --------------------------------------------------------------
 
-    @lasting
+    @outside_inference_mode
     def compress(self) -> None:
         """Choose what stays, where the method (``kvzip``) does so once, after a text was read: it is read once more,
         and from then on the cache is what its method says. Happens by itself at the end of a text that is longer than
@@ -162,7 +162,7 @@ class KeepCache(Cache):
             return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
-    @lasting
+    @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number or more than there are,
         and RuntimeError where a sliding window has forgotten what would be needed."""
@@ -200,7 +200,7 @@ class KeepCache(Cache):
         """Rows of the batch held, 0 before the first token."""
         return int(self.stream.rows)
 
-    @lasting
+    @outside_inference_mode
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         self.stream.roll_back()
@@ -215,7 +215,7 @@ class KeepCache(Cache):
         if self.positions is not None:
             self.positions.select(index)
 
-    @lasting
+    @outside_inference_mode
     def fork(
         self, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> KeepCache:
@@ -252,7 +252,7 @@ class KeepCache(Cache):
 
     # -- entries that are evicted and recalled by hand -------------------------------------------------------
 
-    @lasting
+    @outside_inference_mode
     def evict(self, count: int) -> None:
         """Evict the ``count`` lowest-ranked resident entries of every KV head now; they stay in the checkpoints,
         and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
@@ -261,7 +261,7 @@ class KeepCache(Cache):
         for layer in self._backed():
             layer.resident.evict(count)
 
-    @lasting
+    @outside_inference_mode
     def recall(self, positions: Sequence[int], limit: int = 64) -> int:
         """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
         layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.

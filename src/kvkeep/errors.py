@@ -43,7 +43,7 @@ class NotCarried(UsageError):
     """The past of one cache cannot be put into another of method ``name``; ``reason`` is why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"The past of one cache cannot be put into another of method '{name}': {reason}.")
+        super().__init__(f"The entries of a cache cannot be moved into a cache of method '{name}': {reason}.")
         self.reason = reason
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.forward import current_probe
 from kvkeep.step import native
 from kvkeep.step import torch as plain
@@ -166,7 +166,7 @@ class ForwardHooks:
 
     def _execute(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         steps, tokens = self._planned[layer]
-        run: Callable[..., Tensor] = native.run if self._executor is native else lasting(plain.run)
+        run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
         row = run(steps, tokens, query, key, value, scaling)
         self._run.append(layer)
         return row

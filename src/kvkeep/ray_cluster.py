@@ -5,6 +5,7 @@ This module alone calls ``ray.init``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import shutil
@@ -34,6 +35,10 @@ _CLIENT_PORT = 10001
 """Of ``ray://HOST``."""
 
 
+class ClusterEnded(KvkeepError):
+    """The cluster's processes have ended before this one."""
+
+
 @contextmanager
 def connected(
     address: str | None, cores: int, *, data: int = 0, environment: Mapping[str, str] = MappingProxyType({})
@@ -43,7 +48,8 @@ def connected(
 
     address: of the cluster, ``auto`` for the one that this machine is part of; None starts one here with so many
     ``cores``, room for so many bytes of ``data``, and this ``environment``. Raises UsageError where Ray is missing and
-    for what is no address, KvkeepError where there is no cluster.
+    for what is no address, KvkeepError where there is no cluster. The block raises ClusterEnded when :func:`alive` is
+    false: Ray is then not asked to end anything, for which it would wait a minute and end this process.
     """
     ray = optional("ray", "ray")
     if ray.is_initialized():
@@ -58,7 +64,7 @@ def connected(
                 os.environ.setdefault(name, value)
             settings = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
             settings |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
-        ending.callback(ray.shutdown)
+        ending.push(_shutdown)
         try:
             if address is not None:
                 _reach(address)
@@ -74,6 +80,24 @@ def connected(
         yield
 
 
+def alive() -> bool:
+    """Return whether the cluster that this process is the driver of answers."""
+    try:
+        host, _, port = optional("ray", "ray").get_runtime_context().gcs_address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _shutdown(kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    shutdown = optional("ray", "ray").shutdown
+    if isinstance(error, ClusterEnded):
+        atexit.unregister(shutdown)
+    else:
+        shutdown()
+
+
 def _reach(address: str) -> None:
     """Raise OSError unless something answers at an address, and UsageError for what names no cluster."""
     where = os.environ.get("RAY_ADDRESS") or None if address == "auto" else address
@@ -81,7 +105,7 @@ def _reach(address: str) -> None:
         return  # Ray looks for one among the processes of this machine
     if where in ("", "local"):
         raise UsageError(
-            f"'{where}' is not the address of a Ray cluster; give HOST:PORT, or auto for the cluster of this machine."
+            f"'{where}' is not an address of a Ray cluster: give HOST:PORT, or auto for this machine's own."
         )
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)

@@ -39,8 +39,8 @@ def new_cache(model: Any, method: str | None = None, budget: Any = None, **optio
 
 def memory_of(cache: Any) -> Memory:
     """Return the bytes of any cache, by its ``memory`` method or :func:`account`."""
-    measure = getattr(cache, "memory", None)
-    return account(cache) if measure is None else measure()
+    measured = getattr(cache, "memory", None)
+    return account(cache) if measured is None else measured()
 
 
 def account(cache: Cache) -> Memory:

@@ -19,7 +19,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
@@ -116,7 +116,7 @@ class CacheStream:
                     f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
                 )
 
-    @lasting
+    @outside_inference_mode
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
@@ -163,7 +163,7 @@ class CacheStream:
         """Whether the checkpoint keeps residuals."""
         return self.checkpoint is not None and self.checkpoint.by_token
 
-    @lasting
+    @outside_inference_mode
     def plan(self) -> dict[int, LayerStep]:
         """Return what the token does; nothing where more than a layer has a part in it."""
         if not self._plannable or self._latent:
@@ -189,7 +189,7 @@ class CacheStream:
         more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
         return not more and self.ledger.batch == 1 and self.ledger.visible is None
 
-    @lasting
+    @outside_inference_mode
     def commit(self, layers: Iterable[int], completed: bool) -> None:
         """Note the ``layers`` in which the steps of :meth:`plan` have run, and let selectors learn of the attention;
         ``completed``: the pass has run as well."""
@@ -200,7 +200,7 @@ class CacheStream:
         for group in self._groups:
             group.finish(completed)
 
-    @lasting
+    @outside_inference_mode
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Let the checkpoint keep the residual entering a layer, (batch, new, hidden_size)."""
         if self.checkpoint is not None and not self._drafting:
@@ -257,7 +257,7 @@ class CacheStream:
                 f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
                 "call model.eval()."
             )
-        if key.shape[2] == 1 and not self._masked and self.ledger.whole(1):
+        if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
             mask = None  # a token sees itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
@@ -267,9 +267,9 @@ class CacheStream:
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))
 
-    _attend_without_gradients = lasting(_attend_past)
+    _attend_without_gradients = outside_inference_mode(_attend_past)
 
-    @lasting
+    @outside_inference_mode
     def end_forward(self, completed: bool) -> None:
         """End the pass; after an exception it is rolled back where possible."""
         if not completed:
@@ -291,7 +291,7 @@ class CacheStream:
         if self.on_progress is not None:
             self.on_progress(self._processed())
 
-    @lasting
+    @outside_inference_mode
     def roll_back(self) -> None:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
         Raises KvkeepError if it cannot be undone."""
@@ -327,7 +327,7 @@ class CacheStream:
         if self.checkpoint is not None:
             self.checkpoint.truncate_residuals(length)
 
-    @lasting
+    @outside_inference_mode
     def abandon(self) -> None:
         """Undo an unfinished pass or round."""
         self.roll_back()

@@ -204,7 +204,7 @@ def test_streams_that_are_closed_or_full(model_folder: Path) -> None:
     command = f"{sys.executable} -m kvkeep"
     for redirected, code, sentence in (
         (f"{command} --help >&-", 1, "kvkeep: Standard output is closed"),
-        (f"{command} --help >/dev/full", 1, "kvkeep: Standard output cannot be written to: no space left"),
+        (f"{command} --help >/dev/full", 1, "kvkeep: Writing to standard output failed: no space left"),
         (f"{command} --help 2>&-", 0, ""),
         (f"FORCE_COLOR=1 {sys.executable} -c '{BAR}' 2>/dev/full", 0, ""),  # as on a terminal that is gone
         (f"{command} chat -m {model_folder} <&-", 2, "kvkeep: Standard input is closed"),
@@ -231,7 +231,7 @@ def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     code, out, err = run("models")
-    sentence = "kvkeep: There is no home folder to keep files in; set KVKEEP_CACHE to a folder.\n"
+    sentence = "kvkeep: The user has no home folder; set KVKEEP_CACHE to a folder for kvkeep's files.\n"
     assert (code, out, err) == (2, "", sentence)
 
 

@@ -84,7 +84,7 @@ def test_it_listens_before_anything_is_measured(
     assert (
         code == 0 and "for 3 conversations of" in err and "(exact); 3 conversations" in err and "estimated" not in err
     )
-    monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: 4 * 10**6)
+    monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: 4 * 10**6)
     code, _, err = run(*common, "--conversations", "1000", "-x", "full")
     assert code == 0 and "memory: 1.0 MB, a quarter of the 4.0 MB that are free; 1000 conversations" in err
 
@@ -113,4 +113,4 @@ def test_a_command_with_replicas_has_no_model_of_its_own(
         code, _, err = run(*common, str(model_folder), *options)
         assert (code, len(loaded)) == (1, count) and "It ends here." in err, err
     code, _, err = run(*common, str(tmp_path), "--memory", "50MB", "-x", "full")
-    assert code == 1 and "holds no model" in err
+    assert code == 1 and "is not a model" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -74,16 +75,47 @@ def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:
         assert terminal.seen.count("\x1b[?2004h") == terminal.seen.count("\x1b[?2004l") > 0
 
 
-def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path) -> None:
-    """With an interpreter of its own, whose end is part of it."""
+@pytest.mark.parametrize("when", ["reading", "answering", "asking"])
+def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path, when: str) -> None:
+    """The terminal's reads and writes fail before SIGHUP comes: here it never does. In one case an interpreter of its
+    own runs, which gets the signal and flushes at its end."""
+
+    def unsignalled(run: Callable[[], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+        run()
+
     arguments = ("chat", "-m", str(model_folder), "-n", "300", "--session", str(tmp_path / "session"))
-    with Terminal(*arguments, program=MAIN) as terminal:
+    with Terminal(*arguments, program=MAIN if when == "reading" else "", within=unsignalled) as terminal:
         terminal.asked()
         terminal.type("the man was here\r")
         terminal.until("exact: all")
-        terminal.type("and the\r")
-        terminal.until("reading", 2)
+        terminal.asked(2)
+        if when != "asking":
+            before = terminal.seen.count("Reading")
+            terminal.type("and the\r")
+            terminal.until("Reading", before + 1)
+        if when == "answering":
+            terminal.until("\x1b[?25h", terminal.seen.count("\x1b[?25h") + 1)  # the bar is gone
         terminal.close()
         assert terminal.process.wait(60) == 128 + signal.SIGHUP
     talk = Conversation.resume(tiny("llama"), tokenizer(), tmp_path / "session")
     assert talk.messages[0]["content"] == "the man was here"
+
+
+def test_loading_and_reading_say_how_long_they_take(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
+    """A bar without a number moves, and has the time; in a pipe there is a line after a second, unless --json is
+    given."""
+    prompt = "the man was here " * 20
+    arguments = ("generate", "-m", str(model_folder), "-p", prompt, "-n", "2")
+    with Terminal(*arguments) as terminal:
+        assert terminal.ended() == 0
+        loading, reading = terminal.text.find(f"Loading {model_folder}"[:30]), terminal.text.find("Reading ")
+        assert 0 <= loading < reading
+        assert re.search(r"Reading \d+ tokens [^\n]*0:00", terminal.text) and "0/" not in terminal.text
+    quick = run(*arguments)
+    monkeypatch.setattr("kvkeep.cli.output.SILENCE_S", 0.0)
+    slow = run(*arguments)
+    assert slow[1] == quick[1] and re.fullmatch(r"Reading \d+ tokens \.\.\.", slow[2].splitlines()[0])
+    assert run(*arguments, "--json")[2] == ""

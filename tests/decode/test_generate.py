@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvkeep import KeepCache, UsageError, generate
 from kvkeep.decode.generate import GenerateOptions
 from kvkeep.decode.prompt import encode, question, read_text
+from kvkeep.engine.pieces import Pieces
 
 PROMPT = list(range(5, 60))
 
@@ -133,10 +134,25 @@ def test_chat_templates_are_applied_unless_raw() -> None:
     assert encode(tokenizer(), messages, raw=True) == tokenizer()("the a of and to").input_ids
 
 
-def test_special_tokens_that_a_message_spells_out_are_text() -> None:
+def bytewise() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each byte."""
     inner = Tokenizer(models.BPE({byte: number for number, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<|start|>", eos_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<|start|>", eos_token="<|end|>")
+
+
+def test_a_character_is_shown_with_its_last_token_also_where_an_answer_goes_on() -> None:
+    own = bytewise()
+    ids = own("the\nriver \u00e9 and \u20ac.").input_ids
+    for count in range(len(ids) + 1):
+        before, after = Pieces(own), Pieces(own, ids[:count])
+        text = "".join(before.add([one]) for one in ids[:count])
+        assert text + before.rest() == own.decode(ids[:count])
+        assert text + "".join(after.add([one]) for one in ids[count:]) == own.decode(ids)
+
+
+def test_special_tokens_that_a_message_spells_out_are_text() -> None:
+    made = bytewise()
     made.chat_template = (
         "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

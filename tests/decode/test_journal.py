@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvkeep import SessionError
 from kvkeep.decode import journal
-from kvkeep.decode.journal import Journal, Writer, digest_of, held
+from kvkeep.decode.journal import Journal, Writer, digest_of, open_for_writing
 
 Turn = list[bytes]  # pages, the last of which is the turn's own payload
 
@@ -89,9 +89,9 @@ def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
         code = "import sys; from kvkeep.decode.journal import Writer; Writer(sys.argv[1])"
         other = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
         assert other.returncode == 1 and "in use by another program" in other.stderr
-        assert content(path)[0] == [b"one"] and held(path)
+        assert content(path)[0] == [b"one"] and open_for_writing(path)
         writer.commit(b"two")
-    assert not held(path) and content(path)[0] == [b"one", b"two"]
+    assert not open_for_writing(path) and content(path)[0] == [b"one", b"two"]
 
 
 @pytest.mark.parametrize("saves", [0, 1])

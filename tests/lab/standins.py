@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep_lab.store import Store, StudyRecord
-from kvkeep_lab.workers import Job, work_in_processes
+from kvkeep_lab.workers import WorkerJob, work_in_processes
 
 from kvkeep.errors import ModelError
 
@@ -61,10 +61,10 @@ class Measures:
         return StudyRecord(cell=cell.key, setting="s", experiment="e", model=cell.model, seed=cell.seed, **found)
 
 
-def job(folder: Path, cells: Sequence[StandIn], workers: int = 2, make: Any = None) -> Job:
+def job(folder: Path, cells: Sequence[StandIn], workers: int = 2, make: Any = None) -> WorkerJob:
     folder.mkdir(exist_ok=True)
     some: Any = tuple(cells)
-    return Job(make or partial(Measures, folder), (), some, workers=workers)
+    return WorkerJob(make or partial(Measures, folder), (), some, workers=workers)
 
 
 def main(folder: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from kvkeep_lab.cli.capacity import CACHES
-from kvkeep_lab.fleet.pace import Line, Pace
-from kvkeep_lab.fleet.parts import Replica, Ring, Session
+from kvkeep_lab.fleet.pace import PiecewiseLine, ReplicaPace
+from kvkeep_lab.fleet.parts import HashRing, SimulatedReplica, SimulatedSession
 from kvkeep_lab.fleet.scenario import BOUND, Scenario
 from kvkeep_lab.fleet.simulation import Simulation, simulate
 from transformers import AutoConfig
@@ -29,13 +29,16 @@ from kvkeep.plan.sizes import grant, sizes
 
 MACHINES = Path(__file__).parents[2] / "docs" / "machines"
 STEP = 1e-3
-NONE, ALIKE = Line(((0, 0.0),)), Line(((0, 0.0), (1, 1.0)))
-SHARED = Pace("a processor that is shared", Line(((1, STEP), (2, 2 * STEP))), NONE, NONE, NONE, NONE, NONE, 1e18)
+NONE, ALIKE = PiecewiseLine(((0, 0.0),)), PiecewiseLine(((0, 0.0), (1, 1.0)))
+SHARED = ReplicaPace(
+    "a processor that is shared", PiecewiseLine(((1, STEP), (2, 2 * STEP))), NONE, NONE, NONE, NONE, NONE, 1e18
+)
 """Any number of sessions write together as many tokens a second as one: each has its share. A prompt is one step."""
 
-BUSY = Pace(
-    "a small replica", step=Line(((1, 2e-3), (8, 4e-3))), past=Line(((0, 0.0), (1000, 1e-4))),
-    prompt=Line(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=ALIKE, granted=Line(((0, 100.0), (1000, 1200.0))),
+BUSY = ReplicaPace(
+    "a small replica", step=PiecewiseLine(((1, 2e-3), (8, 4e-3))), past=PiecewiseLine(((0, 0.0), (1000, 1e-4))),
+    prompt=PiecewiseLine(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=ALIKE,
+    granted=PiecewiseLine(((0, 100.0), (1000, 1200.0))),
     stored=ALIKE, memory=13_000.0, longest=9_000,
 )  # fmt: skip
 HARD = Scenario(
@@ -57,18 +60,18 @@ def test_one_replica_is_the_queue_of_the_textbook(fixed: bool) -> None:
 class Logged(Simulation):
     """Notes of every answer how its past came, its tokens, and the seconds from when it was let in to its end."""
 
-    def __init__(self, pace: Pace, scenario: Scenario) -> None:
+    def __init__(self, pace: ReplicaPace, scenario: Scenario) -> None:
         super().__init__(pace, scenario)
         self.log: list[tuple[str, int, float]] = []
         self.begun: tuple[str, int, float] = "", 0, 0.0
 
-    def _begin(self, replica: Replica, session: Session, here: bool) -> None:
+    def _begin(self, replica: SimulatedReplica, session: SimulatedSession, here: bool) -> None:
         before = Counter(self.turns)
         super()._begin(replica, session, here)
         ((how, _),) = (self.turns - before).items()
         self.begun = how, session.past, self.now
 
-    def _end(self, replica: Replica, session: Session) -> None:
+    def _end(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
         how, past, begun = self.begun
         self.log.append((how, past, self.now - begun))
         super()._end(replica, session)
@@ -76,7 +79,7 @@ class Logged(Simulation):
 
 def test_single_answers_take_what_their_parts_take() -> None:
     """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
-    pace = replace(BUSY, memory=1e9, longest=10**9, stored=Line(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
+    pace = replace(BUSY, memory=1e9, longest=10**9, stored=PiecewiseLine(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
     given = Scenario(
         1, 1e-9, turns=1e9, first=1000, prompt=100, answer=51, think=0.2, fixed=True, disk=1e4, link=5e3, seconds=20,
         warmup=0, notice=0.5, restart=2.0,
@@ -89,7 +92,7 @@ def test_single_answers_take_what_their_parts_take() -> None:
     )
     for recall, link, again in ways:
         one = Logged(pace, replace(given, recall=recall, link=link, disk=1e10))  # type: ignore[arg-type]
-        one._ask(Session(1))
+        one._ask(SimulatedSession(1))
         one._at(5.0, one.fail, one.replicas[0])
         found = one.run()
         assert found.turns[again] == found.turns["new"] == found.failures == 1 and found.turns["in memory"] > 5
@@ -132,7 +135,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
 
 def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
     one = Simulation(SHARED, Scenario(replicas=10))
-    ring, places = Ring(one.replicas), [Session(number).hash for number in range(4000)]
+    ring, places = HashRing(one.replicas), [SimulatedSession(number).hash for number in range(4000)]
     before = [ring.pick(place) for place in places]
     one.replicas[3].seen = False
     after = [ring.pick(place) for place in places]
@@ -155,7 +158,7 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     code, out, err = run(*common, "--recall", "faster,read", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert Pace.of(found["pace"]) == BUSY
+    assert ReplicaPace.of(found["pace"]) == BUSY
     assert [(row["replicas"], row["route"], row["recall"]) for row in found["rows"][:3]] == [
         (1, "hash", "faster"), (1, "hash", "read"), (1, "least", "faster"),
     ]  # fmt: skip
@@ -202,18 +205,18 @@ def test_a_pace_that_is_none_is_refused_in_a_sentence(wrong: Any, sentence: str,
     path = tmp_path / "pace.json"
     path.write_text(json.dumps(BUSY.as_dict() | wrong if wrong else wrong))
     with pytest.raises(UsageError, match=sentence):
-        Pace.load(path)
+        ReplicaPace.load(path)
     path.write_text("{1")
     with pytest.raises(UsageError, match="not a JSON file"):
-        Pace.load(path)
+        ReplicaPace.load(path)
     path.write_text(json.dumps({"name": "x", "step": [[1, 1]]}))
     with pytest.raises(UsageError, match="has no past, prompt, held, granted, stored, memory"):
-        Pace.load(path)
+        ReplicaPace.load(path)
 
 
 def test_a_method_that_drafts_has_no_pace() -> None:
     with pytest.raises(UsageError, match="drafts"):
-        Pace.planned(None, None, 0, "snapkv+verified", 512)  # type: ignore[arg-type]
+        ReplicaPace.planned(None, None, 0, "snapkv+verified", 512)  # type: ignore[arg-type]
 
 
 ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.drafts]
@@ -225,7 +228,7 @@ def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: 
     """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
     machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
-    pace = Pace.planned(shape, machine, 10**11, name, 4096)
+    pace = ReplicaPace.planned(shape, machine, 10**11, name, 4096)
     for tokens in (3_000, 9_000, 45_000, 120_000):
         own = None if candidate.keeps_all else 4096
         held = sizes(shape.geometry, candidate, tokens, own, shared=machine.shared)
@@ -246,7 +249,7 @@ def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
     hashed, even = (simulate(SHARED, replace(given, route=route)) for route in ("hash", "least"))
     assert even.answered == pytest.approx(1000 / (4 * 101 * STEP) * 8, abs=8)
     ring = Simulation(SHARED, given).ring
-    there = [ring.pick(Session(number).hash) for number in range(1, hashed.answered + 1)]
+    there = [ring.pick(SimulatedSession(number).hash) for number in range(1, hashed.answered + 1)]
     fuller = [max(Counter(there[at : at + 8]).values()) for at in range(0, len(there), 8)]
     assert sum(fuller) * 101 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
 
@@ -279,7 +282,7 @@ def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
     one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
     pick, counts = one.ring.pick, Counter[int]()
 
-    def watched(place: int, most: float) -> Replica | None:
+    def watched(place: int, most: float) -> SimulatedReplica | None:
         there = sum(replica.seen for replica in one.replicas)
         assert most == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
         counts[there] += one.now > HARD.warmup
@@ -296,7 +299,7 @@ def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
 def test_every_route_sends_to_a_replica_that_is_down_until_it_is_noticed() -> None:
     for route in ("hash", "bounded", "least"):
         given = replace(HARD, route=route, mtbf=None, rate=1e-9, notice=5.0)  # type: ignore[arg-type]
-        one, sessions = Simulation(BUSY, given), [Session(number) for number in range(200)]
+        one, sessions = Simulation(BUSY, given), [SimulatedSession(number) for number in range(200)]
         for replica in one.replicas:
             one._count(replica, 1)
         one.load = len(one.replicas)
@@ -314,7 +317,7 @@ def test_the_replicas_by_load_are_no_more_than_a_few_for_each() -> None:
     one = Simulation(BUSY, replace(HARD, route="least"))
     route, sizes = one._route, list[int]()
 
-    def watched(session: Session) -> Replica | None:
+    def watched(session: SimulatedSession) -> SimulatedReplica | None:
         picked = route(session)
         loads = [replica.load for replica in one.replicas if replica.seen]
         assert (picked.load if picked else None) == min(loads, default=None) and (picked is None or picked.seen)
@@ -330,12 +333,12 @@ def test_failures_of_the_warm_up_are_not_counted() -> None:
     """Neither one that a client recovers from after it, nor one that it never does."""
     for restart, sooner in ((2.0, True), (1e3, False)):
         given = Scenario(1, 1e-9, first=100, think=1e6, restart=restart, seconds=20, warmup=10, notice=0.5)
-        one = Simulation(replace(BUSY, step=Line(((1, 0.1),))), given)
-        one._ask(Session(1))
+        one = Simulation(replace(BUSY, step=PiecewiseLine(((1, 0.1),))), given)
+        one._ask(SimulatedSession(1))
         one._at(9.5, one.fail, one.replicas[0])
         found = one.run()
         assert found.recovered is None and found.failures == 0 and bool(one.retrying) != sooner
-        late = Simulation(replace(BUSY, step=Line(((1, 0.1),))), given)
-        late._ask(Session(1))
+        late = Simulation(replace(BUSY, step=PiecewiseLine(((1, 0.1),))), given)
+        late._ask(SimulatedSession(1))
         late._at(10.5, late.fail, late.replicas[0])
         assert late.run().recovered is not None

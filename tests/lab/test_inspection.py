@@ -18,7 +18,7 @@ from elements import Elements
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from kvkeep_lab.inspection import STATES, Inspection, Recorder, Step, Trace, arrived, encoded, inspect
+from kvkeep_lab.inspection import STATES, Inspection, RecordedStep, Recorder, Trace, arrived, encoded, inspect
 from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache
@@ -157,7 +157,7 @@ def a_trace(lanes: list[int], steps: list[int], budget: int, codes: int = 6) -> 
         kept = scores[:, :tokens].masked_fill(before != EntryState.RESIDENT, -1).topk(min(budget, tokens)).indices
         state = fates[:, :tokens].scatter(1, kept, EntryState.RESIDENT)
         state = torch.where(before == EntryState.RESIDENT, state, before)
-        out.append(Step(tokens, encoded(before, state)))
+        out.append(RecordedStep(tokens, encoded(before, state)))
     return Trace(lanes, out, {})
 
 

@@ -16,11 +16,11 @@ from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.process_memory import InProcess, measure, measure_each, process_table
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
-from kvkeep_lab.timing import Case
+from kvkeep_lab.timing import TimingCase
 
 from kvkeep.errors import KvkeepError
 from kvkeep.memory.places import Disk
-from kvkeep.memory.process import held_now
+from kvkeep.memory.process import current_process_memory
 from kvkeep.models.loading import load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
@@ -38,15 +38,15 @@ def on_disk(tmp_path: Path) -> torch.Tensor:
 def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) -> None:
     (file,) = mapped_below(tmp_path)
     file.drop()
-    before = held_now()
+    before = current_process_memory()
     assert int(on_disk[:: 4096 // 8].sum()) > 0  # reads every page
-    mapped = held_now() - before
+    mapped = current_process_memory() - before
     assert mapped.mapped == pytest.approx(SIZE, rel=0.1) and abs(mapped.anonymous) < SIZE / 4
     fresh = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no memory that malloc has kept
     anonymous = torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
-    more = held_now() - before
+    more = current_process_memory() - before
     assert more.anonymous - mapped.anonymous == pytest.approx(SIZE, rel=0.1)
-    now = held_now()
+    now = current_process_memory()
     assert SIZE < now.pss <= now.anonymous + now.mapped and anonymous.sum() > 0  # how much less, others decide
 
 
@@ -69,12 +69,12 @@ def test_a_checkpoint_is_dropped_before_every_token(
     honest = Mapped.drop
     monkeypatch.setattr(Mapped, "drop", lambda file: (drops.append(file), honest(file))[1])
     options = {"budget": "32", "checkpoint": "kv", "where": "disk", "context": 80}
-    row = measure(str(model_folder), "float32", "cpu", 1, Case("direct", 80, "kv-direct", options), 5)
+    row = measure(str(model_folder), "float32", "cpu", 1, TimingCase("direct", 80, "kv-direct", options), 5)
     files = row.dropped_bytes // max(file.size for file in drops)
     assert len(drops) >= 6 * files > 0 and row.left_bytes < row.dropped_bytes
     assert row.step_ms is not None and row.dropped_ms is not None and row.per_pass is None
     assert 0 < row.elsewhere_bytes <= row.dropped_bytes and row.held is not None
-    stock = measure(str(model_folder), "float32", "cpu", 1, Case("stock", 80, "stock"), 5)
+    stock = measure(str(model_folder), "float32", "cpu", 1, TimingCase("stock", 80, "stock"), 5)
     assert (stock.dropped_ms, stock.dropped_bytes, stock.elsewhere_bytes) == (None, 0, 0)
     assert stock.resident_bytes > 0
 
@@ -134,6 +134,6 @@ def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeyp
             raise BrokenProcessPool
 
     monkeypatch.setattr(process_memory, "ProcessPoolExecutor", lambda workers, mp_context: Dying(workers))
-    dead = measure_each(loaded, [Case("full", 80, "full")], 2, lambda what, done, total: None)
+    dead = measure_each(loaded, [TimingCase("full", 80, "full")], 2, lambda what, done, total: None)
     table = process_table([row, *dead], "title")
     assert table.rows == [] and any("`full` at 80: The process ended" in note for note in table.notes)

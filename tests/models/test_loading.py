@@ -85,20 +85,20 @@ def test_a_name_of_nothing_is_refused(name: str, kind: type[KvkeepError], senten
 def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for half a minute
     said: list[str] = []
-    with pytest.raises(ModelError, match="'some/model' is no folder and cannot be loaded from the hub"):
+    with pytest.raises(ModelError, match="'some/model' is not a folder and cannot be loaded from the hub"):
         load("some/model", revision="main", progress=said.append)
     assert said == ["Asking the Hugging Face hub for some/model ..."]
 
 
 def test_no_name_is_no_folder() -> None:
-    with pytest.raises(UsageError, match="name of the model is empty"):
+    with pytest.raises(UsageError, match="The model's name is empty"):
         load("")
 
 
 @pytest.mark.parametrize(
     ("without", "sentence"),
     [
-        (["config.json"], "holds no model: it has no config.json"),
+        (["config.json"], "is not a model: it has no config.json"),
         (["tokenizer.json"], "has no tokenizer (tokenizer.json)"),
         (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer (tokenizer.json)"),
         (["model.safetensors"], "damaged or incomplete"),
@@ -125,7 +125,7 @@ def test_a_file_cut_short_is_refused(spoiled: Callable[..., Path], name: str, ke
         load(file.parent)
 
 
-@pytest.mark.parametrize(("rows", "sentence"), [(0, "it comes without"), (-1, "with another shape of")])
+@pytest.mark.parametrize(("rows", "sentence"), [(0, "it lacks"), (-1, "its config states another shape for")])
 def test_a_weight_that_does_not_fit_is_never_made_up(spoiled: Callable[..., Path], rows: int, sentence: str) -> None:
     """Transformers fills it with random numbers."""
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
@@ -138,7 +138,7 @@ def test_a_weight_that_does_not_fit_is_never_made_up(spoiled: Callable[..., Path
 
 @pytest.mark.parametrize("family", ["bert", "camembert", "t5", "bart", "vit", "whisper"])
 def test_what_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"is a '{family}' model, which is not a decoder"):
+    with pytest.raises(UnsupportedModelError, match=f"is a '{family}' model; kvkeep runs only decoders"):
         load(spoiled(config={"model_type": family}))
 
 

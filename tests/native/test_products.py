@@ -88,6 +88,13 @@ def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest
     assert ((linear(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 0.02 * wanted.abs().mean()).all()
 
 
+def test_kinds_have_the_sizes_of_the_library() -> None:
+    assert {*KINDS} == {*KIND_NUMBERS}
+    for name, kind in KINDS.items():
+        assert kernels().kvkeep_packed_bytes(KIND_NUMBERS[name], kind.elements, 16) == 16 * kind.packed
+        assert not kernels().kvkeep_packed_bytes(KIND_NUMBERS[name], kind.elements - 1, 16)
+
+
 def test_a_matrix_of_no_kind_is_neither_packed_nor_read() -> None:
     data, out = torch.zeros(4096, dtype=torch.uint8), torch.full((16, 64), 7.0)
     for number in (-1, len(KIND_NUMBERS), 1 << 40):

@@ -26,6 +26,7 @@ from kvkeep.cli.serve.ray_serve import serve_replicas
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
+from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import MAX_BODY_BYTES
@@ -286,6 +287,33 @@ def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert answered(None) == 1 and min(grants) > 2
 
 
+def test_a_signal_that_ends_the_cluster_too_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait a minute for its processes, and then complain and end this one."""
+    pytest.importorskip("ray")
+    gone = threading.Event()
+    replicas = {"kvkeep": SimpleNamespace(replica_states={})}
+    broadcast = SimpleNamespace(results=lambda **given: gone.wait())
+    serve: Any = SimpleNamespace(
+        status=lambda: SimpleNamespace(applications={"kvkeep": SimpleNamespace(deployments=replicas)}),
+        get_app_handle=lambda name: SimpleNamespace(broadcast=lambda *given: broadcast),
+    )
+    monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
+    monkeypatch.setattr(replicas_module, "CHECK_S", 0.01)
+    monkeypatch.setattr("kvkeep.ray_cluster.alive", lambda: False)
+    with pytest.raises(ClusterEnded, match="running answers were cut"):
+        replicas_module.drain(2)
+    gone.set()
+    ended: list[str] = []
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("shutdown"))
+    monkeypatch.setattr("ray.init", lambda *given, **named: None)
+    with pytest.raises(ClusterEnded), connected(None, 1):
+        raise ClusterEnded
+    assert not ended
+    with connected(None, 1):
+        pass
+    assert ended == ["shutdown"]
+
+
 def test_proxies_that_a_cluster_has_are_told_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,8 +363,8 @@ def test_what_cannot_be_replicated_is_one_sentence(
     pytest.importorskip("ray.serve")
     there = ("--replicas", "2", "--sessions", str(tmp_path), "--ray")
     for address, status, sentence in (
-        ("", 2, "'' is not the address of a Ray cluster"),
-        ("local", 2, "'local' is not the address"),
+        ("", 2, "'' is not an address of a Ray cluster"),
+        ("local", 2, "'local' is not an address"),
         ("127.0.0.1:1", 1, "There is no Ray cluster at '127.0.0.1:1': connection refused."),
         ("ray://localhost:1", 1, "There is no Ray cluster at 'ray://localhost:1': connection refused."),
     ):

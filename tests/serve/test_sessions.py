@@ -14,13 +14,12 @@ from families import tiny
 
 from kvkeep import KeepCache, SessionError, UsageError
 from kvkeep.decode import session_file
-from kvkeep.decode.past import Past
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.decode.session import load_session, request_of
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
-from kvkeep.serve import engine as passes
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Session
@@ -68,7 +67,8 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
     count, kinds = 12, itertools.cycle(METHODS)
     cache = [next(kinds) for _ in range(count)]
     largest = max(
-        Session(None, Past(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW) for kind in METHODS
+        Session(None, CachedText(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW)
+        for kind in METHODS
     )
     engine = serving(tmp_path / "s", int(1.5 * largest))
     measured: list[int] = []
@@ -258,7 +258,7 @@ def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
     one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
     with monkeypatch.context() as patch:
-        patch.setattr(Past, "recover", lambda past, known: past.cache.reset())  # the worst that may be
+        patch.setattr(CachedText, "recover", lambda past, known: past.cache.reset())  # the worst that may be
         patch.setattr(schedulers, "forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
         bad = told(engine, ids, "talk")
     assert "(RuntimeError)" in str(bad.events[-1])
@@ -338,21 +338,21 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     if how == "too large":
         return Client(engine, ids, 10**8, name=key)
     if how == "fails":
-        forward, recover = passes.forward, Past.recover
+        forward, recover = schedulers.forward, CachedText.recover
 
         def fail(model: Any, reads: list[Any]) -> list[Any]:
             cache = sessions.memory[key].cache if key in sessions.memory else None
             found, own = forward(model, reads), [read.cache is cache for read in reads]
             if any(own):
-                monkeypatch.setattr(passes, "forward", forward)
+                monkeypatch.setattr(schedulers, "forward", forward)
             return [RuntimeError("no luck") if mine else one for mine, one in zip(own, found, strict=True)]
 
-        def reset(past: Past, known: list[int]) -> None:  # the worst that may be
-            monkeypatch.setattr(Past, "recover", recover)
+        def reset(past: CachedText, known: list[int]) -> None:  # the worst that may be
+            monkeypatch.setattr(CachedText, "recover", recover)
             past.cache.reset()
 
-        monkeypatch.setattr(passes, "forward", fail)
-        monkeypatch.setattr(Past, "recover", reset)
+        monkeypatch.setattr(schedulers, "forward", fail)
+        monkeypatch.setattr(CachedText, "recover", reset)
         return Client(engine, ids, name=key)
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)

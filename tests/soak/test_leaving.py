@@ -20,7 +20,7 @@ from weakref import WeakSet
 import httpx
 import pytest
 from answering import small
-from kvkeep_lab.process_memory import held_now
+from kvkeep_lab.process_memory import current_process_memory
 from running import BODY, TEXT, Program, bearer, counting, figures, post, program, raw, serving, within
 
 from kvkeep import KeepCache
@@ -147,7 +147,7 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
 
 def standing() -> tuple[int, int, int]:
     """Threads, handles and bytes of this process."""
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), held_now().anonymous
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), current_process_memory().anonymous
 
 
 def objects() -> Counter[str]:

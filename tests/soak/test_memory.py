@@ -17,7 +17,7 @@ from answering import Alone
 from running import TEXT, Program, bearer, figures, program
 
 from kvkeep import KeepCache
-from kvkeep.memory.process import held_by
+from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.arbiter import peak_bytes
 
@@ -46,7 +46,7 @@ class Watch:
         kinds = {name: value for name, value in found.items() if name.startswith("kvkeep_cache_bytes")}
         self.cache.append(sum(value for name, value in kinds.items() if "checkpoint_disk" not in name))
         self.limit = found["kvkeep_cache_limit_bytes"]
-        self.process.append(held_by(Path(f"/proc/{self.running.process.pid}/smaps_rollup")).anonymous)
+        self.process.append(process_memory_of(Path(f"/proc/{self.running.process.pid}/smaps_rollup")).anonymous)
 
     @contextmanager
     def looking(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from kvkeep_lab.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Case:
+class AnswerCase:
     """One cache. ``copies``: as in :func:`~kvkeep.decode.generate.generate`; for "stock", transformers' own lookup."""
 
     method: str
@@ -43,7 +43,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ComparedAnswer:
     """One case's answer to one prompt.
 
     key: what a store knows it by. same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first
@@ -76,7 +76,7 @@ class Answer:
         return self.gap is not None and self.noise is not None and self.gap <= 2 * self.noise
 
 
-def written(loaded: Loaded, prompt: Prompt, case: Case, new: int) -> tuple[Generation, Any]:
+def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt, ends of text ignored, and the cache that they were written with."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
     options: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
@@ -84,8 +84,8 @@ def written(loaded: Loaded, prompt: Prompt, case: Case, new: int) -> tuple[Gener
 
 
 def judged(
-    model: Any, prompt: Prompt, case: Case, key: str, result: Generation, reference: Generation, cache: Any
-) -> Answer:
+    model: Any, prompt: Prompt, case: AnswerCase, key: str, result: Generation, reference: Generation, cache: Any
+) -> ComparedAnswer:
     """Return how an answer, written with ``cache``, stands beside the stock cache's."""
     pairs = list(zip(result.tokens, reference.tokens, strict=False))
     differs_at = next((place for place, (ours, their_timing) in enumerate(pairs) if ours != their_timing), None)
@@ -111,7 +111,7 @@ def judged(
     same, held_bytes = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes
     rounds = None if result.rounds is None else asdict(result.rounds)
     held_bytes += result.memory.compressed_bytes
-    return Answer(*about, same, differs_at, gap, noise, *seconds, held_bytes, budget, rounds)
+    return ComparedAnswer(*about, same, differs_at, gap, noise, *seconds, held_bytes, budget, rounds)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
-from kvkeep_lab.comparisons import Comparisons, Line
+from kvkeep_lab.comparisons import Comparisons, MethodAtBudget
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 
 _LOWEST = -9  # the decade (nats) below which no axis goes that shows methods which are not exact
@@ -52,14 +52,14 @@ def nats(value: float | None) -> str:
     return f"{value:.3f}" if value >= 1e-2 else f"{value:.1e}"
 
 
-def _budgets(lines: Sequence[Line]) -> list[str]:
+def _budgets(lines: Sequence[MethodAtBudget]) -> list[str]:
     """Return the budgets as asked, by the bytes that were held within them."""
     names = dict.fromkeys(line.budget for line in lines if line.budget)
     middle = {name: median(line.held_bytes for line in lines if line.budget == name) for name in names}
     return sorted(middle, key=lambda name: middle[name])
 
 
-def _floor(lines: Sequence[Line]) -> float:
+def _floor(lines: Sequence[MethodAtBudget]) -> float:
     """Return the lowest KL that is drawn: a decade below the smallest of the methods that are not exact, or of those
     that are where there is no other."""
     found = [kl for line in lines if (kl := line.mean("kl_mean"))]
@@ -68,7 +68,9 @@ def _floor(lines: Sequence[Line]) -> float:
     return 10.0 ** max(math.floor(math.log10(smallest)) - 1, _LOWEST if others else -20)
 
 
-def _reach(lines: Sequence[Line], name: str, scale: float = 1.0, floor: float = 0.0) -> tuple[list[float], Any]:
+def _reach(
+    lines: Sequence[MethodAtBudget], name: str, scale: float = 1.0, floor: float = 0.0
+) -> tuple[list[float], Any]:
     """Return the means of a measure, and how far their intervals reach below and above; None where there are none."""
     found = [line.estimate(name) for line in lines]
     means = [max(scale * one.mean, floor) if one else floor for one in found]
@@ -79,7 +81,7 @@ def _reach(lines: Sequence[Line], name: str, scale: float = 1.0, floor: float = 
     return means, [below, [high - mean for mean, (_, high) in zip(means, ends, strict=True)]]
 
 
-def _lines(figure: Any, lines: Sequence[Line], budgets: Sequence[str], floor: float) -> None:
+def _lines(figure: Any, lines: Sequence[MethodAtBudget], budgets: Sequence[str], floor: float) -> None:
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(line.method for line in lines))
     apart = 0.03 if any(len(line.rows) > 1 for line in lines) else 0.0  # so that intervals lie side by side
@@ -110,7 +112,7 @@ def _lines(figure: Any, lines: Sequence[Line], budgets: Sequence[str], floor: fl
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _ticks(lines: Sequence[Line], budgets: Sequence[str]) -> tuple[list[float], list[str]]:
+def _ticks(lines: Sequence[MethodAtBudget], budgets: Sequence[str]) -> tuple[list[float], list[str]]:
     """Return where the bytes axis is marked, in MB, and the labels: each budget at its median, and whatever was held
     without a budget where there is room for it."""
     marks = {median(line.held_bytes for line in lines if line.budget == name) / 1e6: name for name in budgets}
@@ -120,7 +122,7 @@ def _ticks(lines: Sequence[Line], budgets: Sequence[str]) -> tuple[list[float], 
     return list(marks), [f"{megabytes:.3g} MB\n{name}" for megabytes, name in marks.items()]
 
 
-def _bars(left: Any, right: Any, lines: Sequence[Line], floor: float) -> None:
+def _bars(left: Any, right: Any, lines: Sequence[MethodAtBudget], floor: float) -> None:
     places = list(range(len(lines)))
     colours = [COLOURS[0] if line.exactness == Exactness.EXACT else "0.6" for line in lines]
     style: dict[str, Any] = {"color": colours, "height": 0.65, "error_kw": {"elinewidth": 1, "capsize": 2.5}}
@@ -140,7 +142,7 @@ def _bars(left: Any, right: Any, lines: Sequence[Line], floor: float) -> None:
     left.invert_yaxis()  # shared: the first row on top
 
 
-def _positions(pair: Any, lines: Sequence[Line], floor: float, where: str = "") -> None:
+def _positions(pair: Any, lines: Sequence[MethodAtBudget], floor: float, where: str = "") -> None:
     """Draw one strip a method, a cell a position, coloured by the logarithm of its KL: teacher-forced, free-running."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
@@ -164,7 +166,7 @@ def _positions(pair: Any, lines: Sequence[Line], floor: float, where: str = "") 
     pair[0].figure.colorbar(image, ax=list(pair), pad=0.01, extend="min")
 
 
-def _below(lines: Sequence[Line], floor: float) -> str:
+def _below(lines: Sequence[MethodAtBudget], floor: float) -> str:
     """Say whose KL lies below the axis, and where its largest is."""
     below: dict[str, float] = {}
     for line in lines:

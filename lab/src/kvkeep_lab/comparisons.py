@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from kvkeep_lab.partial import INTERRUPTED
-from kvkeep_lab.reference import Case, Comparison, Row
+from kvkeep_lab.reference import Comparison, ReferenceCase, ReferenceRow
 from kvkeep_lab.statistics import Estimate, estimate
 
 MEASURES = ("match", "kl_free_mean", "kl_mean", "top1", "perplexity")
@@ -27,19 +27,19 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodAtBudget:
     """One method at one budget, with the row of every passage on which it was measured: one at least. full_bytes: of
     each, the bytes of an unbounded cache in bfloat16."""
 
     method: str
     budget: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[ReferenceRow, ...]
     full_bytes: tuple[int, ...]
 
     @property
     def label(self) -> str:
         """Method and budget."""
-        return Case(self.method, self.budget).label
+        return ReferenceCase(self.method, self.budget).label
 
     @property
     def exactness(self) -> str:
@@ -74,7 +74,7 @@ class Line:
             return found
         return Estimate(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.n)
 
-    def bytes(self, of: Callable[[Row], int]) -> float:
+    def bytes(self, of: Callable[[ReferenceRow], int]) -> float:
         """Return the mean of the bytes that ``of`` returns for a row."""
         return fmean(of(row) for row in self.rows)
 
@@ -117,20 +117,20 @@ class Comparisons:
         return self.asked == 1 and not self.left_out
 
     @property
-    def reference(self) -> Line:
+    def reference(self) -> MethodAtBudget:
         """The reference of every passage."""
         rows = tuple(one.found.reference for one in self.passages)
-        return Line(rows[0].method, None, rows, tuple(one.found.whole_bytes for one in self.passages))
+        return MethodAtBudget(rows[0].method, None, rows, tuple(one.found.whole_bytes for one in self.passages))
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[MethodAtBudget]:
         """The cases that have figures, in the order of the first passage."""
-        of: dict[tuple[str, str | None], list[tuple[Row, int]]] = {}
+        of: dict[tuple[str, str | None], list[tuple[ReferenceRow, int]]] = {}
         for one in self.passages:
             for row in one.found.rows:
                 measured = of.setdefault((row.method, row.budget), [])
                 measured += [] if row.error else [(row, one.found.whole_bytes)]
-        return [Line(*case, *zip(*found, strict=True)) for case, found in of.items() if found]
+        return [MethodAtBudget(*case, *zip(*found, strict=True)) for case, found in of.items() if found]
 
     @property
     def refusals(self) -> list[str]:
@@ -139,7 +139,7 @@ class Comparisons:
         found: dict[tuple[str, str], int] = {}
         measured = {line.label for line in self.lines}
         for row in (row for one in self.passages for row in one.found.rows):
-            label = Case(row.method, row.budget).label
+            label = ReferenceCase(row.method, row.budget).label
             if row.error and (row.error != INTERRUPTED or label not in measured):
                 found[label, row.error] = found.get((label, row.error), 0) + 1
         many = "" if self.single else " on {} of {} passages"

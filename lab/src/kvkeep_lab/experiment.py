@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from kvkeep.errors import UsageError, unknown
-from kvkeep_lab.paper import STRICT, Claim, Paper, Text
+from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
 from kvkeep_lab.reading import takes
 from kvkeep_lab.store import Store, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
@@ -91,7 +91,7 @@ class ExperimentBase(BaseModel, ABC):
         "float32",
         validation_alias=AliasChoices("weights", "dtype"),  # as stores of 0.1 call it
     )
-    paper: Paper | None = None
+    paper: ComparedPaper | None = None
     smoke: dict[str, Any] = {}
 
     @property

@@ -22,7 +22,7 @@ STATES = [code.name.lower() for code in EntryState]
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One forward pass. ``tokens``: in the cache after it; ``changes``: what became of them, see :func:`encoded`."""
 
     tokens: int
@@ -35,7 +35,7 @@ class Trace:
     ``counts``: how many entries of all lanes ended up where; names that nothing has are left out."""
 
     heads: list[int]
-    steps: list[Step]
+    steps: list[RecordedStep]
     counts: dict[str, int]
 
     @property
@@ -75,7 +75,7 @@ class Recorder:
     def __init__(self, cache: KeepCache) -> None:
         self.cache = cache
         self.heads: list[int] = []
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         self._state = torch.zeros(0, 0, dtype=torch.int8)
 
     def record(self) -> None:
@@ -87,7 +87,7 @@ class Recorder:
         if not self.heads:
             self.heads = [layer.shape[0] for layer in layers]
             self._state = now.new_zeros(len(now), 0)
-        self.steps.append(Step(now.shape[1], encoded(arrived(self._state, now.shape[1]), now)))
+        self.steps.append(RecordedStep(now.shape[1], encoded(arrived(self._state, now.shape[1]), now)))
         self._state = now.clone()  # the cache may hand out the same tensor again
 
     def trace(self) -> Trace:

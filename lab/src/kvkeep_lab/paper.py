@@ -40,7 +40,8 @@ class Claim(BaseModel):
 
     of: what the sentence is about: any "method" of its kind, the paper's "model" or its "machine". unlike: how the
     measurement here differs from the paper's, where it does. There is a verdict only on limits of the paper, measured
-    as it measured, and, where the sentence is of a model, on one of :attr:`Paper.models`; on a machine there is none.
+    as it measured, and, where the sentence is of a model, on one of :attr:`ComparedPaper.models`; on a machine there is
+    none.
     """
 
     model_config = STRICT
@@ -70,7 +71,7 @@ class Claim(BaseModel):
         return self.at_least is not None or self.at_most is not None
 
 
-class Paper(BaseModel):
+class ComparedPaper(BaseModel):
     """The paper that an experiment is compared with.
 
     where: the figure or table. setting: the paper's model, precision and machine. models: which of the models that an

@@ -15,7 +15,7 @@ from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import sizes
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.timing import Case, run
+from kvkeep_lab.timing import TimingCase, run
 
 GOOD = 0.25
 """An error up to which a prediction counts as right."""
@@ -78,7 +78,7 @@ def check(
     for candidate, context, entries in planned:
         given: int | None = context + steps + 1 if candidate.spec == "static" else entries
         options = {name: value for name, value in candidate.options(given).items() if value is not None}
-        cases.append(Case(str(candidate), context, candidate.spec, options))
+        cases.append(TimingCase(str(candidate), context, candidate.spec, options))
     try:
         rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
     except Interruption as stop:

@@ -2,7 +2,7 @@
 
 A press with a ``score`` method looks at one layer's keys and values, in order, and at the hidden states of the tokens
 that were just read, and gives every entry a number. Here these numbers drive kvkeep's own eviction: the budget is hard,
-prompts come in chunks, and what leaves may have any fate.
+prompts come in chunks, and evicted entries may have any fate.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.memory.process import Held, held_now
+from kvkeep.memory.process import ProcessMemory, current_process_memory
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
-from kvkeep_lab.timing import Case, random_ids
+from kvkeep_lab.timing import TimingCase, random_ids
 
 WARM_UP = 16
 """Tokens that are read before memory is counted: a process holds more after its first pass."""
@@ -39,8 +39,8 @@ class InProcess:
 
     label: str
     context: int
-    before: Held | None = None
-    held: Held | None = None
+    before: ProcessMemory | None = None
+    held: ProcessMemory | None = None
     resident_bytes: int = 0
     elsewhere_bytes: int = 0
     step_ms: float | None = None
@@ -86,7 +86,7 @@ def _stayed(rows: Sequence[InProcess]) -> str:
 
 
 def measure_each(
-    loaded: Loaded, listed: Sequence[Case], steps: int, progress: Callable[[str, float, float], None]
+    loaded: Loaded, listed: Sequence[TimingCase], steps: int, progress: Callable[[str, float, float], None]
 ) -> list[InProcess]:
     """Measure every case in a new process, which loads the model by its name. Raises :class:`Interruption` with the
     rows, when it is interrupted after the first."""
@@ -110,18 +110,18 @@ def measure_each(
     return rows
 
 
-def measure(name: str, weights: str, device: str, threads: int, case: Case, steps: int) -> InProcess:
+def measure(name: str, weights: str, device: str, threads: int, case: TimingCase, steps: int) -> InProcess:
     """Measure one case in this process, which has to be a new one."""
     torch.set_num_threads(threads)
     loaded = load(name, weights=weights, device=device)
     ids = random_ids(loaded.model, case.length)
     with torch.inference_mode():
         loaded.model(ids[:, :WARM_UP], use_cache=False, logits_to_keep=1)
-    before = held_now()
+    before = current_process_memory()
     cache = new_cache(loaded.model, case.method, **case.options)
     begun, _ = _written(loaded, ids[0].tolist(), cache, 1)
     warm, warm_ms = _written(loaded, begun.sequence, cache, steps)
-    holding, memory = held_now(), warm.memory
+    holding, memory = current_process_memory(), warm.memory
     drops = _Drops(mapped_below(cache_folder() / "checkpoints"))
     dropped_ms = _written(loaded, warm.sequence, cache, steps, drops)[1] if drops.files else None
     rounds = warm.rounds

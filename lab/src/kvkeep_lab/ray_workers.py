@@ -19,13 +19,13 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
 from kvkeep.ray_cluster import connected
 from kvkeep_lab.store import Store
-from kvkeep_lab.workers import POLL, Job, packed, unpacked
+from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked
 
 Files = dict[str, bytes]
 """Contents by path, within the folder that all of them lie in."""
 
 
-def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) -> None:
+def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], None]) -> None:
     """Let tasks on a cluster work on a job, and return when none has anything left to do.
 
     address: of the cluster, ``auto`` for the one that this machine is part of, ``local`` starts one here and ends it.

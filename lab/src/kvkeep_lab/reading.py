@@ -15,7 +15,7 @@ from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.attention_inputs import Attended, watching
-from kvkeep_lab.peers import Reader, peer_of
+from kvkeep_lab.peers import PeerReader, peer_of
 
 _AT_ONCE = 128
 """Positions whose logits are held together."""
@@ -76,7 +76,7 @@ def read(
     first pays for the prompt. What is given next is ``forced``, or else the token with the largest logit."""
     given = ids
     for position in range(new):
-        logits, seconds = cache.step(given) if isinstance(cache, Reader) else _step(model, given, cache)
+        logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
         yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
 

@@ -34,7 +34,7 @@ WARMTHS = ("warm", "cold")
 
 
 @dataclass(frozen=True)
-class Row:
+class RecallRow:
     """One way to have keys and values of ``n`` tokens in one layer.
 
     way: "recompute": the model's projections of ``n`` residuals in one product. "read": a copy of ``n`` entries. "read,
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class RecallReport:
     """One model's rows. hidden, width: d and w, elements of a residual and of a token's entries in one layer. layers:
     which were measured. interrupted: whether it ended early."""
 
@@ -71,7 +71,7 @@ class Report:
     layers: list[int]
     roofline: Roofline
     break_even_bytes_per_s: float
-    rows: list[Row]
+    rows: list[RecallRow]
     interrupted: bool = False
 
 
@@ -89,7 +89,7 @@ def run(
     slow: bool = False,
     folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
-) -> Report:
+) -> RecallReport:
     """Measure ``model`` (called ``name``) at every N of ``counts``, in three layers, ``rounds`` times, interleaved.
 
     slow: also recall that runs whole layers ("tokens", "residual:4"), up to N = ``SLOW_TO`` and in at most two rounds.
@@ -112,7 +112,9 @@ def run(
         bench.close()
     shape = (bench.hidden, bench.width, bench.itemsize)
     limit = bench.roofline.break_even(bench.hidden, bench.itemsize)
-    report = Report(name, *shape, bench.layers, bench.roofline, limit, list(bench.rows(name, samples)), interrupted)
+    report = RecallReport(
+        name, *shape, bench.layers, bench.roofline, limit, list(bench.rows(name, samples)), interrupted
+    )
     if interrupted:
         raise Interruption(report)
     return report
@@ -251,7 +253,7 @@ class _Bench:
             parts = len(group)
             yield _Case(kind, "device", "cold", count), (seconds / parts, minor // parts, read // parts)
 
-    def rows(self, name: str, samples: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
+    def rows(self, name: str, samples: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[RecallRow]:
         """Yield what was measured, in the order of ways, places and N."""
         best = {case: min(sample[0] for sample in found) for case, found in samples.items()}
         for case in sorted(
@@ -265,4 +267,4 @@ class _Bench:
             elif case.way == READ:
                 roof = 1e3 * self.roofline.read_s(case.place, case.n, self.width, self.itemsize)
             ratio = None if rival is None else rival / seconds
-            yield Row(name, *case, 1e3 * seconds, 1e3 * middle, roof, ratio, int(faulted), int(read))
+            yield RecallRow(name, *case, 1e3 * seconds, 1e3 * middle, roof, ratio, int(faulted), int(read))

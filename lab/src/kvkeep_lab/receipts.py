@@ -28,12 +28,12 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.fused import is_whole
+from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import library
 from kvkeep.native.structures import NUMERICS_VERSION
 from kvkeep.policies.methods import resolve
-from kvkeep_lab.answers import Case
+from kvkeep_lab.answers import AnswerCase
 from kvkeep_lab.reading import takes
 
 LENGTHS = (40, 560)
@@ -46,23 +46,23 @@ SHOWN = 16
 """Digits of a digest in a table."""
 _BUDGET = "128"
 CASES = (
-    Case("full"),
-    Case("kv-direct", _BUDGET, "kv", "disk"),
-    Case("kv-direct", _BUDGET, "residual", "host"),
-    Case("snapkv+verified", _BUDGET, "kv", "host"),
-    Case("window", _BUDGET),
-    Case("streaming-llm", _BUDGET),
-    Case("h2o", _BUDGET),
-    Case("snapkv", _BUDGET),
-    Case("h2o+quantize:4", _BUDGET),
-    Case("revive", _BUDGET),
-    Case("kvreviver", _BUDGET),
+    AnswerCase("full"),
+    AnswerCase("kv-direct", _BUDGET, "kv", "disk"),
+    AnswerCase("kv-direct", _BUDGET, "residual", "host"),
+    AnswerCase("snapkv+verified", _BUDGET, "kv", "host"),
+    AnswerCase("window", _BUDGET),
+    AnswerCase("streaming-llm", _BUDGET),
+    AnswerCase("h2o", _BUDGET),
+    AnswerCase("snapkv", _BUDGET),
+    AnswerCase("h2o+quantize:4", _BUDGET),
+    AnswerCase("revive", _BUDGET),
+    AnswerCase("kvreviver", _BUDGET),
 )
 """The caches of a receipt, each with a budget in entries per layer."""
 
 
 @dataclass(frozen=True)
-class Row:
+class ReceiptRow:
     """The digests of one cache. logits: of prompts, logits and tokens; session: of the saved sessions. promised:
     whether the digest of logits is the same on every processor by design, not by measurement. error: why there is
     no digest."""
@@ -85,7 +85,7 @@ class Receipt:
     fingerprint: str
     numerics: int
     prompts: str
-    rows: list[Row]
+    rows: list[ReceiptRow]
 
     @property
     def exact(self) -> str:
@@ -97,7 +97,7 @@ class Receipt:
         """One digest for all rows."""
         return self._digest(self.rows)
 
-    def _digest(self, rows: Iterable[Row]) -> str:
+    def _digest(self, rows: Iterable[ReceiptRow]) -> str:
         head = f"{self.fingerprint} {self.numerics} {self.prompts}\n"
         lines = (f"{row.label} {row.logits} {row.session}\n" for row in rows if not row.error)
         return sha256("".join([head, *lines]).encode()).hexdigest()
@@ -138,7 +138,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "or int4 on the cpu."
         )
     family = ModelGeometry.from_config(loaded.model.config).model_type
-    if not is_whole(loaded.model, layers_of(decoder_of(loaded.model))):
+    if not library_computes(loaded.model, layers_of(decoder_of(loaded.model))):
         raise UsageError(
             f"torch computes parts of the layers of '{loaded.name}' (a {family} model), and its bits differ from one "
             "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "
@@ -149,15 +149,15 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 
 
 def rows(
-    loaded: Loaded, cases: Sequence[Case], prompts: Sequence[Sequence[int]], progress: Callable[[str, int], None]
-) -> Iterator[Row]:
+    loaded: Loaded, cases: Sequence[AnswerCase], prompts: Sequence[Sequence[int]], progress: Callable[[str, int], None]
+) -> Iterator[ReceiptRow]:
     """Yield the row of each case. progress: gets a label and the number of cases done."""
     for number, case in enumerate(cases):
         progress(case.label, number)
         yield _row(loaded.model, case, prompts)
 
 
-def _row(model: Any, case: Case, prompts: Sequence[Sequence[int]]) -> Row:
+def _row(model: Any, case: AnswerCase, prompts: Sequence[Sequence[int]]) -> ReceiptRow:
     logits, session = sha256(), sha256()
     exactness, promised = "", False
     for prompt in prompts:
@@ -166,15 +166,15 @@ def _row(model: Any, case: Case, prompts: Sequence[Sequence[int]]) -> Row:
             exactness, promised = str(cache.exactness), all(report.same_bits for report in cache.describe())
             sequence, found = _answer(model, prompt, cache)
         except KvkeepError as error:
-            return Row(case.label, exactness, promised, error=str(error))
+            return ReceiptRow(case.label, exactness, promised, error=str(error))
         for part in (_ids(prompt), _bytes(found), _ids(sequence[len(prompt) :])):
             logits.update(part)
         for part in _saved(cache, sequence):
             session.update(part)
-    return Row(case.label, exactness, promised, logits.hexdigest(), session.hexdigest())
+    return ReceiptRow(case.label, exactness, promised, logits.hexdigest(), session.hexdigest())
 
 
-def _new_cache(model: Any, case: Case, context: int) -> KeepCache:
+def _new_cache(model: Any, case: AnswerCase, context: int) -> KeepCache:
     options = case.options(context)
     if "chunk" in takes(case.method):
         options["chunk"] = CHUNK
@@ -223,6 +223,6 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def exact_cases() -> list[Case]:
+def exact_cases() -> list[AnswerCase]:
     """Return the cases whose method is exact."""
     return [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]

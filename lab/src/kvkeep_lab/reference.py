@@ -41,7 +41,7 @@ until the reference has been measured."""
 
 
 @dataclass(frozen=True)
-class Case:
+class ReferenceCase:
     """One method (a name with its parameters) and one budget in the user's words; None where the method takes none."""
 
     method: str
@@ -54,7 +54,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReferenceRow:
     """What one method did within one budget.
 
     exactness: what the cache called itself in the end. entries: the effective budget of a full layer.
@@ -93,7 +93,7 @@ class Row:
     @property
     def label(self) -> str:
         """Method and budget."""
-        return Case(self.method, self.budget).label
+        return ReferenceCase(self.method, self.budget).label
 
     @property
     def nll(self) -> float | None:
@@ -118,8 +118,8 @@ class Comparison:
 
     prompt_tokens: int
     new_tokens: int
-    reference: Row
-    rows: list[Row]
+    reference: ReferenceRow
+    rows: list[ReferenceRow]
     whole_bytes: int = 0
 
     @property
@@ -128,7 +128,7 @@ class Comparison:
         return self.prompt_tokens + self.new_tokens
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[ReferenceRow]:
         """The rows that have figures."""
         return [row for row in self.rows if not row.error]
 
@@ -142,32 +142,35 @@ class Position:
     agrees: bool
 
 
-def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
+def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[ReferenceCase]:
     """Return every method at every budget; those that take none come first, once. Raises UsageError for an unknown
     name."""
     bounded = [method for method in methods if "budget" in takes(method)]
-    free = [Case(method) for method in methods if method not in bounded]
-    return free + [Case(method, budget) for budget in budgets for method in bounded]
+    free = [ReferenceCase(method) for method in methods if method not in bounded]
+    return free + [ReferenceCase(method, budget) for budget in budgets for method in bounded]
 
 
 def compare(
     model: Any,
     prompt: Sequence[int],
-    listed: Sequence[Case],
+    listed: Sequence[ReferenceCase],
     *,
     new: int = 64,
     chunk: int | None = None,
     progress: Progress = lambda label, done, total: None,
+    measured: Callable[[ReferenceRow], None] = lambda row: None,
 ) -> Comparison:
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
     ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
-    has its sentence in its row. Raises :class:`Interruption` with the comparison when it is interrupted after the
+    has its sentence in its row. ``measured`` gets each row as it is complete, the reference's first. Raises
+    :class:`Interruption` with the comparison when it is interrupted after the
     reference is complete, and UsageError for a prompt that the model has no positions for.
     """
     progress("the reference", 0.0, 1.0)
     reference = Reference.of(model, prompt, new, chunk)
-    rows: list[Row] = []
+    measured(reference.row)
+    rows: list[ReferenceRow] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
     for number, case in enumerate(listed):
         before = total * number / len(listed)
@@ -179,10 +182,11 @@ def compare(
         try:
             rows.append(reference.measure(case, report))
         except Exception as error:
-            rows.append(Row(case.method, case.budget, error=reason(error)))
+            rows.append(ReferenceRow(case.method, case.budget, error=reason(error)))
         except KeyboardInterrupt:
-            rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
+            rows += [ReferenceRow(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
             raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None
+        measured(rows[-1])
     return Comparison(len(prompt), new, reference.row, rows)
 
 
@@ -213,14 +217,19 @@ def check_fits(model: Any, prompt_tokens: int, new: int) -> None:
 
 
 def _free(
-    case: Case, tokens: list[int], expected: list[int], judged: Sequence[Position], seconds: Sequence[float], cache: Any
-) -> Row:
+    case: ReferenceCase,
+    tokens: list[int],
+    expected: list[int],
+    judged: Sequence[Position],
+    seconds: Sequence[float],
+    cache: Any,
+) -> ReferenceRow:
     """Return the results of a free run, bytes included."""
     divergences = [position.kl for position in judged]
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
     recall = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
-    return Row(
+    return ReferenceRow(
         case.method,
         case.budget,
         exactness=str(getattr(cache, "exactness", Exactness.EXACT)),
@@ -240,7 +249,7 @@ def _free(
     )
 
 
-def _forced(row: Row, judged: Sequence[Position]) -> Row:
+def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
     """Return ``row`` with what the positions report that were given the reference's text."""
     divergences = [position.kl for position in judged]
     return replace(
@@ -264,7 +273,7 @@ class Reference:
     model: Any
     ids: Tensor
     logits: list[Tensor]
-    row: Row
+    row: ReferenceRow
     step_s: float
     chunk: int | None
 
@@ -281,14 +290,14 @@ class Reference:
         logits, seconds = zip(*read(model, ids, cache, new), strict=True)
         tokens = [int(one.argmax()) for one in logits]
         judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
-        row = _forced(_free(Case(method), tokens, tokens, judged, seconds, cache), judged)
+        row = _forced(_free(ReferenceCase(method), tokens, tokens, judged, seconds, cache), judged)
         return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
 
     def work(self, tokens: int, steps: int) -> float:
         """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
         return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
 
-    def measure(self, case: Case, report: Callable[[float], None] = lambda done: None) -> Row:
+    def measure(self, case: ReferenceCase, report: Callable[[float], None] = lambda done: None) -> ReferenceRow:
         """Run one case freely, and then forced unless the free run was given the same text anyway. ``report`` gets the
         work done, in seconds of the reference's own speed."""
         row, judged = self._run_freely(case, report)
@@ -297,7 +306,7 @@ class Reference:
             judged = list(self._run_forced(case, lambda done: report(one_pass + done)))
         return _forced(row, judged)
 
-    def _run_freely(self, case: Case, report: Callable[[float], None]) -> tuple[Row, list[Position]]:
+    def _run_freely(self, case: ReferenceCase, report: Callable[[float], None]) -> tuple[ReferenceRow, list[Position]]:
         expected, cache = self.row.tokens, self._cache(case, report)
         tokens: list[int] = []
         seconds: list[float] = []
@@ -309,13 +318,13 @@ class Reference:
             report(self.work(self.ids.shape[1], step))
         return _free(case, tokens, expected, judged, seconds, cache), judged
 
-    def _run_forced(self, case: Case, report: Callable[[float], None]) -> Iterator[Position]:
+    def _run_forced(self, case: ReferenceCase, report: Callable[[float], None]) -> Iterator[Position]:
         expected, cache = self.row.tokens, self._cache(case, report)
         for step, (logits, _) in enumerate(read(self.model, self.ids, cache, len(expected), expected)):
             yield judge(self.logits[step], logits, expected[step])
             report(self.work(self.ids.shape[1], step))
 
-    def _cache(self, case: Case, report: Callable[[float], None]) -> Any:
+    def _cache(self, case: ReferenceCase, report: Callable[[float], None]) -> Any:
         context = self.ids.shape[1] + len(self.row.tokens)
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):

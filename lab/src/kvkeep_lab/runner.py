@@ -26,8 +26,8 @@ from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Sample, Task
-from kvkeep_lab.workers import ATTEMPTS, Job, RunProgress, work_in_processes
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
+from kvkeep_lab.workers import ATTEMPTS, RunProgress, WorkerJob, work_in_processes
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Runner:
                 step(min(steps, round(steps * done / max(total, 1e-9))))
 
             return {"data": study.plain(study.measure(Trial(loaded, self.sources, cell.seed, progress)))}
-        task, outcomes = self.experiment.task, list[Outcome]()
+        task, outcomes = self.experiment.task, list[TaskOutcome]()
         subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
         for sample in self._prepare(loaded, task, cell):
             outcomes.append(_finite(task.measure(subject, sample)))
@@ -187,7 +187,7 @@ def _run(
     before = store.done()
     todo = tuple(cell for cell in cells if fresh or cell.key not in before)
     since = Store(store.path, store.end)
-    job = Job(partial(Runner, experiment), sources, todo, experiment.steps, device, workers or 1)
+    job = WorkerJob(partial(Runner, experiment), sources, todo, experiment.steps, device, workers or 1)
 
     def poll() -> None:
         """Report how far other processes are."""
@@ -215,14 +215,14 @@ def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
     return {record.cell: record for record in store.records if record.cell in keys}
 
 
-def _finite(outcome: Outcome) -> Outcome:
+def _finite(outcome: TaskOutcome) -> TaskOutcome:
     for name, value in outcome.scores.items():
         if not math.isfinite(value):
             raise KvkeepError(f"The model gave {value} for {name}, which is no number to go by.")
     return outcome
 
 
-def _numbers(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _numbers(metrics: Sequence[Metric], outcomes: Sequence[TaskOutcome]) -> dict[str, Any]:
     """Return the scores and costs of a cell's samples, as its record keeps them."""
     costs = [outcome.cost for outcome in outcomes]
     largest = max(costs, key=lambda cost: cost.held_bytes)

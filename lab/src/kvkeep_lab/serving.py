@@ -49,7 +49,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamedAnswer:
     """One answer: when it was asked for, when its pieces came, and its tokens."""
 
     requested: float
@@ -125,7 +125,7 @@ def _measured(server: Server, running: Running, context: int, count: int, steps:
     )
 
 
-def writing_rate(streams: Sequence[Stream]) -> float | None:
+def writing_rate(streams: Sequence[StreamedAnswer]) -> float | None:
     """Return the tokens a second between the last first token and the first last one; None where an answer had ended
     before another began."""
     begin, end = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
@@ -144,7 +144,9 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
     return Arbiter(bytes_of(memory)).fitting(cache, tokens)
 
 
-def _answers(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+def _answers(
+    server: Server, running: Running, context: int, count: int, steps: int
+) -> tuple[list[StreamedAnswer], int]:
     """Ask for ``count`` answers at once. Return them, and the most bytes that the server held. Raises KvkeepError."""
     from openai import OpenAIError
 
@@ -154,7 +156,9 @@ def _answers(server: Server, running: Running, context: int, count: int, steps: 
         raise KvkeepError(f"The server did not answer: {error}") from error
 
 
-async def _burst(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+async def _burst(
+    server: Server, running: Running, context: int, count: int, steps: int
+) -> tuple[list[StreamedAnswer], int]:
     from openai import AsyncOpenAI
 
     draw = random.Random(f"{context} {count}")
@@ -177,7 +181,7 @@ async def _burst(server: Server, running: Running, context: int, count: int, ste
     return streams, peak
 
 
-async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Stream:
+async def _stream(client: Any, server: Server, prompt: str, steps: int) -> StreamedAnswer:
     usage = {"stream_options": {"include_usage": True}} if server.usage else {}
     requested, times, tokens = time.perf_counter(), [], 0
     options = {"max_tokens": steps, "temperature": 0.0, "stream": True, **usage}
@@ -188,7 +192,7 @@ async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Strea
             tokens = piece.usage.completion_tokens
     if not times:
         raise KvkeepError("An answer has no text.")
-    return Stream(requested, times, tokens or len(times))
+    return StreamedAnswer(requested, times, tokens or len(times))
 
 
 def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:

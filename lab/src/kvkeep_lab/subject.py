@@ -14,9 +14,9 @@ from kvkeep.decode.generate import generate
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of
-from kvkeep_lab.peers import Reader, peer_of
+from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.reading import cache_for, continued, read, scores, whole_bytes
-from kvkeep_lab.reference import Case, Reference, Row
+from kvkeep_lab.reference import Reference, ReferenceCase, ReferenceRow
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AnswerCost:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SubjectAnswer:
     """What was written, greedily, and its cost. logs: ln p of each token of the right answer, where one was given."""
 
     text: str
@@ -82,19 +82,19 @@ class Subject:
         peer = peer_of(self.method)
         return {} if peer is None else peer.versions
 
-    def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
+    def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> SubjectAnswer:
         """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
         called with the text so far. Methods that draft do so in rounds."""
         context = len(ids) + new
         cache = self._cache(context)
-        if isinstance(cache, Reader):
+        if isinstance(cache, PeerReader):
             return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps = len(made.tokens) - 1
         seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
-        return Answer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
+        return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
 
-    def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Answer:
+    def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
         """Return ln p of each token of a ``right`` answer to a prompt, and what is written without it.
 
         The right answer is given token by token, as decoding would. Where each of its tokens is the likeliest, the
@@ -111,7 +111,7 @@ class Subject:
             agrees = agrees and int(logits.argmax()) == token
         cost = self._cost(cache, len(ids), context, seconds)
         if agrees:
-            return Answer(self.tokenizer.decode(list(right)), list(right), cost, logs)
+            return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self.write(ids, new), cost=cost, logs=logs)
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
@@ -149,12 +149,12 @@ class Subject:
         token_s = None if exact or not seconds[1:] else fmean(seconds[1:])
         return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
 
-    def compare(self, ids: Sequence[int], new: int) -> Row:
+    def compare(self, ids: Sequence[int], new: int) -> ReferenceRow:
         """Return how far ``new`` tokens after the prompt are from the unbounded cache's."""
         key = (*ids, new)
         if key not in self.references:
             self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
-        return self.references[key].measure(Case(self.method, self.budget))
+        return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
     def _cost(self, cache: Any, prompt_tokens: int, context: int, seconds: Sequence[float]) -> AnswerCost:
         """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each; ``context``:
@@ -174,11 +174,11 @@ class Subject:
     def _full(self, context: int) -> Any:
         """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
         cache = self._cache(context)
-        if isinstance(cache, Reader):
+        if isinstance(cache, PeerReader):
             raise UsageError(f"'{self.method}' reads prompts by itself, and cannot score texts that are given.")
         return cache
 
-    def _written(self, reader: Reader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> Answer:
+    def _written(self, reader: PeerReader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> SubjectAnswer:
         """Write greedily with what does the reading itself."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
@@ -192,4 +192,4 @@ class Subject:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if tokens[-1] in ends or ended(text):
                 break
-        return Answer(text, tokens, self._cost(reader, len(ids), len(ids) + new, seconds))
+        return SubjectAnswer(text, tokens, self._cost(reader, len(ids), len(ids) + new, seconds))

@@ -38,7 +38,7 @@ after it, the first of all left out: it warms up."""
 
 
 @dataclass(frozen=True)
-class Case:
+class TimingCase:
     """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
     ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows.
     ``by``: who takes the seconds, where another engine runs the model."""
@@ -109,7 +109,7 @@ class _Taken:
 
 def run(
     model: Any,
-    listed: Sequence[Case],
+    listed: Sequence[TimingCase],
     *,
     rounds: int = 3,
     steps: int = 16,
@@ -144,7 +144,7 @@ def run(
     return _rows(listed, taken)
 
 
-def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
+def _rows(listed: Sequence[TimingCase], taken: Sequence[_Taken]) -> list[Timed]:
     def ratio(mine: float | None, rival: float | None) -> float | None:
         return mine / rival if mine and rival else None
 
@@ -167,7 +167,7 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
 
 @torch.no_grad()  # as transformers' own generate runs
 def _measure(
-    model: Any, case: Case, samples: _Taken, steps: int, patience_s: float, clock: Callable[[], float]
+    model: Any, case: TimingCase, samples: _Taken, steps: int, patience_s: float, clock: Callable[[], float]
 ) -> None:
     """Add the seconds of a prompt, of steps and of merging to ``samples``, and set its ``memory`` to what the cache
     holds."""

@@ -40,7 +40,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """What the workers of one run have in common.
 
     make: makes what measures, of ``sources`` (the files that prompts are made of), ``device``, ``workers`` (how many
@@ -89,7 +89,7 @@ class Job:
             yield from group
 
 
-def work_in_processes(job: Job, store: Store, poll: Callable[[], None]) -> None:
+def work_in_processes(job: WorkerJob, store: Store, poll: Callable[[], None]) -> None:
     """Let ``job.workers`` processes work on a job, and return when none has anything left to do.
 
     They share the cores, unless OMP_NUM_THREADS says how many threads each has, and take GPUs in turn, unless the job
@@ -123,7 +123,7 @@ def devices(device: str | None, count: int) -> list[str | None]:
     return [f"cuda:{number % gpus}" if gpus else device for number in range(count)]
 
 
-def packed(dumps: Callable[[Any], bytes], job: Job) -> bytes:
+def packed(dumps: Callable[[Any], bytes], job: WorkerJob) -> bytes:
     """Return a job as bytes for another process; raises UsageError where that cannot be."""
     try:
         return dumps(job)
@@ -131,10 +131,10 @@ def packed(dumps: Callable[[Any], bytes], job: Job) -> bytes:
         raise _not_importable(error) from error
 
 
-def unpacked(order: bytes) -> Job:
+def unpacked(order: bytes) -> WorkerJob:
     """Return the job; raises UsageError where it is made of what this process cannot import."""
     try:
-        job: Job = pickle.loads(order)
+        job: WorkerJob = pickle.loads(order)
         return job
     except Exception as error:  # whatever importing a user's module raises
         raise _not_importable(error) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
@@ -28,7 +28,7 @@ class CacheOptions:
     budget: options.Budget = None
     exact: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--exact",
             "-e",
             help="Generate the same tokens as the unbounded cache, by draft and verify; --method (default: snapkv) "
@@ -37,15 +37,15 @@ class CacheOptions:
     ] = False
     memory: Annotated[
         str | None,
-        typer.Option(help="With --budget auto: bytes for the cache (64MB).", show_default="half of the free memory"),
+        Option(help="With --budget auto: bytes for the cache (64MB).", show_default="half of the free memory"),
     ] = None
     kv_budget_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Use method kv-lru with this budget in entries per layer, as in llama.cpp; 0 is off."),
+        Option(min=0, help="Use method kv-lru with this budget in entries per layer, as in llama.cpp; 0 is off."),
     ] = None
     kv_budget_mb: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--kv-budget-mb", min=0, help="Use method kv-lru with this budget in megabytes, as in llama.cpp; 0 is off."
         ),
     ] = None
@@ -53,14 +53,14 @@ class CacheOptions:
     where: options.Where = None
     capacity: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Maximum number of entries stored; the oldest are discarded, which makes the cache lossy.",
             show_default="unlimited",
         ),
     ] = None
-    folder: Annotated[
-        str | None, typer.Option(help="Folder for --where disk.", show_default="the user's cache folder")
-    ] = None
+    folder: Annotated[str | None, Option(help="Folder for --where disk.", show_default="the user's cache folder")] = (
+        None
+    )
 
     def check(self) -> None:
         """Check what can be known without importing torch. Raises UsageError or BudgetError."""

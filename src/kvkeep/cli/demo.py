@@ -24,7 +24,7 @@ from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation
-    from kvkeep.memory.process import Held
+    from kvkeep.memory.process import ProcessMemory
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY = ("window", "streaming-llm", "h2o")
@@ -48,8 +48,7 @@ NEXT = (
 
 def demo(
     doc: Annotated[
-        str | None,
-        typer.Option(help="Text to ask about; - is standard input.", show_default="this project's licence"),
+        str | None, typer.Option(help="Text to ask about; - is standard input.", show_default="this project's licence")
     ] = None,
     question: Annotated[
         str | None, typer.Option(help="Question about the text.", show_default="the password planted in the licence")
@@ -92,7 +91,7 @@ def demo(
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    with startup():
+    with startup(model):
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
 
@@ -116,7 +115,7 @@ def demo(
     for method in requests:
         try:
             cache = cache_of(method)
-            with reading(len(ids), f"{method}: prompt") as advance:
+            with reading(len(ids), f"{method} reads", silent=json) as advance:
                 made = generate(
                     loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance
                 )
@@ -165,7 +164,7 @@ class Answer:
     method: str
     made: Generation | None = None
     """None: the method refused the budget."""
-    process: Held | None = None
+    process: ProcessMemory | None = None
     """Memory of the process after the answer; None: unknown."""
     refused: str = ""
     """Why the method refused the budget."""
@@ -184,11 +183,11 @@ class Answer:
         return {**as_json(self.made), "right": self.right(expect, full), "process": process}
 
 
-def _process_memory() -> Held | None:
-    from kvkeep.memory.process import held_now
+def _process_memory() -> ProcessMemory | None:
+    from kvkeep.memory.process import current_process_memory
 
     try:
-        return held_now()
+        return current_process_memory()
     except KvkeepError:  # not on Linux
         return None
 

@@ -36,14 +36,14 @@ def generate(
     cache.check()
     model.check()
     messages = question(read_text(file) if file else None, prompt)
-    with startup():
+    with startup(model.model):
         from kvkeep.decode.generate import generate as run
 
         requested = cache.parse(chunk)
         loaded = model.load()
     ids = encode(loaded.tokenizer, messages, raw=raw)
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
-    with interruptible() as interrupted, reading(len(ids)) as advance:
+    with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
         try:
             result = run(
                 loaded.model,

@@ -264,8 +264,8 @@ def _markdown(rows: Rows) -> str:
 
 def _print(rows: Rows) -> None:
     table = Table(box=None, header_style="bold")
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, no_wrap=number == 0)  # names stay whole
+    for heading in rows[0]:
+        table.add_column(heading)
     for row in rows[1:]:
         table.add_row(*row)
     show(table)

@@ -8,33 +8,33 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from kvkeep.cli import completion
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
-from kvkeep.models.named import check_device, known, place_of
+from kvkeep.models.model_names import check_device, checked_format, place_of
 
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="An embedded model ('kvkeep models'), a GGUF file, a folder, or a hub id.")
+    str, Option("--model", "-m", help="An embedded model ('kvkeep models'), a GGUF file, a folder, or a hub id.")
 ]
 Weights = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Format of the weights: float32, bfloat16, float16, int8, int4, or auto, which keeps the format of the "
         "model's file."
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="Device of the model: cpu, cuda, cuda:1, mps.", show_default="cuda if there is one, else cpu"),
+    Option(help="Device of the model: cpu, cuda, cuda:1, mps.", show_default="cuda if there is one, else cpu"),
 ]
 Method = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--method",
         "-x",
         help="Cache method ('kvkeep methods' lists them); 'stock' is transformers' own cache.",
@@ -44,7 +44,7 @@ Method = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--budget",
         "-b",
         help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0 (every entry "
@@ -53,7 +53,7 @@ Budget = Annotated[
 ]
 Checkpoint = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--checkpoint",
         "-c",
         help="What is stored of evicted entries: kv, residual, residual:STRIDE, tokens.",
@@ -62,7 +62,7 @@ Checkpoint = Annotated[
 ]
 Where = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--where",
         "-w",
         help="Where evicted entries are stored: device, host, disk.",
@@ -70,15 +70,13 @@ Where = Annotated[
     ),
 ]
 Chunk = Annotated[
-    int | None,
-    typer.Option(help="Prompt tokens processed in one pass.", show_default="512, or the budget if smaller"),
+    int | None, Option(help="Prompt tokens processed in one pass.", show_default="512, or the budget if smaller")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")]
+MaxTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")]
 Sessions = Annotated[
-    str | None,
-    typer.Option(metavar="FOLDER", help="Folder of saved sessions.", show_default="$KVKEEP_DATA/sessions"),
+    str | None, Option(metavar="FOLDER", help="Folder of saved sessions.", show_default="$KVKEEP_DATA/sessions")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object on standard output, nothing else.")]
+Json = Annotated[bool, Option("--json", help="Print a single JSON object on standard output, nothing else.")]
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ class SamplingOptions:
     """How tokens are chosen, and how many."""
 
     max_tokens: MaxTokens = 128
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling, which makes it repeatable.")] = None
+    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[int | None, Option(help="Random seed, for repeatable sampling.")] = None
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -114,18 +112,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     The fields of a parameter's default are the defaults of the options, else those that the dataclass declares.
     """
-    hints = get_type_hints(function, include_extras=True)
+    hints, kind = get_type_hints(function, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     groups: dict[str, type[Any]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if not is_dataclass(group := hints[name]):
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=group))
+            parameters.append(parameter.replace(kind=kind, annotation=group))
             continue
         groups[name] = group  # type: ignore[assignment] # a class: an annotation is no instance
         defaults = group if parameter.default is parameter.empty else parameter.default
         types = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            kind, default = inspect.Parameter.KEYWORD_ONLY, getattr(defaults, field.name)
+            default = getattr(defaults, field.name)
             parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=types[field.name]))
 
     def run(**given: Any) -> None:
@@ -147,7 +145,7 @@ def check_model(model: str, weights: str = "auto", device: str | None = None, *,
         UsageError: an unknown name of a model, weight format or device.
         ModelError: a path without a model.
     """
-    known(weights)
+    checked_format(weights)
     check_device(device)
     if not (config and model.endswith(".json") and Path(model).expanduser().is_file()):
         place_of(model)

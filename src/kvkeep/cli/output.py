@@ -8,16 +8,29 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from types import FrameType
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+SILENCE_S = 1.0
+"""Seconds of work after which a line says what is going on, where there is no terminal for a bar."""
 
 _CONTROLS = {
     code: None
@@ -54,21 +67,59 @@ def note(text: str) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table: as wide as the terminal or ``$COLUMNS``; without either as wide as its contents."""
-    needed = Measurement.get(out, out.options.update(width=1000), table).maximum
-    fixed = out.is_terminal or os.environ.get("COLUMNS")
-    (out if fixed else Console(width=max(needed, out.width), highlight=False)).print(table)
+    """Print a table: as wide as the terminal or ``$COLUMNS``, without either as wide as its contents. Headings and
+    sentences wrap between words. Numbers and names never wrap: a table may be wider for them."""
+    narrow = out.is_terminal or os.environ.get("COLUMNS")
+    for column in table.columns if narrow else ():
+        cells, heading = [str(cell) for cell in column.cells], str(column.header).split()
+        numbers = column.justify == "right"
+        column.min_width = max(map(cell_len, [*heading, *(cells if numbers else " ".join(cells).split())]), default=0)
+        column.width, column.no_wrap = column.min_width if numbers else None, False
+        table.pad_edge, table.collapse_padding = False, True
+    needed = Measurement.get(out, out.options.update(width=1000), table)
+    width = needed.minimum if narrow else needed.maximum
+    (out if width <= out.width else Console(width=width, highlight=False)).print(table)
+
+
+class _Time(ProgressColumn):
+    """The time that is left, once there is an estimate; until then the time that has passed."""
+
+    def render(self, task: Task) -> Text:
+        left = task.time_remaining
+        seconds = int(task.elapsed or 0) if left is None else int(left)
+        return Text(f"{seconds // 60}:{seconds % 60:02}{'' if left is None else ' left'}")
 
 
 @contextmanager
-def reading(total: int, label: str = "reading") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of prompt tokens, and remove it when all are processed."""
-    columns = (SpinnerColumn(), TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def loading(name: str) -> Iterator[None]:
+    """Within the block, show on a terminal that a model is being loaded, and for how long."""
+    columns = (SpinnerColumn(), TextColumn(f"Loading {name} ..."), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=total)
+        progress.add_task("")
+        yield
+
+
+@contextmanager
+def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar of prompt tokens, removed when all are read; unless on a terminal, a line if it takes longer
+    than :data:`SILENCE_S`. silent: on a terminal only."""
+    line = f"{label} {total:,} token{'' if total == 1 else 's'}"
+    if not err.is_terminal:
+        timer = Timer(SILENCE_S, note, [f"{line} ..."])
+        timer.daemon = True
+        if not silent:
+            timer.start()
+        try:
+            yield lambda done: timer.cancel() if done >= total else None
+        finally:
+            timer.cancel()
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Time())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(line, total=None)
 
         def advance(done: int) -> None:
-            progress.update(task, completed=min(done, total))
+            progress.update(task, completed=min(done, total), total=total, description=f"{line}, {done:,} done")
             if done >= total:
                 progress.stop()
 

@@ -92,6 +92,9 @@ def _print(planned: Planned, everything: bool, output: str | None) -> None:
     machine = planned.machine
     note(f"{machine.name} ({machine.source}); weights {size(planned.shape.weight_bytes)}, not counted")
     show(_table(planned, everything))
+    out.print(
+        "* recommended" + (", + on the frontier: no other cache beats it in memory and time" if everything else "")
+    )
     out.print(planned.reason)
     if output is not None:
         note(f"The figure is in {output}.")
@@ -114,7 +117,7 @@ def _free(device: str) -> int:
     """Return half of the free bytes."""
     import torch
 
-    from kvkeep.models.room import free_memory
+    from kvkeep.models.weight_memory import free_memory
 
     return free_memory(torch.device(device)) // 2
 
@@ -136,22 +139,22 @@ def _as_json(planned: Planned, model: str, output: str | None) -> dict[str, Any]
 
 def _table(planned: Planned, everything: bool) -> Table:
     table = Table(box=None, header_style="bold")
-    for heading in ("cache", "class", "entries", "memory", "elsewhere", "prompt s", "ms a token", ""):
-        table.add_column(heading, justify="left" if heading in ("cache", "class", "") else "right", no_wrap=True)
+    for heading in ("cache", "class", "entries", "memory", "elsewhere", "prompt s", "ms a token", "drafts"):
+        table.add_column(heading, justify="left" if heading in ("cache", "class") else "right")
     shared = planned.machine.shared
     for row in planned.rows:
         if not (everything or row.frontier or row is planned.best):
             continue
         elsewhere = row.sizes.disk + (0 if shared else row.sizes.host)
-        mark = "recommended" if row is planned.best else "frontier" if row.frontier and everything else ""
+        mark = " *" if row is planned.best else " +" if row.frontier and everything else ""
         table.add_row(
-            str(row.candidate),
+            f"{row.candidate}{mark}",
             str(row.exactness),
             "all" if row.candidate.keeps_all else f"{row.budget:,}",
             size(row.memory),
             size(elsewhere) if elsewhere else "-",
             f"{row.cost.prefill:.3g}",
-            f"{1e3 * row.cost.step:.3g}" + (f" ({row.cost.drafts} drafts)" if row.cost.drafts else ""),
-            mark,
+            f"{1e3 * row.cost.step:.3g}",
+            f"{row.cost.drafts or '-'}",
         )
     return table

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+from kvkeep.cli.output import loading
 
 
 @contextmanager
-def startup() -> Iterator[None]:
-    """Import the used part of transformers; the block imports the rest and loads the model.
+def startup(model: str | None = None) -> Iterator[None]:
+    """Import the used part of transformers; the block imports the rest and loads the model. A terminal shows that
+    ``model`` is being loaded.
 
     Garbage collection is off during the block, and ignores the objects made in it from then on: imported modules stay,
     and scanning a million objects again and again takes a tenth of a start.
     """
-    from kvkeep.models.imports import import_transformers
-    from kvkeep.native.library import trim_memory
+    with nullcontext() if model is None else loading(model):
+        # Imported here, so that the terminal shows something before it takes time.
+        from kvkeep.models.imports import import_transformers
+        from kvkeep.native.library import trim_memory
 
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        import_transformers()
-        yield
-    finally:
-        if enabled:
-            gc.freeze()
-            gc.enable()
-        trim_memory()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            import_transformers()
+            yield
+        finally:
+            if enabled:
+                gc.freeze()
+                gc.enable()
+            trim_memory()

@@ -22,5 +22,5 @@ class Part(ABC):
         return {}
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
+        """Raise ShapeError where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
         been restored by then."""

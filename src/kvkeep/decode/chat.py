@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
-from kvkeep.decode.past import Past, common
 from kvkeep.decode.prompt import Messages, encode, written_ids
 from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
 from kvkeep.decode.session_file import SessionFile
@@ -44,7 +44,7 @@ class Conversation:
     """Messages, the cache (also one of transformers' own), and the token ids it has processed."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
-        self.model, self.tokenizer, self.past = model, tokenizer, Past(cache)
+        self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.last: Last | None = None  # None too where messages were changed since
         self._forgot = False  # since it was saved
@@ -220,7 +220,7 @@ class Conversation:
 
     def use(self, cache: Cache) -> None:
         """Keep the conversation in ``cache``, which has processed what the one before has, or nothing yet."""
-        self.past = Past(cache, self.ids[: cache.get_seq_length()])
+        self.past = CachedText(cache, self.ids[: cache.get_seq_length()])
 
     def excess(self, question: str | None, limit: int) -> tuple[int, int]:
         """Return how many of the oldest turns have to go so that the prompt for ``question`` (None: that in which the
@@ -304,7 +304,7 @@ class Conversation:
         all that it has read, so where that was more, it reads again."""
         own = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         own += [] if self.last is None else [self.last.sequence]
-        shared = max((common(self.ids, ids) for ids in own), default=0)
+        shared = max((common_prefix(self.ids, ids) for ids in own), default=0)
         if shared:
             self.past.align(self.ids[: shared + 1], crops=not self._lossy)
         else:

@@ -195,13 +195,13 @@ class Writer(Journal):
         self._place = self.end
         if new := not self._place:
             self._write(MAGIC)
-        self._own, self.mark = self._place, os.urandom(MARK)
+        self._lease_place, self.mark = self._place, os.urandom(MARK)
         self._record(LEASE, [NUMBER.pack(self.lease), self.mark])
         os.fsync(self._file.fileno())
         if new and self._named:
             sync_name(self.path)
         self.end, self._owns = self._place, False  # checked in every turn
-        self._proof = self._read(self._own, self.end - self._own)
+        self._proof = self._read(self._lease_place, self.end - self._lease_place)
 
     def close(self) -> None:
         """Release the session."""
@@ -255,9 +255,9 @@ class Writer(Journal):
         def write(file: IO[bytes]) -> None:
             for earlier in made:  # this may be called twice
                 earlier._file.close()
-            own = FileIO(os.dup(file.fileno()), "r+")
-            lock(own)
-            made[:] = [self._on(self.path, own, self.lease)]
+            copy = FileIO(os.dup(file.fileno()), "r+")
+            lock(copy)
+            made[:] = [self._on(self.path, copy, self.lease)]
             fill(made[0])
 
         self._check_lease()
@@ -293,8 +293,8 @@ class Writer(Journal):
         if not self._named:
             return
         length = os.fstat(self._file.fileno()).st_size
-        own = length == self._place and self._read(self._own, len(self._proof)) == self._proof
-        self._owns = own and is_at(self._file, self.path)
+        unchanged = length == self._place and self._read(self._lease_place, len(self._proof)) == self._proof
+        self._owns = unchanged and is_at(self._file, self.path)
         if not self._owns:
             raise self._followed()
 
@@ -305,7 +305,7 @@ class Writer(Journal):
         )
 
 
-def held(path: Path) -> bool:
+def open_for_writing(path: Path) -> bool:
     """Return whether a process has the journal at ``path`` open for writing."""
     try:
         with FileIO(str(path), "r") as file:
@@ -332,7 +332,7 @@ def _locked(path: Path) -> FileIO:
             if time.monotonic() > until:
                 file.close()
                 raise SessionBusy(
-                    f"The session '{path}' is in use by another program; end that one, or name another session."
+                    f"The session '{path}' is in use by another program; end that program, or name another session."
                 ) from error
             time.sleep(_PATIENCE_S / 5)
         except BaseException:

@@ -103,8 +103,8 @@ def _special(tokenizer: Any) -> re.Pattern[str] | None:
 def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
     """Return the token ids of a conversation whose messages spell special tokens out. While the template is filled in,
     a character of private use that no message has stands for each; what lies between them is encoded as ever."""
-    whole = "".join(message["content"] for message in messages)
-    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in whole)
+    joined = "".join(message["content"] for message in messages)
+    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in joined)
     marks = dict(zip(spelt, free, strict=False))
     pattern = _special(tokenizer)
     assert pattern is not None
@@ -113,8 +113,8 @@ def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
     stands = {mark: name for name, mark in marks.items()}
     ids: list[int] = []
     for part in re.split(f"([{''.join(stands)}])", text):
-        own = stands.get(part)
-        ids += tokenizer(own or part, add_special_tokens=False, split_special_tokens=own is not None).input_ids
+        special = stands.get(part)
+        ids += tokenizer(special or part, add_special_tokens=False, split_special_tokens=special is not None).input_ids
     return ids
 
 

@@ -22,7 +22,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, empty
 from kvkeep.decode.session_layout import check_restored, check_shares, check_tensors
 from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, UsageError
-from kvkeep.memory.extent import Misfit
+from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import Rows
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
@@ -82,7 +82,7 @@ def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Row
     cache = session.cache
     check_savable(cache)
     if any(len(row) != cache.get_seq_length() for row in session.ids):
-        raise UsageError(f"A session is saved with the ids of the cache's {cache.get_seq_length()} tokens.")
+        raise UsageError(f"A session needs the ids of all {cache.get_seq_length()} tokens of its cache.")
     about = {
         "fingerprint": fingerprint(cache.model),
         "tokenizer": session.tokenizer,
@@ -101,7 +101,7 @@ def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Row
 def check_savable(cache: Cache) -> None:
     """Raise SessionError if a cache of this kind cannot be saved."""
     if not isinstance(cache, KeepCache):
-        raise SessionError("A session on transformers' own cache cannot be saved; method 'full' can.")
+        raise SessionError("A session with transformers' own cache cannot be saved; use method 'full'.")
     if (parts := processes(cache.model)) > 1:
         raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
     if others := cache.geometry.other_layers:
@@ -160,8 +160,7 @@ def _request(file: SessionFile, model: Any, tokenizer: str | None) -> Request:
         )
     if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
         raise SessionError(
-            "it was saved with another tokenizer, to which its ids mean something else; load that one, or start a new "
-            "session."
+            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
         )
     try:
         request = Request.parse(about["method"], about["budget"], **about["options"])
@@ -193,7 +192,7 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
         names = set(file.stored) - {NAME_OF_IDS}
         transfer.restore(cache, names, file.tensor, past)
         check_restored(cache, file, past)
-    except Misfit as error:
+    except ShapeError as error:
         raise _odd(str(error)) from error
     except KvkeepError:
         raise

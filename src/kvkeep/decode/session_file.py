@@ -48,14 +48,14 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorForm:
     """A tensor in a file: its shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, part: Tensor | Rows) -> Stored:
+    def of(cls, part: Tensor | Rows) -> TensorForm:
         """Return the form of a tensor, or of all rows of a store, which has some."""
         if isinstance(part, Tensor):
             return cls(tuple(part.shape), part.dtype)
@@ -86,7 +86,7 @@ class Stored:
         return max(1, PAGE_BYTES // max(self.row_bytes, 1))
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Rows of a tensor: ``rows`` of the page at ``place``, behind its first ``skip``."""
 
     rows: int
@@ -95,9 +95,9 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Held:
-    form: Stored
-    spans: list[Span]
+class _StoredTensor:
+    form: TensorForm
+    spans: list[PageSpan]
 
 
 class SessionFile:
@@ -131,8 +131,8 @@ class SessionFile:
 
     def follows(self, other: SessionFile) -> bool:
         """Return whether nobody has written to a shared session since ``other``, which is closed, did."""
-        own = self._journal
-        return isinstance(own, SharedWriter) and own.before == other._journal.mark
+        journal = self._journal
+        return isinstance(journal, SharedWriter) and journal.before == other._journal.mark
 
     @property
     def mark(self) -> str:
@@ -157,27 +157,27 @@ class SessionFile:
         return str(self._journal.path)
 
     @property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, TensorForm]:
         """Shapes and dtypes by name."""
-        return {name: held.form for name, held in self._table.items()}
+        return {name: stored.form for name, stored in self._table.items()}
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor. Raises SessionError where its bytes are not what was written."""
-        held = self._table[name]
-        form, start = held.form, 0
-        whole = torch.empty(form.shape, dtype=form.dtype)
-        for span in held.spans:
-            own = whole.narrow(form.axis, start, span.rows) if form.shape else whole
-            own.copy_(_rows(self._journal, form, span))
+        stored = self._table[name]
+        form, start = stored.form, 0
+        tensor = torch.empty(form.shape, dtype=form.dtype)
+        for span in stored.spans:
+            part = tensor.narrow(form.axis, start, span.rows) if form.shape else tensor
+            part.copy_(_rows(self._journal, form, span))
             start += span.rows
-        return whole
+        return tensor
 
     def _fold(self) -> None:
         """Apply all turns, one after the other."""
         self.about: Any = None
         self.turns, self.created, self.saved = 0, time.time(), time.time()
         self._notes: Any = {}
-        self._table: dict[str, _Held] = {}
+        self._table: dict[str, _StoredTensor] = {}
         for payload in self._journal.turns:
             turn = json.loads(payload)
             self._table = {
@@ -187,21 +187,21 @@ class SessionFile:
             self._notes = _with(turn["notes"], self._notes)
             self.about = turn["about"]
             self.turns, self.created, self.saved = int(turn["turn"]), float(turn["created"]), float(turn["saved"])
-        for held in self._table.values():
-            self._check(held)
+        for stored in self._table.values():
+            self._check(stored)
         if self._journal.turns:
             self.about = self.about | {"notes": self._notes}
 
-    def _grown(self, name: str, dtype: torch.dtype, shape: list[int], kept: int, spans: list[Any]) -> _Held:
+    def _grown(self, name: str, dtype: torch.dtype, shape: list[int], kept: int, spans: list[Any]) -> _StoredTensor:
         before = self._table[name].spans[:kept] if kept else []
-        return _Held(Stored(tuple(shape), dtype), [*before, *(Span(*map(int, span)) for span in spans)])
+        return _StoredTensor(TensorForm(tuple(shape), dtype), [*before, *(PageSpan(*map(int, span)) for span in spans)])
 
-    def _check(self, held: _Held) -> None:
+    def _check(self, stored: _StoredTensor) -> None:
         """Raise ValueError unless the spans are as long as the tensor, so that no more is allocated than was stored."""
-        form = held.form
+        form = stored.form
         if any(type(size) is not int or size < 0 for size in form.shape):
             raise ValueError("a shape")
-        for rows, place, skip in held.spans:
+        for rows, place, skip in stored.spans:
             length = self._journal.pages[place][0]
             if (
                 not form.row_bytes
@@ -210,7 +210,7 @@ class SessionFile:
                 or not 0 <= skip <= length // form.row_bytes - rows
             ):
                 raise ValueError("a span")
-        if sum(span.rows for span in held.spans) != (form.rows if form.row_bytes else 0):
+        if sum(span.rows for span in stored.spans) != (form.rows if form.row_bytes else 0):
             raise ValueError("spans")
 
     # -- writing ------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ class SessionFile:
         assert isinstance(writer, Writer)
         try:
             try:
-                table, told = self._append(writer, parts, self._table, added), _beyond(notes, self._notes)
-                writer.commit(self._turn(self.turns + 1, table, self._table, told, about))
+                table, changes = self._append(writer, parts, self._table, added), _beyond(notes, self._notes)
+                writer.commit(self._turn(self.turns + 1, table, self._table, changes, about))
             except BaseException:
                 writer.undo()
                 raise
@@ -259,11 +259,11 @@ class SessionFile:
 
     @staticmethod
     def _append(
-        writer: Writer, parts: Mapping[str, Tensor | Rows], before: dict[str, _Held], added: int = 0
-    ) -> dict[str, _Held]:
+        writer: Writer, parts: Mapping[str, Tensor | Rows], before: dict[str, _StoredTensor], added: int = 0
+    ) -> dict[str, _StoredTensor]:
         table = {}
         for name, part in parts.items():
-            form = Stored.of(part)
+            form = TensorForm.of(part)
             if form.dtype not in _NAMES:
                 raise SessionError(f"The session cannot be saved: its file format has no {form.dtype} ('{name}').")
             spans = _kept(part, form, before[name], writer, added) if name in before else []
@@ -271,19 +271,26 @@ class SessionFile:
             for low in range(start, total, form.page_rows):
                 rows = min(form.page_rows, total - low)
                 data = _bytes(part, form, low, rows)
-                spans.append(Span(rows, writer.add([data], digest_of([data])), 0))
-            table[name] = _Held(form, spans)
+                spans.append(PageSpan(rows, writer.add([data], digest_of([data])), 0))
+            table[name] = _StoredTensor(form, spans)
         return table
 
     def _turn(
-        self, number: int, table: dict[str, _Held], before: dict[str, _Held], notes: Any, about: dict[str, Any]
+        self,
+        number: int,
+        table: dict[str, _StoredTensor],
+        before: dict[str, _StoredTensor],
+        notes: Any,
+        about: dict[str, Any],
     ) -> bytes:
         tensors = {}
-        for name, held in table.items():
+        for name, stored in table.items():
             known = before[name].spans if name in before else []
-            kept = next((at for at, (own, old) in enumerate(zip(held.spans, known, strict=False)) if own != old), None)
-            kept = min(len(known), len(held.spans)) if kept is None else kept
-            tensors[name] = [_NAMES[held.form.dtype], held.form.shape, kept, held.spans[kept:]]
+            kept = next(
+                (at for at, (new, old) in enumerate(zip(stored.spans, known, strict=False)) if new != old), None
+            )
+            kept = min(len(known), len(stored.spans)) if kept is None else kept
+            tensors[name] = [_NAMES[stored.form.dtype], stored.form.shape, kept, stored.spans[kept:]]
         self.saved = time.time()
         turn = {"turn": number, "created": self.created, "saved": self.saved, "tensors": tensors}
         rest = {name: value for name, value in about.items() if name != "notes"}
@@ -291,11 +298,12 @@ class SessionFile:
 
     def _wasteful(self) -> bool:
         """Return whether more of the file is dead than alive, or it is in many more pages than it needs."""
-        journal, places = self._journal, {span.place for held in self._table.values() for span in held.spans}
+        journal, places = self._journal, {span.place for stored in self._table.values() for span in stored.spans}
         living = sum(HEADER.size + journal.pages[place][0] for place in places) + len(journal.turns[-1])
-        needed = sum(-(-held.form.rows // held.form.page_rows) for held in self._table.values())
+        needed = sum(-(-stored.form.rows // stored.form.page_rows) for stored in self._table.values())
         return (
-            journal.end > 2 * living + SLACK or sum(len(held.spans) for held in self._table.values()) > 4 * needed + 999
+            journal.end > 2 * living + SLACK
+            or sum(len(stored.spans) for stored in self._table.values()) > 4 * needed + 999
         )
 
 
@@ -320,18 +328,18 @@ def empty(path: str) -> SessionError:
     return SessionError(f"There is no session at '{path}': its first turn was never saved.")
 
 
-def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, added: int) -> list[Span]:
+def _kept(part: Tensor | Rows, form: TensorForm, before: _StoredTensor, writer: Writer, added: int) -> list[PageSpan]:
     """Return the spans of ``before`` that ``part`` begins with: the first ones, or those of a window that moved on."""
     if (before.form.dtype, before.form.row_bytes) != (form.dtype, form.row_bytes) or not form.shape:
         return []
     moved = added + before.form.rows - form.rows
     for gone in (0, moved) if 0 < moved < before.form.rows else (0,):
-        kept: list[Span] = []
+        kept: list[PageSpan] = []
         start = 0
         for rows, place, skip in before.spans:
             over = min(gone, rows)
             gone -= over
-            span = Span(rows - over, place, skip + over)
+            span = PageSpan(rows - over, place, skip + over)
             if not span.rows:
                 continue
             if start + span.rows > form.rows or not _same(part, form, start, span, writer):
@@ -343,17 +351,17 @@ def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, adde
     return []
 
 
-def _same(part: Tensor | Rows, form: Stored, start: int, span: Span, writer: Writer) -> bool:
+def _same(part: Tensor | Rows, form: TensorForm, start: int, span: PageSpan, writer: Writer) -> bool:
     """Return whether the rows of ``part`` from ``start`` on are those of ``span``."""
     length, digest = writer.pages[span.place]
-    own = digest_of([_bytes(part, form, start, span.rows)])
+    current = digest_of([_bytes(part, form, start, span.rows)])
     if length == span.rows * form.row_bytes:
-        return own == digest
+        return current == digest
     rows = _rows(writer, form, span)
-    return own == digest_of([_bytes(rows, form, 0, span.rows)])
+    return current == digest_of([_bytes(rows, form, 0, span.rows)])
 
 
-def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
+def _rows(journal: Journal, form: TensorForm, span: PageSpan) -> Tensor:
     """Read the rows of ``span``."""
     page = torch.frombuffer(bytearray(journal.page(span.place)), dtype=form.dtype)
     if not form.shape:
@@ -362,34 +370,35 @@ def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
     return page.view(shape).narrow(form.axis, span.skip, span.rows)
 
 
-def _bytes(part: Tensor | Rows, form: Stored, start: int, rows: int) -> Any:
+def _bytes(part: Tensor | Rows, form: TensorForm, start: int, rows: int) -> Any:
     """Return the bytes of some rows, copied only if they are not contiguous on the host."""
     if isinstance(part, Tensor):
-        own = part.detach().narrow(form.axis, start, rows) if form.shape else part.detach()
+        found = part.detach().narrow(form.axis, start, rows) if form.shape else part.detach()
     else:
         pieces = [piece.detach() for _, piece in part.read(part.first + start, part.first + start + rows)]
-        own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
-    return own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
+    return found.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _beyond(notes: Any, before: Any) -> dict[str, Any]:
     """Return what :func:`_with` needs to make ``notes`` of ``before``: of lists, what follows the part they share."""
-    told: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name, value in notes.items():
         old = before.get(name)
         if isinstance(value, list):
             shared = 0
-            for own, other in zip(value, old if isinstance(old, list) else [], strict=False):
-                if own != other:
+            for new, other in zip(value, old if isinstance(old, list) else [], strict=False):
+                if new != other:
                     break
                 shared += 1
-            told[name] = [shared, value[shared:]]
+            changes[name] = [shared, value[shared:]]
         else:
-            told[name] = [None, value]
-    return told
+            changes[name] = [None, value]
+    return changes
 
 
-def _with(told: dict[str, Any], before: Any) -> dict[str, Any]:
+def _with(changes: dict[str, Any], before: Any) -> dict[str, Any]:
     return {
-        name: value if kept is None else [*before.get(name, [])[:kept], *value] for name, (kept, value) in told.items()
+        name: value if kept is None else [*before.get(name, [])[:kept], *value]
+        for name, (kept, value) in changes.items()
     }

@@ -14,9 +14,9 @@ import torch
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, Stored
+from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, TensorForm
 from kvkeep.geometry import LayerGeometry
-from kvkeep.memory.extent import Misfit, within
+from kvkeep.memory.extent import ShapeError, within
 from kvkeep.models.adapter import decoder_of
 from kvkeep.stores.layer import Layer
 
@@ -26,41 +26,48 @@ _ENTRIES = re.compile(r"layer\.\d+\.(resident\.(\d+\.)?)?(keys|values)|checkpoin
 
 
 def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
-    """Raise Misfit unless ``shares`` are entries of each full layer's lanes, no more on average than ``cache`` has."""
+    """Raise ShapeError unless ``shares`` are entries of each full layer's lanes, no more on average than ``cache``
+    has."""
     layers = cache.geometry.full_layers
     if not cache.reading or len(shares) != len(layers):
-        raise Misfit("it has shares of the budget that such a cache has not")
-    for layer, own in zip(layers, shares, strict=True):
-        if type(own) is not list or len(own) not in (1, layer.kv_heads, rows * layer.kv_heads):
-            raise Misfit(f"layer {layer.index} has no share of the budget for each KV head")
-        if any(type(share) is not int or not 0 <= share < 2**31 for share in own):
-            raise Misfit(f"layer {layer.index} has a share of the budget that is no number of entries")
-    held = cache.method.division(cache.geometry, cache.entries or 0).resident
+        raise ShapeError("it has shares of the budget, and such a cache has none")
+    for layer, of_layer in zip(layers, shares, strict=True):
+        if type(of_layer) is not list or len(of_layer) not in (1, layer.kv_heads, rows * layer.kv_heads):
+            raise ShapeError(f"layer {layer.index} has no share of the budget for each KV head")
+        if any(type(share) is not int or not 0 <= share < 2**31 for share in of_layer):
+            raise ShapeError(f"layer {layer.index} has a share of the budget that is not a number of entries")
+    resident = cache.method.division(cache.geometry, cache.entries or 0).resident
     for row in range(max(rows, 1)):
-        lanes = [own * (max(rows, 1) * layer.kv_heads // len(own)) for layer, own in zip(layers, shares, strict=True)]
-        parts = [sum(own[row * layer.kv_heads :][: layer.kv_heads]) for layer, own in zip(layers, lanes, strict=True)]
-        if sum(parts) > held * sum(layer.kv_heads for layer in layers):
-            raise Misfit("its shares of the budget are more than the budget")
+        lanes = [
+            of_layer * (max(rows, 1) * layer.kv_heads // len(of_layer))
+            for layer, of_layer in zip(layers, shares, strict=True)
+        ]
+        parts = [
+            sum(of_layer[row * layer.kv_heads :][: layer.kv_heads])
+            for layer, of_layer in zip(layers, lanes, strict=True)
+        ]
+        if sum(parts) > resident * sum(layer.kv_heads for layer in layers):
+            raise ShapeError("its shares exceed the budget")
 
 
-def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
-    """Raise Misfit unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
+def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
+    """Raise ShapeError unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
     ``past["rows"]`` rows."""
     length, rows = past["length"], past["rows"]
     if length and not rows:
-        raise Misfit("it has tokens and no rows")
+        raise ShapeError("it has tokens and no rows")
     ids = stored.get(NAME_OF_IDS)
-    if ids not in (Stored((rows, length), torch.int32), Stored((0,), torch.int32)):
-        raise Misfit(f"'{NAME_OF_IDS}' is not {rows} rows of {length} ids")
+    if ids not in (TensorForm((rows, length), torch.int32), TensorForm((0,), torch.int32)):
+        raise ShapeError(f"'{NAME_OF_IDS}' is not {rows} rows of {length} ids")
     expected = {
-        "positions": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
-        "ids": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
-        "visible": (Stored((rows, length), torch.bool), "visible" in stored),
+        "positions": (TensorForm((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "ids": (TensorForm((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "visible": (TensorForm((rows, length), torch.bool), "visible" in stored),
         "cache_positions": (None, cache.positions is not None),
     }
     for name, (form, wanted) in expected.items():
         if (name in stored) != wanted or (wanted and form is not None and stored[name] != form):
-            raise Misfit(f"'{name}' is missing, or of another shape or dtype")
+            raise ShapeError(f"'{name}' is missing, or of another shape or dtype")
     for name, one in stored.items():
         if name in expected or name == NAME_OF_IDS:
             continue
@@ -69,11 +76,11 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str
         elif (match := _OF_ROWS.fullmatch(name)) is not None and cache.checkpoint is not None:
             _check_rows(cache, match[1], match[2], int(match[3]), one, past)
         else:
-            raise Misfit(f"'{name}' is no part of such a cache")
+            raise ShapeError(f"'{name}' does not belong to such a cache")
     _check_first(cache, stored, past)
 
 
-def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dict[str, Any]) -> None:
+def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:
     """Check entries of a layer; other tensors are checked by the part that restores them."""
     layer, held = cache.geometry.layers[number], cache.holdings[number]
     if isinstance(held, Layer):
@@ -81,69 +88,69 @@ def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dic
             _check_entries(f"layer.{number}.{name}", one, layer, 3)
         return
     if not layer.owns_entries or name not in ("keys", "values"):
-        raise Misfit(f"'layer.{number}.{name}' is no part of such a cache")
+        raise ShapeError(f"'layer.{number}.{name}' does not belong to such a cache")
     _check_entries(f"layer.{number}.{name}", one, layer, 4)
     length = past["length"] if layer.window is None else min(past["length"], layer.window - 1)
     if one.shape[:3] != (past["rows"], layer.kv_heads, length):
-        raise Misfit(f"'layer.{number}.{name}' does not have the entries of {length} tokens")
+        raise ShapeError(f"'layer.{number}.{name}' does not have the entries of {length} tokens")
 
 
-def _check_entries(name: str, one: Stored, layer: LayerGeometry, axes: int) -> None:
+def _check_entries(name: str, one: TensorForm, layer: LayerGeometry, axes: int) -> None:
     width = layer.key_dim if name.endswith("keys") else layer.value_dim
     if len(one.shape) != axes or one.shape[-1] != width or not one.dtype.is_floating_point:
-        raise Misfit(f"'{name}' does not have the width of the model's entries")
+        raise ShapeError(f"'{name}' does not have the width of the model's entries")
 
 
-def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored, past: dict[str, Any]) -> None:
+def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: TensorForm, past: dict[str, Any]) -> None:
     """Check rows of a checkpoint: residuals of each token, or evicted entries."""
     known = {known for known, _ in cache.checkpoint_rows()} | {"residual.0"}
     if name not in known or (kind == "residual") != cache.checkpoint.by_token:  # type: ignore[union-attr]
-        raise Misfit(f"'checkpoint.{name}' is no part of such a cache")
+        raise ShapeError(f"'checkpoint.{name}' does not belong to such a cache")
     layer = cache.geometry.layers[number]
     if kind == "residual":
         lanes, width = past["rows"], cache.geometry.hidden_size
     else:
         lanes, width = past["rows"] * layer.kv_heads, layer.key_dim if kind == "keys" else layer.value_dim
     if len(one.shape) != 3 or (one.shape[0], one.shape[2]) != (lanes, width) or not one.dtype.is_floating_point:
-        raise Misfit(f"'checkpoint.{name}' is of another shape or dtype")
+        raise ShapeError(f"'checkpoint.{name}' is of another shape or dtype")
 
 
-def _check_first(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
+def _check_first(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
     """Check the first rows of a checkpoint: equal within a layer; residuals end at the last token."""
     names = {name for name, _ in cache.checkpoint_rows()}
     names |= {name.removeprefix("checkpoint.") for name in stored if name == "checkpoint.residual.0"}
     if set(past["first"]) != names:
-        raise Misfit("its checkpoint is not that of such a cache")
+        raise ShapeError("its checkpoint is not that of such a cache")
     for name, first in past["first"].items():
         one, twin = stored.get(f"checkpoint.{name}"), name.replace("keys.", "values.")
         end = first + (one.shape[1] if one is not None else 0)
         other = stored.get(f"checkpoint.{twin}")
         capacity = cache.checkpoint.capacity  # type: ignore[union-attr]
-        held = end - first
+        count = end - first
         if name.startswith("residual.") and end != past["length"]:
-            raise Misfit(f"'checkpoint.{name}' does not have the residuals of {past['length']} tokens")
-        if first and (capacity is None or held != capacity):
-            raise Misfit(f"'checkpoint.{name}' cannot have lost entries")
-        if past["first"][twin] != first or (other.shape[1] if other is not None else 0) != held:
-            raise Misfit(f"'checkpoint.{name}' and its values are not of the same entries")
+            raise ShapeError(f"'checkpoint.{name}' does not have the residuals of {past['length']} tokens")
+        if first and (capacity is None or count != capacity):
+            raise ShapeError(f"'checkpoint.{name}' cannot have lost entries")
+        if past["first"][twin] != first or (other.shape[1] if other is not None else 0) != count:
+            raise ShapeError(f"'checkpoint.{name}' and its values are not of the same entries")
 
 
 def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) -> None:
-    """Raise Misfit unless ``cache`` holds what the file has and all its indices are in range."""
+    """Raise ShapeError unless ``cache`` holds what the file has and all its indices are in range."""
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
-        raise Misfit(f"its layers are not of {length} tokens")
+        raise ShapeError(f"its layers are not of {length} tokens")
     for held in cache.holdings:
         if isinstance(held, Layer):
             if held.length != length:
-                raise Misfit(f"layer {held.index} has {held.length} of {length} tokens")
+                raise ShapeError(f"layer {held.index} has {held.length} of {length} tokens")
             held.check()
     if cache.positions is not None:
         cache.positions.check(rows, length, len(cache.layers))
     again = transfer.parts(cache)
-    forms = {name: Stored.of(one) for name, one in again.items()}
+    forms = {name: TensorForm.of(one) for name, one in again.items()}
     if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
-        raise Misfit(f"it does not hold the tensors of method '{cache.method.name}'")
+        raise ShapeError(f"it does not hold the tensors of method '{cache.method.name}'")
     vocabulary = cache.model.get_input_embeddings().num_embeddings
     for name in (NAME_OF_IDS, "ids"):
         if name in file.stored:
@@ -159,9 +166,11 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     _check_dtype(cache, forms)
 
 
-def _check_dtype(cache: KeepCache, tensors: Mapping[str, Stored]) -> None:
-    """Raise Misfit unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
-    own = next(cache.model.parameters()).dtype
+def _check_dtype(cache: KeepCache, tensors: Mapping[str, TensorForm]) -> None:
+    """Raise ShapeError unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
+    model_dtype = next(cache.model.parameters()).dtype
     found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}
-    if len(found) > 1 or any(one != own and not (own == torch.float32 and one.itemsize == 2) for one in found):
-        raise Misfit(f"its entries are not all of {str(own).removeprefix('torch.')}")
+    if len(found) > 1 or any(
+        one != model_dtype and not (model_dtype == torch.float32 and one.itemsize == 2) for one in found
+    ):
+        raise ShapeError(f"its entries are not all of {str(model_dtype).removeprefix('torch.')}")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.decode.journal import held, unwritable
+from kvkeep.decode.journal import open_for_writing, unwritable
 from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile
 from kvkeep.decode.shared_journal import TAKEN, SharedWriter, forget_taken, left_in, left_of
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
@@ -117,7 +117,7 @@ class SessionStore:
     def remove(self, name: str) -> None:
         """Remove a session that nobody has open for writing, also one that cannot be read."""
         if not self._removed(self._existing(name)):
-            raise SessionBusy(f"The session '{name}' is in use by another program; end that one first.")
+            raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> list[str]:
         """Remove sessions older than the age, and then the least recently used ones until all are within the quota;
@@ -220,7 +220,7 @@ class SessionStore:
 
     def _removed(self, path: Path) -> bool:
         """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
-        if held(self._file(path)):
+        if open_for_writing(self._file(path)):
             return False
         try:
             try:
@@ -229,7 +229,7 @@ class SessionStore:
             except SessionBusy:
                 return False
             except SessionError:
-                if held(path):
+                if open_for_writing(path):
                     return False
                 path.unlink(missing_ok=True)  # damaged, or no session
         except OSError as error:
@@ -247,7 +247,7 @@ class SessionStore:
 def info_of(path: Path, name: str) -> SessionInfo:
     """Return what is known about the session in a file. Raises OSError where there is none."""
     facts = path.stat()
-    common = (name, str(path), facts.st_size, facts.st_mtime, held(path))
+    common = (name, str(path), facts.st_size, facts.st_mtime, open_for_writing(path))
     try:
         with SessionFile(path) as file:
             if file.about is None:

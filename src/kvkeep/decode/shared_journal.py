@@ -56,7 +56,7 @@ class SharedWriter(Writer):
         except OSError as error:
             raise unwritable(self.path, error) from error
         raise SessionBusy(
-            f"The session '{self.path}' is in use by another program; end that one, or name another session."
+            f"The session '{self.path}' is in use by another program; end that program, or name another session."
         )
 
     @staticmethod
@@ -78,7 +78,7 @@ class SharedWriter(Writer):
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise UsageError(
-                f"No sessions can be shared in '{folder}', where files have to be made, locked and linked: {reason}."
+                f"Sessions cannot be shared in '{folder}', where files have to be made, locked and linked: {reason}."
             ) from error
 
     def _open(self) -> None:
@@ -105,27 +105,27 @@ class SharedWriter(Writer):
     def _taken(self, place: Path) -> Path:
         """Move the file at ``place`` to a name of one's own, and return that. Raises FileNotFoundError if it is not the
         one that is open."""
-        own = self.path.parent / TAKEN / f"{self.path.name}.{secrets.token_hex(8)}"
+        taken = self.path.parent / TAKEN / f"{self.path.name}.{secrets.token_hex(8)}"
         try:
-            os.rename(place, own)
+            os.rename(place, taken)
         except FileNotFoundError:  # the one, or the folder
-            own.parent.mkdir(exist_ok=True, mode=0o700)
-            os.rename(place, own)
-        if not is_at(self._file, own):
-            self._put(own, own)
+            taken.parent.mkdir(exist_ok=True, mode=0o700)
+            os.rename(place, taken)
+        if not is_at(self._file, taken):
+            self._put(taken, taken)
             raise FileNotFoundError(2, "No such file or directory", str(place))
-        return own
+        return taken
 
-    def _put(self, file: Path, own: Path) -> None:
+    def _put(self, file: Path, taken: Path) -> None:
         """Link ``file`` to its place, and forget the name ``own``. Raises FileExistsError where there is one; the name
         then stays where that one is not of a later lease."""
         try:
             os.link(file, self.path)
         except FileExistsError:
-            if _lease_of(self.path) >= _lease_of(own):
-                own.unlink(missing_ok=True)
+            if _lease_of(self.path) >= _lease_of(taken):
+                taken.unlink(missing_ok=True)
             raise
-        own.unlink(missing_ok=True)
+        taken.unlink(missing_ok=True)
 
     def _placed(self) -> None:
         """Check that no other file is of a later lease, now that this one is in its place: one that was on its way.
@@ -148,7 +148,7 @@ class SharedWriter(Writer):
         self._placed()
 
     def _take(self, place: Path) -> None:
-        own = file = self._taken(place)
+        taken = file = self._taken(place)
         try:
             try:
                 self._start()  # what was committed before it was taken
@@ -157,11 +157,11 @@ class SharedWriter(Writer):
                     file = self._copy()
                 self._begin()
             except BaseException:
-                self._put(own, own)
+                self._put(taken, taken)
                 raise
-            self._put(file, own)
+            self._put(file, taken)
         finally:
-            if file != own:
+            if file != taken:
                 file.unlink(missing_ok=True)
         self._placed()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Misfit(Exception):
+class ShapeError(Exception):
     """A restored tensor or number is invalid; the message is a part of a sentence."""
 
 
@@ -36,35 +36,36 @@ class Extent:
 
 
 def fits(what: str, tensor: Tensor | None, sizes: Sequence[int | None], dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``tensor`` if it has these ``sizes`` (None: any) and ``dtype`` (None: any floating one). Raises Misfit."""
+    """Return ``tensor`` if it has these ``sizes`` (None: any) and ``dtype`` (None: any floating one). Raises
+    ShapeError."""
     if tensor is None:
-        raise Misfit(f"'{what}' is missing")
+        raise ShapeError(f"'{what}' is missing")
     right = len(sizes) == tensor.ndim and all(
-        size in (None, own) for size, own in zip(sizes, tensor.shape, strict=False)
+        size in (None, length) for size, length in zip(sizes, tensor.shape, strict=False)
     )
     if not right or (tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point()):
-        raise Misfit(f"'{what}' is {_form(tensor)}")
+        raise ShapeError(f"'{what}' is {_form(tensor)}")
     return tensor
 
 
-def alike(what: str, tensors: Sequence[Tensor], like: Sequence[Tensor], sizes: Sequence[int | None]) -> None:
-    """Raise Misfit unless ``tensors`` are as ``like``, their first axes as ``sizes``."""
+def fits_each(what: str, tensors: Sequence[Tensor], like: Sequence[Tensor], sizes: Sequence[int | None]) -> None:
+    """Raise ShapeError unless ``tensors`` are as ``like``, their first axes as ``sizes``."""
     if len(tensors) != len(like):
-        raise Misfit(f"there are {len(tensors)} parts of '{what}'")
+        raise ShapeError(f"there are {len(tensors)} parts of '{what}'")
     for tensor, one in zip(tensors, like, strict=True):
         fits(what, tensor, (*sizes, *one.shape[len(sizes) :]), one.dtype)
 
 
 def within(what: str, numbers: Tensor | int, low: int, high: int) -> None:
-    """Raise Misfit unless all ``numbers`` are from ``low`` to below ``high``."""
+    """Raise ShapeError unless all ``numbers`` are from ``low`` to below ``high``."""
     if isinstance(numbers, int):
-        least = most = numbers
+        lowest = highest = numbers
     elif numbers.numel():
-        least, most = int(numbers.min()), int(numbers.max())
+        lowest, highest = int(numbers.min()), int(numbers.max())
     else:
         return
-    if not low <= least <= most < high:
-        raise Misfit(f"'{what}' has numbers from {least} to {most}, of {low} to {high - 1}")
+    if not low <= lowest <= highest < high:
+        raise ShapeError(f"'{what}' has numbers from {lowest} to {highest}, of {low} to {high - 1}")
 
 
 def _form(tensor: Tensor) -> str:

@@ -27,7 +27,7 @@ class Ledger:
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
         self._padding: list[int] | None = None
         self._by_lane: dict[int, Tensor] = {}  # by KV heads of a row
-        self._whole = 0  # the last slots that are not padding in any row
+        self._unpadded_tail = 0  # the last slots that are not padding in any row
 
     def append(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
@@ -70,7 +70,7 @@ class Ledger:
         self.first = self.visible.int().argmax(1)
         self._padding = (~host).sum(1).tolist()
         gaps = (~host.all(0)).nonzero()
-        self._whole = self.length - 1 - int(gaps[-1])
+        self._unpadded_tail = self.length - 1 - int(gaps[-1])
 
     def visible_by(self, heads: int) -> Tensor | None:
         """Return the slots that are not padding, (lanes, 1, 1, slots) bool, ``heads`` lanes a row; None without
@@ -97,9 +97,9 @@ class Ledger:
         """The number of slots of each row that are not padding; None without padding."""
         return None if self._padding is None else [self.length - count for count in self._padding]
 
-    def whole(self, count: int) -> bool:
+    def all_tokens(self, count: int) -> bool:
         """Return whether the last ``count`` slots are tokens in every row."""
-        return self.visible is None or count <= self._whole
+        return self.visible is None or count <= self._unpadded_tail
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return ids and positions of slots ``start``..``stop``, (batch, n) each."""

@@ -12,7 +12,7 @@ from kvkeep.native.library import trim_memory
 
 
 @dataclass(frozen=True)
-class Held:
+class ProcessMemory:
     """Bytes of a process in memory. pss: its own, and its share of what others have mapped, too. anonymous: without a
     file. mapped: of files, the model's and checkpoints'."""
 
@@ -20,33 +20,33 @@ class Held:
     anonymous: int
     mapped: int
 
-    def __sub__(self, other: Held) -> Held:
+    def __sub__(self, other: ProcessMemory) -> ProcessMemory:
         """Return what is held above ``other``."""
-        return Held(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
+        return ProcessMemory(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
 
 
-def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
+def current_process_memory(rollup: Path = Path("/proc/self/smaps_rollup")) -> ProcessMemory:
     """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
     say."""
     gc.collect()
     trim_memory()
     try:
-        return held_by(rollup)
+        return process_memory_of(rollup)
     except OSError as error:
-        raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
+        raise KvkeepError("The memory of a process can be measured on Linux only.") from error
 
 
 def resident_now(statm: Path = Path("/proc/self/statm")) -> int | None:
     """Return the bytes of this process that are in memory (its resident set, mapped files included), None where the
-    system does not say. It costs microseconds, and :func:`held_now` milliseconds."""
+    system does not say. It costs microseconds, and :func:`current_process_memory` milliseconds."""
     try:
         return int(statm.read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return None
 
 
-def held_by(rollup: Path) -> Held:
+def process_memory_of(rollup: Path) -> ProcessMemory:
     """Return what a process holds by its ``smaps_rollup``. Raises OSError where there is none."""
     lines = rollup.read_text().splitlines()[1:]
     size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return Held(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])
+    return ProcessMemory(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])

@@ -6,7 +6,7 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
 
 * :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
-* :class:`Pages`: all rows, in pages that are allocated once and never moved.
+* :class:`PagedRows`: all rows, in pages that are allocated once and never moved.
 
 These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners hold once, share one
 protocol, and one test holds them against a plain tensor.
@@ -172,13 +172,13 @@ class Ring(_OneTensor):
         self.first = max(self.first, self.length - self.capacity)
 
     def _reserve(self, rows: Tensor, needed: int) -> None:
-        held = 0 if self.data is None else self.data.shape[-2]
-        if needed <= held:
+        allocated = 0 if self.data is None else self.data.shape[-2]
+        if needed <= allocated:
             return
         size = ring_rows(needed, self.capacity, self.block)
         grown = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
         if self.data is not None:
-            grown[..., :held, :] = self.data
+            grown[..., :allocated, :] = self.data
         self.data = grown
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -212,7 +212,7 @@ class Ring(_OneTensor):
         return _pick(self.data, lane, slot % self.capacity)
 
 
-class Pages:
+class PagedRows:
     """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
     allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
 
@@ -229,9 +229,9 @@ class Pages:
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
         count = rows.shape[-2]
-        if self.pages and (room := self._allocated - self.length) >= count and room <= self.pages[-1].shape[-2]:
+        if self.pages and (free := self._allocated - self.length) >= count and free <= self.pages[-1].shape[-2]:
             page = self.pages[-1]
-            page.narrow(-2, page.shape[-2] - room, count).copy_(rows)
+            page.narrow(-2, page.shape[-2] - free, count).copy_(rows)
             self.length += count
             return
         stop = self.length + count
@@ -308,7 +308,7 @@ def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int 
 
 
 def pages_of(counts: Iterable[int]) -> list[int]:
-    """Return the rows of each page of :class:`Pages` after appending ``counts`` rows."""
+    """Return the rows of each page of :class:`PagedRows` after appending ``counts`` rows."""
     pages: list[int] = []
     allocated = needed = 0
     for count in counts:

@@ -85,8 +85,8 @@ class SharedRows:
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on; what is left of a block is copied."""
         if length < self.settled:
-            whole, rest = divmod(length, self.block)
-            cut, self.head, self.tail = self.head[whole], self.head[:whole], Buffer(self.block)
+            blocks, rest = divmod(length, self.block)
+            cut, self.head, self.tail = self.head[blocks], self.head[:blocks], Buffer(self.block)
             if rest:
                 self.tail.append(cut[..., :rest, :])
         self.tail.truncate(length - self.settled)

@@ -75,8 +75,8 @@ class Adapter:
         except _Taken as signal:
             return signal.taken[0]
         raise UnsupportedModelError(
-            f"'{self.family}' does not enter its layers through hooks; its residuals "
-            "cannot be read, use checkpoint kind 'kv'."
+            f"'{self.family}' calls its layers without their hooks, so kvkeep cannot read its residuals; use "
+            "checkpoint kind 'kv'."
         )
 
     def project(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,11 +168,11 @@ class Adapter:
         """Return whether :meth:`_project_plain` gives identical results on random residuals."""
         try:
             hidden, positions = self._sample(4)
-            short = self._project_plain(layer_idx, hidden, positions)
-            whole = self._project_by_layer(layer_idx, hidden, positions)
+            plain = self._project_plain(layer_idx, hidden, positions)
+            by_layer = self._project_by_layer(layer_idx, hidden, positions)
         except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError):
             return False
-        return all(a.shape == b.shape and _close(a, b) for a, b in zip(short, whole, strict=True))
+        return all(a.shape == b.shape and _close(a, b) for a, b in zip(plain, by_layer, strict=True))
 
     def _sample(self, count: int) -> tuple[Tensor, Tensor]:
         weight = next(self.decoder.parameters())
@@ -225,7 +225,7 @@ class Adapter:
         if not _close(self.embed(ids, positions), entering[0]):
             return "the residual entering layer 0 does not follow from the token ids"
         for index in range(len(self.layers) - 1):
-            if not _close(self.advance(index, entering[index], positions, _Whole()), entering[index + 1]):
+            if not _close(self.advance(index, entering[index], positions, _PlainAttention()), entering[index + 1]):
                 return f"the residual leaving layer {index} does not follow from the one entering it"
         return None
 
@@ -243,7 +243,7 @@ class Adapter:
         return None
 
 
-class _Whole:
+class _PlainAttention:
     """The empty cache of a layer that runs over a whole sequence with stock causal attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -278,4 +278,4 @@ def layers_of(decoder: Any) -> nn.ModuleList:
     for name in ("layers", "h"):
         if isinstance(getattr(decoder, name, None), nn.ModuleList):
             return getattr(decoder, name)
-    raise UnsupportedModelError(f"'{type(decoder).__name__}' has no list of decoder layers that kvkeep finds.")
+    raise UnsupportedModelError(f"kvkeep finds no list of decoder layers in '{type(decoder).__name__}'.")

@@ -44,7 +44,7 @@ _ALONG_SEQUENCE = (
 _LOCK = threading.RLock()
 """Of binding and unbinding: threads may make a model's first caches at once."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
-_GOES_ON = "A cache goes on with the text that it has read; call reset() before another one, or make a cache for each."
+_GOES_ON = "Call reset() before another text, or use one cache for each text."
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
@@ -237,16 +237,16 @@ def check_text(cache: Reading, ids: Tensor, cut: int | None) -> None:
     transformers takes for new; None where it passes all of them on."""
     read, text, length = cache.length, cache.text, ids.shape[1]
     if cut is not None and cut <= 0:
-        raise UsageError(f"The cache has read {read} tokens, and this text has {length}. {_GOES_ON}")
+        raise UsageError(f"The cache already holds {read} tokens, and this text has {length}. {_GOES_ON}")
     if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
         return
     same = text == digest_text(ids[:, :read])
     if cut is not None and not same:
-        raise UsageError(f"The cache has read {read} tokens of another text. {_GOES_ON}")
+        raise UsageError(f"The cache already holds {read} tokens of another text. {_GOES_ON}")
     if cut is None and same:
         raise UsageError(
-            f"The cache has read the first {read} tokens, and transformers' assisted decoding would read them again; "
-            "call reset() first."
+            f"The cache already holds the first {read} tokens, and transformers' assisted decoding would read them "
+            "again; call reset() first."
         )
 
 
@@ -302,17 +302,17 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]
     if not total:
-        raise UsageError(f"There is no new token to read after the {cache.length} that the cache has read.")
+        raise UsageError(f"The input has no new token: the cache already holds {cache.length} tokens.")
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] < cache.length + total:
         raise UsageError(
-            f"The attention mask is of {mask.shape[1]} tokens, and there are {cache.length} that the cache has read, "
-            f"and {total} new ones. {_GOES_ON}"
+            f"The attention mask covers {mask.shape[1]} tokens, but the cache holds {cache.length} and the input has "
+            f"{total} more. {_GOES_ON}"
         )
     if cache.length and cache.rows != len(tokens):
         raise UsageError(
-            f"The cache holds a batch of {cache.rows}, and one of {len(tokens)} comes; call reset() before another "
-            "batch, or make a cache for each."
+            f"The cache holds a batch of {cache.rows}, and the input is a batch of {len(tokens)}; call reset() before "
+            "another batch, or use one cache for each batch."
         )
     if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
         cache.text = None

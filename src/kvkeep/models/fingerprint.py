@@ -26,10 +26,10 @@ def fingerprint(model: Any) -> str:
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())
     settings = model.config.get_text_config().to_dict()
-    told = {name: value for name, value in settings.items() if any(part in name for part in _SETTINGS)}
-    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
-    lasting = model.state_dict().keys()  # tables of positions are not, and may grow
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in lasting)
+    relevant = {name: value for name, value in settings.items() if any(part in name for part in _SETTINGS)}
+    digest.update(json.dumps(relevant, sort_keys=True, default=str).encode())
+    saved = model.state_dict().keys()  # tables of positions are not, and may grow
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     for name, tensor in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 16)].cpu()

@@ -22,8 +22,8 @@ def data_folder() -> Path:
 
 def _folder(variable: str, home: str, within: str) -> Path:
     try:
-        if own := os.environ.get(variable):
-            return Path(own).expanduser()
+        if chosen := os.environ.get(variable):
+            return Path(chosen).expanduser()
         return Path(os.environ.get(home) or Path.home() / within) / "kvkeep"
     except RuntimeError as error:
-        raise UsageError(f"There is no home folder to keep files in; set {variable} to a folder.") from error
+        raise UsageError(f"The user has no home folder; set {variable} to a folder for kvkeep's files.") from error

@@ -22,7 +22,7 @@ class Format:
     bits: int | None = None
 
 
-def settled(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
+def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
     """Return what ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
 
     auto: a GGUF file keeps its bits; bfloat16 stays so where the native library multiplies it; all else is float32 on a
@@ -32,7 +32,7 @@ def settled(weights: str, device: torch.device, gguf: bool, stated: torch.dtype)
     if weights in BITS:
         if not cpu:
             raise UsageError(
-                f"Weights in {weights} are multiplied on the cpu only, not on {device}; ask for bfloat16 or auto there."
+                f"Weights in {weights} run on the cpu only, not on {device}; ask for bfloat16 or auto there."
             )
         return Format(torch.bfloat16, True, BITS[weights])
     if weights == "auto":

@@ -289,7 +289,7 @@ def fuse(model: Any, layers: Any) -> int:
     return len(done)
 
 
-def is_whole(model: Any, layers: Any) -> bool:
+def library_computes(model: Any, layers: Any) -> bool:
     """Return whether the library computes all of those ``layers``, every norm of ``model`` and every angle, and nothing
     caps the logits (by torch's tanh): torch then rounds single elements at most, which every processor does alike."""
     config = model.config.get_text_config()
@@ -342,11 +342,11 @@ def _agrees(fused: FusedLayer) -> bool:
     angle = torch.rand(2, 5, fused.dim // 2, generator=generator).repeat(1, 1, 2) * 6
     angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
-    before, asked = fused.attention.config._attn_implementation, []
+    before, calls = fused.attention.config._attn_implementation, []
     trial = f"kvkeep_trial_{id(fused)}"  # two models may be loaded at once
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        asked.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})
+        calls.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})
         return sdpa_attention_forward(*args, **kwargs)
 
     try:
@@ -360,7 +360,7 @@ def _agrees(fused: FusedLayer) -> bool:
     finally:
         fused.attention.config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[trial]
-    if not isinstance(wanted, Tensor) or wanted.shape != found.shape or asked[1:] != asked[:-1]:
+    if not isinstance(wanted, Tensor) or wanted.shape != found.shape or calls[1:] != calls[:-1]:
         return False
     added = wanted.float() - x.float()
     return bool((wanted - found).float().abs().max() <= 0.03 * added.abs().max())
@@ -372,21 +372,21 @@ def _joined(parts: list[Any]) -> list[Any]:
     panels = all(part.out_features % PANEL_OUTPUTS == 0 for part in parts)
     if not (panels and len(kinds) == 1 and parts[0].native):
         return parts
-    whole = Packed.__new__(PackedLinear)
-    nn.Module.__init__(whole)
-    whole.in_features, whole.kind, whole.native = parts[0].in_features, parts[0].kind, True
-    whole.out_features = sum(part.out_features for part in parts)
+    joined = Packed.__new__(PackedLinear)
+    nn.Module.__init__(joined)
+    joined.in_features, joined.kind, joined.native = parts[0].in_features, parts[0].kind, True
+    joined.out_features = sum(part.out_features for part in parts)
     for name in ("data", "bias"):
         tensors = [getattr(part, name) for part in parts]
-        whole.register_buffer(name, None if tensors[0] is None else torch.cat(tensors))
+        joined.register_buffer(name, None if tensors[0] is None else torch.cat(tensors))
         start = 0
         for part, tensor in zip(parts, tensors, strict=True):
             if tensor is not None:
-                setattr(part, name, getattr(whole, name)[start : start + len(tensor)])
+                setattr(part, name, getattr(joined, name)[start : start + len(tensor)])
                 start += len(tensor)
     for part in parts:
         part.__dict__.pop("struct", None)
-    return [whole]
+    return [joined]
 
 
 def _ours(x: Tensor) -> bool:

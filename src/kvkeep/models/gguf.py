@@ -42,13 +42,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class GgufTable:
     """The tensors of a file that the model has. architecture: of the file."""
 
     architecture: str
     entries: tuple[Entry, ...]
 
-    def stored(self, file: Path, config: Any, keep: bool) -> dict[str, Stored]:
+    def stored(self, file: Path, config: Any, keep: bool) -> dict[str, GgufTensor]:
         """Return the tensors of ``file`` by the model's names. config: the model's. keep: matrices in their own bits
         where codes can hold them."""
         names = {one.name.removesuffix(".weight"): one.to for one in self.entries}
@@ -56,20 +56,37 @@ class Table:
         parts: dict[str, list[Entry]] = {}
         for one in self.entries:
             parts.setdefault(one.to, []).append(one)
-        return {to: Stored(file, to, tuple(several), family, keep) for to, several in parts.items()}
+        return {to: GgufTensor(file, to, tuple(several), family, keep) for to, several in parts.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain lists and dicts."""
         return asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Table:
+    def from_json(data: dict[str, Any]) -> GgufTable:
         """Return the table that :meth:`to_json` gave."""
         made = (Entry(**one | {"shape": tuple(one["shape"])}) for one in data["entries"])
-        return Table(data["architecture"], tuple(made))
+        return GgufTable(data["architecture"], tuple(made))
 
 
-def table(reader: Any, model: Any) -> Table:
+def open_gguf(file: Path) -> Any:
+    """Return a ``gguf.GGUFReader`` of a file. Raises ModelError for a file that ends before its header or its tensors
+    do."""
+
+    class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+            needed = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if needed > len(self.data):
+                raise ModelError(
+                    f"The file '{file}' is cut short: it has {len(self.data):,} bytes and needs at least {needed:,}; "
+                    "fetch it again."
+                )
+            return super()._get(offset, dtype, count, **order)
+
+    return Reader(file)
+
+
+def table(reader: Any, model: Any) -> GgufTable:
     """Return the tensors of a ``gguf.GGUFReader`` that ``model`` has (on torch's meta device will do)."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
@@ -86,11 +103,11 @@ def table(reader: Any, model: Any) -> Table:
             kind = str(tensor.tensor_type.name)
             packs = to in places and kind in KINDS and family.order(name, shape) is not None
             found.append(Entry(name, to, kind, shape, int(tensor.data_offset), int(tensor.n_bytes), packs))
-    return Table(architecture, tuple(found))
+    return GgufTable(architecture, tuple(found))
 
 
 @dataclass(frozen=True)
-class Stored:
+class GgufTensor:
     """A tensor as transformers' loader takes one: it is read by ``[...]`` and ``to``.
 
     parts: more than one where experts' gates and ups are one matrix.
@@ -102,10 +119,10 @@ class Stored:
     family: _Family
     keep: bool
 
-    def __getitem__(self, index: Any) -> Stored:
+    def __getitem__(self, index: Any) -> GgufTensor:
         return self
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | Stored:
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | GgufTensor:
         """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`blocks`)."""
         return self if self.keep and self.parts[0].packs else self.dense().to(dtype)
 
@@ -187,9 +204,9 @@ def _values(file: Path, part: Entry) -> NDArray[Any]:
 def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of some rows after others, (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
-    width, most = part.size // count, max(1, AT_ONCE // part.shape[-1])
-    for first in range(0, count, most):
-        taken = min(most, count - first)
+    width, step = part.size // count, max(1, AT_ONCE // part.shape[-1])
+    for first in range(0, count, step):
+        taken = min(step, count - first)
         data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)
         if len(data) != taken * width:
             raise _cut_short(file, part)
@@ -197,4 +214,4 @@ def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
 
 
 def _cut_short(file: Path, part: Entry) -> ModelError:
-    return ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")
+    return ModelError(f"'{file}' is cut short: it ends within {part.name}; fetch it again.")

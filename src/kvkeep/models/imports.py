@@ -31,7 +31,7 @@ from typing import Any, Unpack
 UNUSED = ("scipy", "sklearn")
 """Optional packages that transformers imports for losses and for assisted decoding by several tokenizers."""
 
-WHOLE = ("transformers", "transformers.models", "transformers.processing_utils")
+DEFERRED = ("transformers", "transformers.models", "transformers.processing_utils")
 """Modules that read the files of all models. What is used of the last one is typing's Unpack."""
 
 _LOCK = threading.RLock()
@@ -47,7 +47,7 @@ def import_transformers() -> None:
         return
     with _hidden(UNUSED):
         known = {"__version__": version("transformers"), "Unpack": Unpack}
-        for name in WHOLE:
+        for name in DEFERRED:
             defer(name, known)
         _decide_distributed()
         decorators = {name: _undecorated for name in ("allow_in_graph", "assume_constant_result", "disable")}

@@ -15,13 +15,12 @@ from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
-from kvkeep.models.formats import Format, settled
+from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf import Table
-from kvkeep.models.named import check_device, known, place_of
-from kvkeep.models.quiet import quiet
-from kvkeep.models.room import Tensor, Weights, check_room, own_bits
-from kvkeep.models.room import weights as weights_in
+from kvkeep.models.gguf import GgufTable
+from kvkeep.models.model_names import check_device, checked_format, place_of
+from kvkeep.models.silence import silenced
+from kvkeep.models.weight_memory import Weights, WeightTensor, bits_of_file, check_memory, weight_memory
 from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 
@@ -55,7 +54,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """A model that was not loaded: its config, the dtype of activations and entries, and what its weights become."""
 
     config: Any
@@ -64,7 +63,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Available:
+class AvailableModel:
     """An embedded model and its files on this machine. bytes_on_disk: GGUF file and converted copy. tensors: what
     becomes of each with weights auto on a CPU, None until there is a converted copy."""
 
@@ -74,7 +73,7 @@ class Available:
     fetched: bool
     path: Path | None
     bytes_on_disk: int
-    tensors: dict[str, Tensor] | None
+    tensors: dict[str, WeightTensor] | None
 
 
 def load(
@@ -94,9 +93,9 @@ def load(
     converting. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
-    asked, target = known(weights), _device(device)
+    requested, target = checked_format(weights), _device(device)
     source = _source(text, revision, progress or (lambda line: None))
-    model, tokenizer = _read(source, asked, target)
+    model, tokenizer = _read(source, requested, target)
     model.kvkeep_tokenizer = tokenizer  # for methods that ask the model something
     try:
         return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
@@ -108,8 +107,8 @@ def load(
 
 def weights_of(loaded: Loaded) -> str:
     """Return the format of a loaded model's weights in a word: as asked for, or the dtype that auto came to."""
-    if loaded.weights is not None and loaded.weights.asked != "auto":
-        return loaded.weights.asked
+    if loaded.weights is not None and loaded.weights.requested != "auto":
+        return loaded.weights.requested
     packed = loaded.weights is not None and any(tensor.bits < 16 for tensor in loaded.weights.tensors.values())
     return "auto" if packed else str(loaded.model.dtype).removeprefix("torch.")
 
@@ -121,37 +120,37 @@ def describe(
     device: str = "cpu",
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Described:
+) -> ModelDescription:
     """Return what :func:`load` would make of a model, named as there or by the path of a config.json, without reading
     weights. device: one that need not be here. Raises as :func:`load`."""
-    text, asked = os.fspath(name), known(weights)
+    text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".json":
         source = Source(text, str(path))
     else:
         source = _source(text, revision, progress or (lambda line: None))
     try:
-        with quiet():
+        with silenced():
             config = _read_config(source)
-            held = _table(source)
-            made = settled(asked, torch.device(device), held is not None, _stated(config))
-            return Described(config, made.dtype, weights_in(config, asked, made, held))
+            table = _table(source)
+            made = chosen_format(requested, torch.device(device), table is not None, _stated(config))
+            return ModelDescription(config, made.dtype, weight_memory(config, requested, made, table))
     except (ModelError, UsageError):
         raise
     except Exception as error:  # as below
         raise _explained(source, error) from error
 
 
-def available() -> list[Available]:
+def available() -> list[AvailableModel]:
     """Return the embedded models and their files on this machine."""
     found = []
     for model in EMBEDDED.values():
         gguf, folder = gguf_path(model), copy_folder(model.file, model.sha256)
         copy = list(folder.iterdir()) if folder.is_dir() else []
-        held = sum(path.stat().st_size for path in [gguf, *copy] if path.is_file())
+        size = sum(path.stat().st_size for path in [gguf, *copy] if path.is_file())
         path = folder if copy else None
-        kept = own_bits(tensors(folder)) if (folder / TABLE).is_file() else None
-        found.append(Available(model.name, model.description, model.licence, gguf.is_file(), path, held, kept))
+        kept = bits_of_file(tensors(folder)) if (folder / TABLE).is_file() else None
+        found.append(AvailableModel(model.name, model.description, model.licence, gguf.is_file(), path, size, kept))
     return found
 
 
@@ -182,13 +181,13 @@ def _device(device: str | None) -> torch.device:
     return target
 
 
-def _read(source: Source, asked: str, device: torch.device) -> tuple[Any, Any]:
+def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, Any]:
     try:
-        with quiet():
+        with silenced():
             config = _read_config(source)
             tokenizer = _tokenizer(source)
             trim_memory()  # its files as Python objects
-            model = _model(source, config, asked, device)
+            model = _model(source, config, requested, device)
     except (ModelError, UsageError):
         raise
     except Exception as error:  # transformers, safetensors and the hub raise anything
@@ -208,27 +207,29 @@ def _tokenizer(source: Source) -> Any:
     return AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
 
 
-def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any:
+def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
     """Return the model in the format ``asked`` for, once it is known that there is room for it."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}
     if getattr(config, "quantization_config", None) is not None:
-        if asked != "auto":
-            raise UsageError(f"The weights of '{source.name}' are quantised, and are loaded as they are: ask for auto.")
+        if requested != "auto":
+            raise UsageError(
+                f"The weights of '{source.name}' are already quantised and are loaded as they are; ask for auto."
+            )
         model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
         model.kvkeep_weights = None
         return model
-    held = _table(source)
-    made = settled(asked, device, held is not None, _stated(config))
-    needed = weights_in(config, asked, made, held)
-    check_room(source.name, config, needed, device, held)
-    if source.gguf is not None and held is not None:
-        model = _of_file(source, source.gguf, config, held, made)
+    table = _table(source)
+    made = chosen_format(requested, device, table is not None, _stated(config))
+    needed = weight_memory(config, requested, made, table)
+    check_memory(source.name, config, needed, device, table)
+    if source.gguf is not None and table is not None:
+        model = _of_file(source, source.gguf, config, table, made)
     else:
         form: dict[str, Any] = {"dtype": made.dtype}
         if made.packed:
-            from kvkeep.models.small import Packing
+            from kvkeep.models.packing import Packing
 
             form["quantization_config"] = Packing(made.bits)
         model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
@@ -238,20 +239,20 @@ def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any
     return model
 
 
-def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format) -> Any:
+def _of_file(source: Source, gguf: Path, config: Any, table: GgufTable, made: Format) -> Any:
     from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from kvkeep.models.filled import filled
 
-    read = held.stored(gguf, config, keep=made.packed and made.bits is None)
+    read = table.stored(gguf, config, keep=made.packed and made.bits is None)
     model = filled(source.name, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, read, made)
     model.generation_config = GenerationConfig.from_pretrained(source.place)
     model.name_or_path = model.config.name_or_path = source.place
     return model
 
 
-def _table(source: Source) -> Table | None:
+def _table(source: Source) -> GgufTable | None:
     return None if source.gguf is None else tensors(Path(source.place))
 
 
@@ -281,8 +282,8 @@ def _refuse_unknown(family: str | None, name: str) -> None:
 
     if family is not None and family not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep runs no "
-            "code that comes with a model."
+            f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep never "
+            "runs code from a model's repository."
         )
 
 
@@ -305,8 +306,7 @@ def _refuse_others(config: Any, name: str) -> None:
     masked = family in families.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if config.is_encoder_decoder or masked or not causal:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, which is not a decoder that generates text token by token; kvkeep runs "
-            "only those."
+            f"'{name}' is a '{family}' model; kvkeep runs only decoders, which generate text token by token."
         )
 
 
@@ -319,6 +319,6 @@ def _explained(source: Source, error: Exception) -> ModelError:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")
     return ModelError(
-        f"The model '{name}' is no folder and cannot be loaded from the hub: there is no such model, or no "
-        f"connection ({first})."
+        f"The model '{name}' is not a folder and cannot be loaded from the hub: the hub has no such model, or there is "
+        f"no connection ({first})."
     )

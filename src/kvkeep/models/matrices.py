@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.quiet import quiet
+from kvkeep.models.silence import silenced
 
 
 def built(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -20,7 +20,7 @@ def built(config: Any, dtype: torch.dtype | None = None) -> Any:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     try:
-        with quiet(), without_memory():
+        with silenced(), without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights(recompute_mapping=False)
         return model

@@ -68,7 +68,7 @@ class Packed(nn.Module):
             return Blocks(self.kind, self.data[index].cpu()).dense().to(self.data.device)
         index = index.to(torch.int64).contiguous()
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:
-            raise IndexError(f"A row is from 0 to {self.out_features - 1}.")
+            raise IndexError(f"Row indices are from 0 to {self.out_features - 1}.")
         made = torch.empty(len(index), self.in_features)
         kernels().kvkeep_rows(address_of(self.struct), index.data_ptr(), len(index), made.data_ptr())
         return made
@@ -151,7 +151,7 @@ def _packed(matrix: Blocks) -> Tensor:
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)
     if not kernels().kvkeep_pack(number, inputs, outputs, rows.data_ptr(), rows.shape[1], panels.data_ptr()):
         raise ModelError(
-            f"A matrix of {outputs} x {inputs} weights ({matrix.kind}) has a scale that is infinite or no number: the "
+            f"A matrix of {outputs} x {inputs} weights ({matrix.kind}) has a scale that is infinite or NaN: the "
             "file is damaged; fetch it again."
         )
     return panels

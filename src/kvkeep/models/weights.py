@@ -23,9 +23,9 @@ def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **
 
 def refuse_incomplete(name: str, missing: Iterable[str], other: Iterable[str]) -> None:
     """Raise ModelError, with ``name``, where weights are ``missing`` or have an ``other`` shape than the model's."""
-    for what, keys in (("without", sorted(missing)), ("with another shape of", sorted(other))):
+    for what, keys in (("it lacks", sorted(missing)), ("its config states another shape for", sorted(other))):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(
-                f"The model '{name}' is damaged or incomplete: it comes {what} {keys[0]}{more}; get its files again."
+                f"The model '{name}' is damaged or incomplete: {what} {keys[0]}{more}; get its files again."
             )

@@ -24,8 +24,7 @@ TILE_ENTRIES = 32
 """Entries of a tile of a block, and of a group of codes."""
 MAX_DIM = 1024
 """The largest width of a key or a value."""
-KINDS = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
+KIND_NUMBERS = {"BF16": 0, "Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = 0, 1
 """KvActivation: of a gated MLP."""

@@ -28,7 +28,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.memory.places import Disk
 from kvkeep.models.blocks import quantised
 from kvkeep.models.packed import PackedLinear
-from kvkeep.models.quiet import quiet
+from kvkeep.models.silence import silenced
 from kvkeep.native.library import library
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost
@@ -186,7 +186,7 @@ def _with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
     """Return ``machine`` with the fixed times of layers and pages, and the rate of simple operations."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with quiet():
+    with silenced():
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=512,

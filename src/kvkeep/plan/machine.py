@@ -28,7 +28,7 @@ class Machine:
     """Rates of one machine, in seconds, bytes, elements and floating-point operations."""
 
     name: str
-    """A few words for a person."""
+    """Hardware, threads and dtype, for people."""
     source: str
     """Where the figures come from."""
     device: str
@@ -58,13 +58,13 @@ class Machine:
     layer_s: float
     """Seconds of one layer of a pass beside its matrices and attention."""
     bounded_s: float
-    """The same in a cache with a budget, whatever its method."""
+    """The same in a cache with a budget."""
     page_s: float
     """Seconds of one page of a checkpoint beside reading and attention."""
     memory_bytes: int
-    """Of the device."""
+    """Bytes of the device's memory."""
     host_bytes: int
-    """Of the host."""
+    """Bytes of the host's memory."""
 
     def multiply(self, rows: float, width: int, elements: float) -> float:
         """Return the seconds of ``rows`` rows times matrices of ``elements`` in all, each about ``width`` wide."""

@@ -12,7 +12,7 @@ from kvkeep.budget import MIN_CHUNK, Budget, bytes_of
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.room import free_memory
+from kvkeep.models.weight_memory import free_memory
 from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine

@@ -1,7 +1,7 @@
 """The rates that plans are made with: measured ones where this machine has been measured, else estimates.
 
 Measured rates are files in the user's cache folder, one for each hardware, number of threads, dtype, and version of
-torch, with the native library and without. Nothing here measures (:mod:`kvkeep.plan.calibrate`).
+torch, with the native library and without. :mod:`kvkeep.plan.calibrate` measures; this module does not.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def machine_here(device: str = "cpu", dtype: torch.dtype = DTYPE) -> Machine:
 
 
 def measured(device: str, dtype: torch.dtype) -> Machine | None:
-    """Return the rates that were measured here; None where there are none that can be read."""
+    """Return the rates that were measured here; None where there is no file that can be read."""
     with suppress(UsageError):
         return Machine.load(rates_file(device, dtype))
     return None
 
 
 def rates_file(device: str, dtype: torch.dtype) -> Path:
-    """Return where measured rates are kept. Raises UsageError where the user has no cache folder."""
+    """Return the file of measured rates. Raises UsageError where the user has no cache folder."""
     device = _indexed(device)
     facts = [VERSION, platform.node(), processor_name(device), os.cpu_count(), torch.get_num_threads()]
     facts += [torch.__version__, device, named(dtype), native_path() if device == "cpu" else ""]
@@ -57,7 +57,7 @@ def failure_file(device: str, dtype: torch.dtype) -> Path:
 
 
 def store(machine: Machine, path: Path) -> None:
-    """Keep measured rates, at once or not at all."""
+    """Write measured rates, completely or not at all."""
     part = path.with_suffix(f".{os.getpid()}")
     machine.save(part)
     part.replace(path)

@@ -193,7 +193,7 @@ def resolve(spec: str, *, files: bool = True) -> Method:
 
 def _resolved(spec: str, files: bool = True) -> Method:
     spec = "+".join(map(_current, spec.split("+")))
-    check_lab(spec, {*FATES, *RECALLS, *PRESETS})
+    check_lab(spec, {*SELECTORS, *FATES, *RECALLS, *PRESETS})
     first, *rest = spec.split("+")
     name, oneshot = first.partition(":")[0], rest[-1:] == [ONESHOT]
     if oneshot:

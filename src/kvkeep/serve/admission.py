@@ -10,7 +10,7 @@ from contextlib import suppress
 from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.past import Past
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.sizes import widest_bytes
@@ -113,7 +113,7 @@ class Admission:
         """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
         fails by."""
         if job.name is None:
-            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
+            job.session = job.session or Session(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
         if session is None or not session.exclusive:

@@ -284,7 +284,7 @@ class Engine:
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
         self.watch.stepped(len(results), tokens)
-        self.sessions.freed += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
+        self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
             written = len(answer.tokens)

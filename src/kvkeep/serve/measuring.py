@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvkeep.errors import KvkeepError
-from kvkeep.models.room import free_memory
+from kvkeep.models.weight_memory import free_memory
 from kvkeep.plan.background import BUSY
 from kvkeep.plan.estimate import busy, named
 from kvkeep.plan.rates import failure_file, measured, rates_file
@@ -111,7 +111,8 @@ class Measuring:
                 return False
             late = time.monotonic() >= deadline
             if code == 0:
-                self.tell(f"this machine is measured; plans use it from now on ({rates_file(self.device, self.dtype)})")
+                file = rates_file(self.device, self.dtype)
+                self.tell(f"the measurement of this machine is complete; plans use it from now on ({file})")
             else:
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
@@ -120,7 +121,7 @@ class Measuring:
 
     def _failed(self, reason: str) -> None:
         """Say it once, to the user and to later processes."""
-        self.tell(f"this machine could not be measured ({reason}); predicted times stay estimates")
+        self.tell(f"the measurement of this machine failed ({reason}); predicted times stay estimates")
         with suppress(OSError, KvkeepError):
             failure_file(self.device, self.dtype).write_text(reason + "\n", encoding="utf-8")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.past import Past, common
+from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.engine.batch import packs
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.job import Job, PendingPrefix
@@ -50,14 +50,14 @@ class Prefix:
         """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
         return 0 if _plain(self.session.cache) else self.session.memory_bytes
 
-    def past(self) -> Past:
+    def past(self) -> CachedText:
         """Return a past of these tokens, in a cache of its own."""
         cache = self.session.cache
         if _plain(cache):
-            return Past(transfer.begun(cache, len(self.ids)), self.ids)
+            return CachedText(transfer.begun(cache, len(self.ids)), self.ids)
         twin = transfer.copied(cache)
         twin.crop(len(self.ids) - cache.get_seq_length())
-        return Past(twin, self.ids)
+        return CachedText(twin, self.ids)
 
 
 def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Session]) -> Prefix | PendingPrefix | None:
@@ -110,7 +110,7 @@ def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequ
     """Return what both begin with, as far as a cache that has read ``ids`` can be cut there for less than reading."""
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
-    count = common(ids, prompt)
+    count = common_prefix(ids, prompt)
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
     cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
     return ids[:count] if cuts and (2 * count >= len(ids) or _plain(cache)) else ()

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,11 +30,12 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
+from kvkeep import ray_cluster
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.extras import optional
 from kvkeep.models.loading import DEFAULT, load
 from kvkeep.plugins import first_line
-from kvkeep.ray_cluster import connected
+from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve.engine import WAITING
 from kvkeep.serve.http.app import alive
 from kvkeep.serve.http.connection import KEEP_ALIVE_S
@@ -56,6 +58,8 @@ WHOLE_S = 3600.0
 """Seconds that a replica which makes way for another one has to end its answers in, where they have no time."""
 FIGURES_S = 5.0
 """Seconds that a scrape waits for the other replicas; the figures of one that does not answer are left out."""
+CHECK_S = 0.5
+"""Seconds between two checks whether the cluster still answers, while replicas end their answers."""
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 """What Serve logs."""
 OPTIONS: dict[str, Any] = {
@@ -265,16 +269,35 @@ def app(given: Mapping[str, Any]) -> Any:
 
 def drain(grace: float) -> int:
     """Let all replicas end their answers within ``grace`` seconds, and save all turns. Return how many did not say that
-    they have; of one that had died its clients know."""
-    serve, died = ray_serve(), optional("ray", "ray").exceptions.ActorDiedError
-    states = serve.status().applications[NAME].deployments[NAME].replica_states
-    asked = serve.get_app_handle(NAME).broadcast("drain", grace)
+    they have; of one that had died its clients know. Raises ClusterEnded if the cluster's processes end meanwhile, as
+    after a signal to the whole process group."""
+    found: Future[int] = Future()
+    threading.Thread(target=_drain, args=(grace, found), daemon=True).start()
+    while True:
+        try:
+            return found.result(CHECK_S)
+        except Exception:  # not yet, or an error
+            if not ray_cluster.alive():
+                raise ClusterEnded(
+                    "The signal ended Ray's processes, too: running answers were cut; turns that had ended are saved."
+                ) from None
+            if found.done():
+                raise
+
+
+def _drain(grace: float, found: Future[int]) -> None:
     try:
-        found = asked.results(timeout_s=grace + 30, return_exceptions=True)
-    except TimeoutError as error:
-        found = [error] * states.get("RUNNING", 0)
-    silent = [one for one in found if isinstance(one, BaseException) and not isinstance(one, died)]
-    return len(silent) + states.get("STOPPING", 0)  # those that go are not asked
+        serve, died = ray_serve(), optional("ray", "ray").exceptions.ActorDiedError
+        states = serve.status().applications[NAME].deployments[NAME].replica_states
+        asked = serve.get_app_handle(NAME).broadcast("drain", grace)
+        try:
+            results = asked.results(timeout_s=grace + 30, return_exceptions=True)
+        except TimeoutError as error:
+            results = [error] * states.get("RUNNING", 0)
+        silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
+        found.set_result(len(silent) + states.get("STOPPING", 0))  # those that go are not asked
+    except Exception as error:
+        found.set_exception(error)
 
 
 def lacking() -> dict[str, str]:

@@ -14,7 +14,7 @@ from kvkeep.budget import bytes_of
 from kvkeep.decode.session_store import DAY_S, SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.models.named import known
+from kvkeep.models.model_names import checked_format
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
@@ -60,7 +60,7 @@ class Service:
             raise UsageError(f"The option 'log_requests' has to be true or false, not '{logs}'.")
         return cls(
             model=str(given["model"]),
-            weights=known(given["weights"]),
+            weights=checked_format(given["weights"]),
             device=given["device"],
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
             waiting=number("waiting", given["waiting"], 0, int),

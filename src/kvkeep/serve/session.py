@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.past import Past
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.decode.session import naming
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
@@ -36,7 +36,7 @@ class Session:
 
     name: Name | None
     """None: its client did not name it."""
-    past: Past
+    past: CachedText
     """Its cache, and the tokens that the cache has read."""
     owner: str = ""
     file: SessionFile | None = None
@@ -142,4 +142,4 @@ class OpenedFile:
                 cache = KeepCache(model, request=self.request)
             on_error.pop_all()
         turns = 0 if self.file is None else self.file.turns
-        return Session(self.name, Past(cache), self.name[0], self.file, self.away, turns=turns, note=self.note)
+        return Session(self.name, CachedText(cache), self.name[0], self.file, self.away, turns=turns, note=self.note)

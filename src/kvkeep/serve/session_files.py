@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.past import Past
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.decode.session import Session as Saved
 from kvkeep.decode.session import check_savable, load_session, request_of, save_session
 from kvkeep.decode.session_file import SessionFile
@@ -229,7 +229,7 @@ class SessionFiles:
                 f"The session '{session.name[1]}' holds {saved.cache.rows} texts, and the server continues one; "
                 "use another name."
             )
-        session.past, session.away = Past(saved.cache, saved.ids[0] if saved.ids else ()), False
+        session.past, session.away = CachedText(saved.cache, saved.ids[0] if saved.ids else ()), False
         self.restored += 1
 
     def _over_quota(self) -> list[str]:

@@ -35,7 +35,7 @@ class SessionPool:
         self.memory: OrderedDict[Name, Session] = OrderedDict()
         self.parked = 0
         """How many sessions were evicted."""
-        self.freed = 0
+        self.released_bytes = 0
         """Bytes released since memory was last returned to the system."""
         self._quota_checked = 0.0
         self._over_quota: Future[list[str]] | None = None  # a check under way
@@ -103,7 +103,7 @@ class SessionPool:
                     note = f"{session.unsaved} It was lost when the session was evicted from memory."
                     self.files.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
-        self.freed += session.counted[0]
+        self.released_bytes += session.counted[0]
         if session.file is not None:
             self.parked += not session.away
             self.files.close(session.file)
@@ -154,8 +154,8 @@ class SessionPool:
     def trim_memory(self) -> None:
         """Return freed memory to the system now and then: parts in use lie between it, so that by itself the process
         would grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
-        if self.freed > TRIM_BYTES:
-            self.freed = 0
+        if self.released_bytes > TRIM_BYTES:
+            self.released_bytes = 0
             trim_memory()
 
     def close(self) -> None:

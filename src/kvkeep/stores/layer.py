@@ -22,8 +22,8 @@ from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
-from kvkeep.memory.extent import Extent, Misfit
-from kvkeep.memory.lasting import lasting, lasts
+from kvkeep.memory.extent import Extent, ShapeError
+from kvkeep.memory.inference import outside_inference_mode, writable
 from kvkeep.step.plan import LayerStep
 
 
@@ -61,10 +61,10 @@ class Layer(CacheLayerMixin):
         self.take(key_states, value_states)
         return key_states, value_states
 
-    @lasting
+    @outside_inference_mode
     def take(self, keys: Tensor, values: Tensor) -> None:
         self.is_initialized, self.heads = True, keys.shape[1]
-        self.pending = lasts(keys).flatten(0, 1), lasts(values).flatten(0, 1)
+        self.pending = writable(keys).flatten(0, 1), writable(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
 
     def attend(self, step: AttentionInputs) -> Tensor:
@@ -241,10 +241,10 @@ class Layer(CacheLayerMixin):
         self.reader.restore(of("reader"), length)
 
     def check(self) -> None:
-        """Raise Misfit where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
+        """Raise ShapeError where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
         geometry = self.geometry
         if self.heads != geometry.kv_heads and (self.length or self.heads):
-            raise Misfit(f"layer {self.index} has {self.heads} KV heads")
+            raise ShapeError(f"layer {self.index} has {self.heads} KV heads")
         if not self.heads:
             return
         extent = Extent(self.ledger.batch * self.heads, self.length, geometry.key_dim, geometry.value_dim)

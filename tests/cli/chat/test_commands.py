@@ -19,7 +19,7 @@ from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS
 from kvkeep.cli.chat.saving import Saver
 from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.chat.state import Chat
-from kvkeep.cli.chat.status import kept, status
+from kvkeep.cli.chat.status import places, status
 from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, new_cache
@@ -32,7 +32,7 @@ class Lines:
     """A screen of lists: lines to type, answers, and notes."""
 
     interactive = silent = False
-    unwritable = None
+    write_error = None
 
     def __init__(self, *typed: str) -> None:
         self.rest, self.answers, self.notes = list(typed), [""], []  # type: list[str], list[str], list[str]
@@ -114,10 +114,10 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
         typed = ("the of and to", "/method full", "was it", "/budget 24", "by", "/method h2o", "and her",
                  "/method nope", "/method stock", "/budget none", "for")  # fmt: skip
         made = chat(*typed, saver=saver)
-    notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
+    notes = [note for note in made.screen.notes if "continues with" in note]  # type: ignore[attr-defined]
     assert ["nothing is read again" in note for note in notes] == [True, True, False, False]
-    assert notes[2].endswith("read again before the next answer: 'h2o' ranks by attention scores, which only reading "
-                             "the text gives.")  # fmt: skip
+    reason = "'h2o' ranks by attention scores, which only reading the text gives."
+    assert notes[2].endswith(f"reads it again before its next answer: {reason}")
     read = [turn["timing"]["prefill_tokens"] for turn in made.turns if "error" not in turn]
     assert max(read[:3]) < 10 and read[4] > read[3] > 20
     assert said(made)[:6:2] == ["the of and to", "was it", "by"]
@@ -133,10 +133,10 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
 def test_a_reading_that_is_due_is_not_denied() -> None:
     made = chat("the of", "was it", "/budget 24", "/system by from", "/budget 16", "for", "/budget 24", "/undo",
                 "/budget 16")  # fmt: skip
-    notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
+    notes = [note for note in made.screen.notes if "continues with" in note]  # type: ignore[attr-defined]
     due = ["nothing is read again" not in note for note in notes]
     assert due == [False, True, False, False], notes
-    assert notes[1].endswith("16 entries a layer; what was said is read before the next answer.")
+    assert notes[1].endswith("16 entries per layer; the model reads it before its next answer.")
     assert [turn["timing"]["prefill_tokens"] > 12 for turn in made.turns] == [False, False, True]
 
 
@@ -146,38 +146,38 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
     made = chat(*long, **common)
     assert len(said(made)) == 2 * len(long) - 2 and made.pending == long[-1]
     offered = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
-    assert "The conversation with your question has 77 tokens, and the model only 72 positions. To go on:" in offered
+    assert "The conversation with your question has 77 tokens, and the model's context only 72. To continue:" in offered
     for positions, left in ((77, "none"), (80, "3")):
         near = notes_of(chat(*long, **common | {"positions": positions}))
-        assert f"Your question leaves {left} of {positions} positions for an answer; at least 6 are needed." in near
-    assert all(f"/window {name}" in offered for name in CONTINUATIONS)
+        assert f"Your question leaves {left} of {positions} tokens for an answer; at least 6 are needed." in near
+    assert all(f"/context {name}" in offered for name in CONTINUATIONS)
     for name in CONTINUATIONS:
-        one = chat(*long, f"/window {name}", "/continue", **common)
+        one = chat(*long, f"/context {name}", "/continue", **common)
         assert one.pending is None and one.turns[-2]["question"] == long[-1], name
         assert (said(one)[0] == SUMMARISED) == (name == "summary")
         assert (said(one)[0] == long[0]) == (name == "endless")
         assert one.talk.positions == (None if name == "endless" else 72)
         told = chat(*long, at_end=name, **common)
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
-    alone = chat("the " * 100, "/window drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
-    assert alone.startswith("Without any earlier turn the conversation with your question has 102 tokens")
-    new = chat("/window drop", "/window summary", **common)
-    assert notes_of(new) == "\n".join(["Nothing was said yet, so there is nothing to forget."] * 2)
-    one = chat("the " * 40, "/window drop", "/window", **common)
-    assert "turn alone takes" in notes_of(one) and "no other is there to go" in notes_of(one)
+    alone = chat("the " * 100, "/context drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
+    assert alone.startswith("Without the earlier turns: The conversation with your question has 102 tokens")
+    new = chat("/context drop", "/context summary", **common)
+    assert notes_of(new) == "\n".join(["The conversation is empty, so there is nothing to forget."] * 2)
+    one = chat("the " * 40, "/context drop", "/context", **common)
+    assert "The last turn takes" in notes_of(one) and "no earlier one to forget" in notes_of(one)
 
 
 def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     long = "the of and to in was it for " * 5
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 128, "max_tokens": 4}
-    made = chat(*[long] * 3, "by from", "and her " * 20, "/window summary", **common)
+    made = chat(*[long] * 3, "by from", "and her " * 20, "/context summary", **common)
     assert len(said(made)[1].split()) > 4, "--max-tokens is of answers"
     assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.pending is None
     for text, whole in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
         assert whole_sentences(text) == whole
     monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate, "They met. It was"))
-    made = chat(*[long] * 3, "/window summary", **common)
-    assert said(made)[:2] == [SUMMARISED, "They met."] and "tokens; its whole sentences take" in notes_of(made)
+    made = chat(*[long] * 3, "/context summary", **common)
+    assert said(made)[:2] == [SUMMARISED, "They met."] and "tokens; its whole sentences replace" in notes_of(made)
 
 
 @pytest.mark.parametrize("method", ["full", "h2o"])
@@ -185,17 +185,15 @@ def test_a_summary_takes_no_more_than_there_is(method: str) -> None:
     """Neither the prompt that asks for it nor what is left with it; a summary is not summarised by itself."""
     common: dict[str, Any] = {"method": method, "budget": None if method == "full" else 16, "positions": 128}
     typed = "the of and to in was it for on as " * 5, "was it for on as with his he at by " * 3
-    made = chat(*typed, *["/continue"] * 9, "/window", at_end="summary", max_tokens=12, **common)
+    made = chat(*typed, *["/continue"] * 9, "/context", at_end="summary", max_tokens=12, **common)
     errors = [turn["error"] for turn in made.turns if "error" in turn]
-    assert errors and {*errors} == {
-        "All that could go is a summary already; '/window drop' and '/window endless' go on."
-    }
+    assert errors and {*errors} == {"Only the summary could be forgotten. Use '/context drop' or '/context endless'."}
     assert notes_of(made).count("is summarised by the model") == 1 and said(made)[0] == SUMMARISED
-    used = int(re.findall(r"(\d+) of 128 positions are used", notes_of(made))[-1])
+    used = int(re.findall(r"(\d+) of 128 tokens are used", notes_of(made))[-1])
     assert 0 < used <= 128
     assert len(said(made)) == 4 and said(made)[-2] == typed[1]
     made = chat(typed[0], "by " * 110, at_end="summary", max_tokens=12, **common)
-    assert made.turns[-1]["error"].startswith("A summary has no room in the 128 positions of the model")
+    assert made.turns[-1]["error"].startswith("A summary does not fit into the context of 128 tokens")
     assert said(made)[::2] == [typed[0]] and made.pending is not None
 
 
@@ -205,9 +203,9 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
     made = chat(f"/file {path}", "the of", f"/file {path} and to", "/undo", "and to", "/undo", "/undo", **common)
     asked = [turn["question"] for turn in made.turns if "error" not in turn]
-    assert asked == ["the of", "and to"] and "only 64 positions" in made.turns[1]["error"]
+    assert asked == ["the of", "and to"] and "context only 64" in made.turns[1]["error"]
     notes = notes_of(made)
-    assert notes.count(f"{path} goes before the next question; '/file none' takes it back.") == 2
+    assert notes.count(f"Your next question will follow {path}; '/file none' removes it.") == 2
     assert "Forgotten: ... the of" in notes and "Forgotten: ... and to" in notes, "what was typed"
     made = chat(f"/file {path}", "/file none", "the of", **common)
     assert said(made)[0] == "the of"
@@ -218,11 +216,11 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
 
 def test_a_cut_at_the_last_position_goes_on() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
-    made = chat("the of and", "/continue", "/window drop", max_tokens=200, **common)
+    made = chat("the of and", "/continue", "/context drop", max_tokens=200, **common)
     assert made.turns[0]["stopped"] == "positions"
     notes = made.screen.notes  # type: ignore[attr-defined]
-    assert "/window says how" in "\n".join(notes) and "Without any earlier turn" in notes[-1]
-    made = chat("the of and", "/window endless", "/continue", max_tokens=70, **common)
+    assert "/context shows how" in "\n".join(notes) and "Without the earlier turns" in notes[-1]
+    made = chat("the of and", "/context endless", "/continue", max_tokens=70, **common)
     assert len(made.turns[1]["tokens"]) == 70 and made.talk.turns == 1
 
 
@@ -231,17 +229,17 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("on as with")
     made = chat(f"/file {tmp_path}/a b.md", f"/file {tmp_path}/c.txt the of", "/system by from", "and",
                 f"/save {tmp_path}/talk.md", f"/save {tmp_path}/talk.md", "/system none", "/system", "/file",
-                "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/window left", "/reset",
+                "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/context left", "/reset",
                 "/undo", "/banana", "/exit", "never")  # fmt: skip
     assert [turn["question"] for turn in made.turns if "text" in turn] == ["the of", "and", "/etc/hosts is"]
     failed = [turn["question"].split()[0] for turn in made.turns if "error" in turn]
-    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo",
+    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/context", "/undo",
                       "/banana"] and made.failed  # fmt: skip
     written = (tmp_path / "talk.md").read_text()
     assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
-    for sentence in ("already; name another", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
-                     "did you mean /continue? /help lists all.", "/save talk.session", "'left'",
+    for sentence in ("give another name", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
+                     "did you mean /continue or /context? /help lists all.", "/save talk.session", "'left'",
                      "nothing left to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
@@ -284,7 +282,7 @@ def test_the_line_fits_80_columns(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     counts = {EntryState.RESIDENT: 256, EntryState.CHECKPOINTED: 7920}
     monkeypatch.setattr("kvkeep.cli.chat.status._counts", lambda cache, length: dict(counts))
     memory = Memory(5_900_000, checkpoint_bytes={"device": 0, "host": 0, "disk": 182_800_000})
-    line = ", ".join(kept(KeepCache(tiny("llama"), "kv-direct", 72, checkpoint=kind), memory))
+    line = ", ".join(places(KeepCache(tiny("llama"), "kv-direct", 72, checkpoint=kind), memory))
     assert "7,920" in line and len(f"{line}, 8.5 tokens/s") <= 80
 
 
@@ -319,7 +317,7 @@ def _without_text(generated: Any, text: str = "") -> Any:
 def test_completions_and_the_page() -> None:
     assert [word for word, _ in commands.completions("/me")] == ["/method", "/memory"]
     assert {"h2o", "h2o-fisher"} <= dict(commands.completions("/method h2")).keys()
-    assert dict(commands.completions("/window d")) == {"drop": ""} and not list(commands.completions("what /me"))
+    assert dict(commands.completions("/context d")) == {"drop": ""} and not list(commands.completions("what /me"))
     assert {way.value for way in AtEnd} == {ASK, *CONTINUATIONS}
     rows = [f"| `{command.usage}` | {command.help} |" for command in commands.COMMANDS.values()]
     table = re.search(r"\| command \| .*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)

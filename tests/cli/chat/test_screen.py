@@ -159,5 +159,5 @@ def test_a_hang_up_saves_what_has_no_session(model_folder: Path) -> None:
     assert saved.stat().st_mode & 0o077 == 0 and not (data_folder() / "chat-history").exists()
     assert Conversation.resume(tiny("llama"), tokenizer(), saved).messages[0]["content"] == "the man was"
     with Terminal("chat", "-m", str(model_folder)) as terminal:
-        terminal.until("goes on with it.")
+        terminal.until("continues it.")
         assert saved.name in terminal.text.replace("\n", "")

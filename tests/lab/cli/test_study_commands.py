@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from kvkeep_lab import recall_timing
+from kvkeep_lab.cli import study as study_module
 from kvkeep_lab.cli.study import command
 from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.reference import Reference
@@ -289,6 +292,40 @@ def test_an_interrupt_leaves_what_was_measured(call: Run, monkeypatch: pytest.Mo
     assert [row["error"] for row in json.loads(out)["rows"]] == ["", INTERRUPTED]
     code, out, err = call("compare", *options)
     assert code == 1 and "kv-direct at 32: interrupted" in out and "Traceback" not in err
+
+
+def test_a_pipe_gets_a_line_when_a_part_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvkeep_lab.cli.study.BETWEEN_S", 0.0)
+    report, say = study_module._lines()
+    report("one", 0.0, 2.0)
+    report("two", 1.0, 2.0)
+    assert capsys.readouterr().err == "one is done, 50 % of all.\n"
+    say("a row")
+    report("three", 2.0, 2.0)
+    assert capsys.readouterr().err == "a row\n"
+
+
+def test_rows_appear_as_they_are_measured_and_sigterm_shows_those(
+    call: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe as on a terminal: a line on standard error for each row, before the next one begins."""
+    honest, lines = Reference.measure, []
+
+    def ended(*arguments: Any) -> Any:
+        lines.append(capsys.readouterr().err)
+        if len(lines) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*arguments)
+
+    monkeypatch.setattr(Reference, "measure", ended)
+    code, out, err = call("compare", "-x", "kv-direct,h2o", "-b", "16,32", "-n", "4")
+    assert code == 128 + signal.SIGTERM and "What is above was measured until then." in err
+    assert lines[0].splitlines()[-1].startswith("stock: match 100 %, KL 0, ")
+    assert [line.split(":")[0] for line in lines[1:]] == ["kv-direct at 16", "h2o at 16"]
+    assert "h2o at 32: interrupted" in out and out.count("kv-direct") == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupt_leaves_the_turns_and_the_counts_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from kvkeep.errors import UsageError
 from kvkeep.plugins import PARTS
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.names import LAB, check_names
-from kvkeep.policies.registry import FATES, PRESETS, RECALLS
+from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ print({*LAB} & {*names(), *(name for registry in parts().values() for name in re
 def test_names_are_those_of_the_entry_points() -> None:
     own = [point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"]
     assert {point.name for point in own} == {*LAB} and len(own) == len(LAB)
-    assert {*LAB} <= {*FATES, *RECALLS}
+    assert {*LAB} <= {*SELECTORS, *FATES, *RECALLS}
     for name in {*LAB} & {*FATES}:
         assert PRESETS[name].fate is FATES[name] and resolve(name).name == name
 
@@ -57,6 +57,7 @@ def test_the_core_does_not_name_them() -> None:
 def test_without_the_lab_a_sentence_says_what_to_install() -> None:
     """Before torch is imported, and by the registry."""
     specs = {"cam:8": "cam", "h2o+lowrank+verified": "lowrank", "lru+redecode:3": "redecode", "h2o+drop": None}
+    specs |= {"kvpress:snapkv": "kvpress"}
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *specs], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}

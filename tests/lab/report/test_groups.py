@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups, unread
-from kvkeep_lab.report.chapter import Outcome
+from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.report.methods import AXES, NOISE, frontier
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
@@ -122,8 +122,8 @@ def test_rounding_is_no_gain_and_what_has_no_time_is_not_fast() -> None:
 
 
 SHARE = (0.0, 1.0)
-HOLDS, DIFFERS, OPEN = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN
-MEASURED, UNMEASURED = Outcome.MEASURED, Outcome.UNMEASURED
+HOLDS, DIFFERS, OPEN = VerdictOutcome.HOLDS, VerdictOutcome.DIFFERS, VerdictOutcome.OPEN
+MEASURED, UNMEASURED = VerdictOutcome.MEASURED, VerdictOutcome.UNMEASURED
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ MEASURED, UNMEASURED = Outcome.MEASURED, Outcome.UNMEASURED
         ([1.0, 5.0], {"at_least": 7.0, "at_most": 14.0}, None, OPEN),
     ],
 )
-def test_judgements(values: list[float], limits: dict[str, float], scale: Any, outcome: Outcome) -> None:
+def test_judgements(values: list[float], limits: dict[str, float], scale: Any, outcome: VerdictOutcome) -> None:
     found, interval = judge(values, **limits, scale=scale or (-math.inf, math.inf))
     assert found is outcome and interval.n == len(values)
     assert interval.low <= interval.mean <= interval.high
@@ -182,7 +182,7 @@ def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
     return judged_cases(asked, group.metric("found"), group.cases(asked))
 
 
-def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], Outcome]:
+def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], VerdictOutcome]:
     return {(one.case.name.replace("`", ""), one.case.budget): one.outcome for one in cases_of(path, **claim)}
 
 

@@ -14,7 +14,7 @@ import pytest
 from elements import Elements
 from kvkeep_lab.experiment import packaged
 from kvkeep_lab.report import groups, markdown, unmeasured, write
-from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep_lab.report.chapter import Chapter, Picture, Verdict, VerdictOutcome
 from kvkeep_lab.report.formatting import difference_text, escaped, estimate_text, listed, ways
 from kvkeep_lab.report.html import page
 from kvkeep_lab.report.labels import Label, place
@@ -161,7 +161,7 @@ def test_links_lead_to_their_headings(tmp_path: Path) -> None:
 def test_chapters_of_any_kind(tmp_path: Path) -> None:
     """What another kind of experiment gives: its own words, tables and verdicts."""
     picture = Picture("drawn", "a [drawn] thing", lambda path: None)
-    verdict = Verdict("It *is* so.", Outcome.DIFFERS, ("It is 3, N = 2.",), 2)
+    verdict = Verdict("It *is* so.", VerdictOutcome.DIFFERS, ("It is 3, N = 2.",), 2)
     chapter = Chapter(
         "A study_of_it", ("### Part", picture), "B, Table 1", "theirs", "ours", (verdict,), ("Too small.",)
     )

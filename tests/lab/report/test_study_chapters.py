@@ -9,7 +9,7 @@ import pytest
 from conftest import WORDS
 from kvkeep_lab.experiment import StudyExperiment
 from kvkeep_lab.report import groups, markdown
-from kvkeep_lab.report.chapter import Outcome
+from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.studies.token_bytes import TokenBytes
@@ -42,7 +42,7 @@ def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: Stud
     assert record.machine["dtype"] == "float32" and record.seconds > 0
     (one,) = groups([store])
     (chapter,) = chapters(store)
-    assert [verdict.outcome for verdict in chapter.verdicts] == [Outcome.HOLDS, Outcome.DIFFERS]
+    assert [verdict.outcome for verdict in chapter.verdicts] == [VerdictOutcome.HOLDS, VerdictOutcome.DIFFERS]
     text = markdown([chapter])
     assert "| ρ | 4 | 20 (another model) |" in text and "* The paper says: Nobody knows." in text
     assert "KB a token" in text and "112.0, 2.0, 56.0" in text and f"![Small: {one.model}]" not in text
@@ -62,7 +62,7 @@ def test_what_fails_is_told_and_a_later_failure_undoes_nothing(
     assert [(record.error, record.label) for record in tally.failed] == [("It cannot be.", experiment.models[0])]
     store.refresh()
     (chapter,) = chapters(store)
-    assert chapter.missing == ("Seed 0: It cannot be.",) and chapter.verdicts[0].outcome is Outcome.UNMEASURED
+    assert chapter.missing == ("Seed 0: It cannot be.",) and chapter.verdicts[0].outcome is VerdictOutcome.UNMEASURED
     run(experiment, store)
     store.refresh()
     store.append(store.records[0].model_copy(update={"started": "9999"}))
@@ -80,8 +80,8 @@ def test_numbers_that_vary_are_judged_over_seeds(experiment: StudyExperiment, tm
     path = tmp_path / "r.jsonl"
     run(varying.with_(seeds=[0]), Store(path), tmp_path)
     (chapter,) = chapters(stored(path))
-    assert chapter.verdicts[0].outcome is Outcome.OPEN  # of one number nothing is sure
+    assert chapter.verdicts[0].outcome is VerdictOutcome.OPEN  # of one number nothing is sure
     run(varying, Store(path), tmp_path)
     (chapter,) = chapters(stored(path))
-    assert chapter.verdicts[0].outcome is Outcome.HOLDS and chapter.verdicts[0].samples == 3
+    assert chapter.verdicts[0].outcome is VerdictOutcome.HOLDS and chapter.verdicts[0].samples == 3
     assert "seeds 0, 1 and 2" in chapter.ours

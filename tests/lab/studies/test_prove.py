@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import tokenizer
-from kvkeep_lab.answers import Answer
+from kvkeep_lab.answers import ComparedAnswer
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.prompts import KINDS, Prompt, prompts
 from kvkeep_lab.studies import prove as lab
@@ -82,7 +82,7 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
         if done == 5:
             raise KeyboardInterrupt
 
-    def run() -> tuple[list[Answer], list[str]]:
+    def run() -> tuple[list[ComparedAnswer], list[str]]:
         told: list[str] = []
         found = proof("full", "window", store=store, progress=lambda label, done, total: told.append(label))
         return found.answers, told

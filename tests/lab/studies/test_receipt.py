@@ -17,7 +17,7 @@ import torch
 from conftest import WORDS, tokenizer
 from families import tiny
 from kvkeep_lab import receipts
-from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, Row, exact_cases, prompts, rows, start
+from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, exact_cases, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,7 +264,7 @@ def test_tables_of_other_models_stay_on_the_page() -> None:
 
 
 def test_a_row_that_was_not_computed_is_no_row_that_is_the_same() -> None:
-    row = Row("full", "exact", True, error="no space left")
+    row = ReceiptRow("full", "exact", True, error="no space left")
     with pytest.raises(SystemExit, match="smollm2: 'full' was not computed: no space left"):
         tool("receipts")._merged("smollm2", (row, row))
 

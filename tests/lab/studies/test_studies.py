@@ -27,7 +27,7 @@ from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.window_recompute import BLIND, DIRECT, FULL, TURNED, UNSCALED, WindowRecompute
 from kvkeep_lab.tables import Table, refusals
-from kvkeep_lab.timing import NAIVE, Case, run
+from kvkeep_lab.timing import NAIVE, TimingCase, run
 from measuring import loaded, measured
 from official import hellaswag_text_rows, write_lines
 from pydantic import ValidationError
@@ -286,7 +286,7 @@ def test_decoding_takes_every_step_of_every_way() -> None:
 
 
 def test_batches_hold_as_many_rows() -> None:
-    rows = run(tiny("llama"), [Case(f"{n}", 40, "stock", batch=n) for n in (1, 3)], rounds=1, steps=2)
+    rows = run(tiny("llama"), [TimingCase(f"{n}", 40, "stock", batch=n) for n in (1, 3)], rounds=1, steps=2)
     assert rows[1].memory["resident_bytes"] == 3 * rows[0].memory["resident_bytes"]
     study = Throughput(methods=["stock", "h2o", "static"], batches=[1, 8], budget="25%", length=96, steps=3, rounds=1)
     found = measured(study)

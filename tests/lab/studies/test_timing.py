@@ -14,7 +14,7 @@ from kvkeep_lab.buffers import Roofline, Storage, faults
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE
 from kvkeep_lab.studies.bench import cases
-from kvkeep_lab.timing import Case, run
+from kvkeep_lab.timing import TimingCase, run
 
 from kvkeep import StoreError
 
@@ -60,7 +60,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_patience_ends_slow_cases() -> None:
-    row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=3, steps=9, patience_s=0.0)[0]
+    row = run(tiny("llama"), [TimingCase("stock", 30, "stock")], rounds=3, steps=9, patience_s=0.0)[0]
     assert row.steps == 1
 
 
@@ -68,15 +68,15 @@ def test_the_clock_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by 3 seconds whenever it is looked at: every pass takes as long."""
     ticks = count(0, 3)
     monkeypatch.setitem(timing.CLOCKS, "processor", lambda: float(next(ticks)))
-    row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=2, steps=3, clock="processor")[0]
+    row = run(tiny("llama"), [TimingCase("stock", 30, "stock")], rounds=2, steps=3, clock="processor")[0]
     assert (row.prefill_s, row.step_ms, row.slowest_ms, row.steps) == (3.0, 3000.0, 3000.0, 4)
 
 
 def test_merging_is_told_apart() -> None:
     """Its seconds are part of the steps'; others have none."""
     options = {"budget": "16", "chunk": 8}
-    listed = [Case(name, 30, name, options) for name in ("h2o", "h2o+merge", "cam", "kvslimmer:sinks=1,slack=2")]
-    plain, *merging = run(tiny("llama"), [*listed, Case("stock", 30, "stock")], rounds=2, steps=8)[:4]
+    listed = [TimingCase(name, 30, name, options) for name in ("h2o", "h2o+merge", "cam", "kvslimmer:sinks=1,slack=2")]
+    plain, *merging = run(tiny("llama"), [*listed, TimingCase("stock", 30, "stock")], rounds=2, steps=8)[:4]
     assert plain.merging_ms == 0
     for row in merging:
         assert row.mean_ms is not None and row.merging_ms is not None

@@ -130,7 +130,7 @@ def _carried(found: list[Capacity]) -> Table:
     table = Table(box=None, header_style="bold")
     headings = ("held", "granted", "elsewhere", "sessions", "tokens/s of one", "of all", "weights %", "prompt s")
     for heading in ("tokens", "cache", "class", *headings):
-        table.add_column(heading, justify="left" if heading in ("cache", "class") else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("cache", "class") else "right")
     for one in found:
         away = one.sizes.host + one.sizes.disk
         table.add_row(
@@ -156,7 +156,7 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
     speeds = [f"{rate:g} Gbit/s" for rate in networks]
     headings = ("tokens", "cache", "at rest", *speeds, "disk", "read again", "pays from Gbit/s", "moved a token")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
     for one in found:
         times = [one.fetched(rate * GBIT) for rate in networks] + [one.fetched(machine.disk), one.single.prefill]
         table.add_row(

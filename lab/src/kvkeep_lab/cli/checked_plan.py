@@ -60,7 +60,7 @@ def _table(rows: Sequence[Checked]) -> Table:
     table = Table(box=None, header_style="bold")
     headings = ["context", "cache", "bytes", "measured", "prompt s", "measured", "%", "ms a token", "measured", "%"]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
     for row in rows:
         if row.error or row.measured_step_s is None or row.measured_prefill_s is None:
             table.add_row(f"{row.context:,}", row.label, row.error)

@@ -21,8 +21,8 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep_lab.fleet.outcome import Outcome
-    from kvkeep_lab.fleet.pace import Pace
+    from kvkeep_lab.fleet.outcome import FleetOutcome
+    from kvkeep_lab.fleet.pace import ReplicaPace
     from kvkeep_lab.fleet.scenario import Scenario
 
 
@@ -76,7 +76,7 @@ def fleet(
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
     from kvkeep.budget import bytes_of
     from kvkeep_lab.capacity import GBIT
-    from kvkeep_lab.fleet.pace import Pace
+    from kvkeep_lab.fleet.pace import ReplicaPace
     from kvkeep_lab.fleet.scenario import RECALLS, ROUTES, Scenario
     from kvkeep_lab.fleet.simulation import simulate
 
@@ -91,10 +91,10 @@ def fleet(
         "link": link * GBIT,
     }
     given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
-    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, memory, chunk)
+    one = ReplicaPace.load(pace) if pace is not None else _planned(model, machine, method, budget, memory, chunk)
     combined: list[Any] = [*product(counts, routes, recalls)]
     scenarios = [Scenario(count, route=how, recall=back, **given) for count, how, back in combined]
-    found: list[tuple[Scenario, Outcome]] = []
+    found: list[tuple[Scenario, FleetOutcome]] = []
     with _progress(len(scenarios) * seconds) as progress:
         for number, scenario in enumerate(scenarios):
             found.append((scenario, simulate(one, scenario, partial(progress, number * seconds))))
@@ -109,15 +109,15 @@ def fleet(
     show(_table(found))
 
 
-def _planned(model: str, machine: str | None, method: str, budget: str, memory: str | None, chunk: int) -> Pace:
+def _planned(model: str, machine: str | None, method: str, budget: str, memory: str | None, chunk: int) -> ReplicaPace:
     from kvkeep.budget import Budget, bytes_of
-    from kvkeep_lab.fleet.pace import Pace
+    from kvkeep_lab.fleet.pace import ReplicaPace
 
     shape, rates = shape_and_rates(model, machine)
     note(f"{rates.name} ({rates.source})")
     entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
     memory_bytes = bytes_of(memory) if memory is not None else rates.cache_bytes(shape.weight_bytes)
-    return Pace.planned(shape, rates, memory_bytes, method, entries, chunk)
+    return ReplicaPace.planned(shape, rates, memory_bytes, method, entries, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:
@@ -143,7 +143,7 @@ def _progress(total: float) -> Iterator[Any]:
         yield lambda before, now: bar.update(task, completed=before + now)
 
 
-def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
+def _table(found: list[tuple[Scenario, FleetOutcome]]) -> Table:
     table = Table(box=None, header_style="bold")
     for heading in ("replicas", "route", "recall"):
         table.add_column(heading, justify="right" if heading == "replicas" else "left", no_wrap=True)

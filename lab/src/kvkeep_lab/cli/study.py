@@ -7,11 +7,13 @@ and a device, print tables for people and one JSON object for programs, and draw
 from __future__ import annotations
 
 import inspect
+import math
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType, UnionType
+from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
@@ -161,13 +163,13 @@ def _run(
     }
     loaded = load(model, weights=weights, device=device, progress=note)
     stopped = None
-    with _bar() as report:
+    with _bar() as (report, say), _sigterm() as signals:
         try:
-            found = study.measure(Trial(loaded, files, progress=report))
+            found = study.measure(Trial(loaded, files, progress=report, say=say))
         except (KeyboardInterrupt, Ending) as stop:
             found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
             if not isinstance(found, study.found):
-                raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
+                raise _interrupted("Interrupted before it was measured; there is nothing to show.", signals) from None
     where = machine(loaded) | study.conditions()
     problem = study.problem(found)
     try:
@@ -189,7 +191,7 @@ def _run(
         for target in exports.values() if problem is None else ():
             note(f"Written: {target}")
     if stopped is not None:
-        raise Interrupted(f"{stopped} What is above was measured until then. {problem or ''}".rstrip())
+        raise _interrupted(f"{stopped} What is above was measured until then. {problem or ''}".rstrip(), signals)
     if problem is not None:
         raise KvkeepError(problem)
 
@@ -207,20 +209,51 @@ def _write(study: Study, found: Any, where: Mapping[str, Any], output: str | Non
 
 
 @contextmanager
-def _bar() -> Iterator[Report]:
-    """Show a bar while something is measured; unless on a terminal, a line where something else begins."""
+def _sigterm() -> Iterator[list[int]]:
+    """Within the block SIGTERM interrupts as Ctrl-C does; yield a list that gets its number."""
+    signals: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(sentence: str, signals: Sequence[int]) -> Interrupted:
+    """Return the error of an interruption; the exit code is a shell's for SIGTERM."""
+    error = Interrupted(sentence)
+    if signals:
+        error.exit_code = 128 + signals[0]
+    return error
+
+
+@contextmanager
+def _bar() -> Iterator[tuple[Report, Callable[[str], None]]]:
+    """Show a bar while something is measured; unless on a terminal, a line where something else begins. Yield what
+    reports progress, and what prints a line of what was measured."""
     if not err.is_terminal:
         yield _lines()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total), note
 
 
-def _lines() -> Report:
-    """Return what notes progress in lines."""
+def _lines() -> tuple[Report, Callable[[str], None]]:
+    """Return what notes progress in lines, at most one in :data:`BETWEEN_S`, and what notes a line of what was
+    measured: a study that has such lines gets no others."""
     last, noted = "", time.monotonic()
+
+    def say(line: str) -> None:
+        nonlocal noted
+        note(line)
+        noted = math.inf
 
     def report(what: str, done: float, total: float) -> None:
         nonlocal last, noted
@@ -229,7 +262,7 @@ def _lines() -> Report:
             noted = time.monotonic()
         last = what
 
-    return report
+    return report, say
 
 
 analyse = typer.Typer(

@@ -11,7 +11,7 @@ _GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FleetOutcome:
     """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
     those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
     way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the 50th, 95th

@@ -25,7 +25,7 @@ _UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
 
 
 @dataclass(frozen=True)
-class Line:
+class PiecewiseLine:
     """Points (x, y), x rising, y from 0 on: lines between them, the first y before them, the last line after them."""
 
     points: tuple[tuple[float, float], ...]
@@ -40,7 +40,7 @@ class Line:
         return first + (last - first) * (x - low) / (high - low)
 
     @classmethod
-    def of(cls, given: Any, name: str, least: float = 0.0) -> Line:
+    def of(cls, given: Any, name: str, least: float = 0.0) -> PiecewiseLine:
         """Check points from a file. Raises ValueError for what is no such line."""
         try:
             points = tuple((float(x), float(y)) for x, y in given)
@@ -56,7 +56,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ReplicaPace:
     """Seconds and bytes of one replica, as lines.
 
     name: a few words. step: seconds of a step that reads nothing of the pasts, by its sessions. past: seconds that a
@@ -67,18 +67,18 @@ class Pace:
     """
 
     name: str
-    step: Line
-    past: Line
-    prompt: Line
-    held: Line
-    granted: Line
-    stored: Line
+    step: PiecewiseLine
+    past: PiecewiseLine
+    prompt: PiecewiseLine
+    held: PiecewiseLine
+    granted: PiecewiseLine
+    stored: PiecewiseLine
     memory: float
     chunk: int = 128
     longest: int = 131072
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Pace:
+    def load(cls, path: str | os.PathLike[str]) -> ReplicaPace:
         """Read a JSON object of the fields. Raises UsageError for anything else."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ class Pace:
             raise UsageError(f"The pace '{path}' is not understood: {error}.") from None
 
     @classmethod
-    def of(cls, given: Any) -> Pace:
+    def of(cls, given: Any) -> ReplicaPace:
         """Return the pace of the fields as plain types (:meth:`as_dict`). Raises ValueError for anything else."""
         known = {field.name: field for field in fields(cls)}
         if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
@@ -100,7 +100,7 @@ class Pace:
             raise ValueError(f"it has no {', '.join(missing)}")
         if strange := [name for name in given if name not in known]:
             raise ValueError(f"it has {', '.join(strange)}, and known are {', '.join(known)}")
-        lines = {name: Line.of(given[name], name, _LEAST.get(name, 0.0)) for name in _LINES}
+        lines = {name: PiecewiseLine.of(given[name], name, _LEAST.get(name, 0.0)) for name in _LINES}
         numbers = {name: given[name] for name in ("memory", *_DEFAULTS) if name in given}
         for name, number in numbers.items():
             integral = name in _DEFAULTS
@@ -115,7 +115,9 @@ class Pace:
         return cls(**checked)
 
     @classmethod
-    def planned(cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, chunk: int = 512) -> Pace:
+    def planned(
+        cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, chunk: int = 512
+    ) -> ReplicaPace:
         """Return what the planner predicts of a machine, for sessions of up to as many tokens as the model has
         positions.
 
@@ -176,5 +178,5 @@ def _lengths(longest: int, budget: int) -> list[int]:
     return sorted(found)
 
 
-def _line(x: Sequence[float], y: Sequence[float]) -> Line:
-    return Line(tuple((float(one), float(other)) for one, other in zip(x, y, strict=True)))
+def _line(x: Sequence[float], y: Sequence[float]) -> PiecewiseLine:
+    return PiecewiseLine(tuple((float(one), float(other)) for one, other in zip(x, y, strict=True)))

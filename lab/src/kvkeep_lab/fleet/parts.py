@@ -44,7 +44,7 @@ class Clock:
         return job
 
 
-class Session:
+class SimulatedSession:
     """One conversation: ``past`` tokens that were answered, and the turn in hand."""
 
     __slots__ = ("answer", "answered", "arrived", "fetched", "grant", "hash", "home", "lost", "new", "number", "past")
@@ -55,10 +55,10 @@ class Session:
         self.arrived = self.grant = 0.0
         self.answered = False  # the first token of this turn
         self.lost: float | None = None  # when its answer was, of a try that failed
-        self.home: Replica | None = None  # has it idle in memory
+        self.home: SimulatedReplica | None = None  # has it idle in memory
 
 
-class Replica:
+class SimulatedReplica:
     """One server: who waits, who reads, who writes, and who is idle in its memory."""
 
     __slots__ = (
@@ -75,16 +75,16 @@ class Replica:
 
     def clear(self, now: float) -> None:
         """Forget everything."""
-        self.waiting: deque[Session] = deque()
-        self.fetching: deque[Session] = deque()  # the first of them is on its way
+        self.waiting: deque[SimulatedSession] = deque()
+        self.fetching: deque[SimulatedSession] = deque()  # the first of them is on its way
         self.reading, self.writing = Clock(), Clock()
         self.reading.at = self.writing.at = now
-        self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
+        self.idle: OrderedDict[int, SimulatedSession] = OrderedDict()  # the least recently used first
         self.granted = self.idle_bytes = 0.0  # bytes of answers, and of idle sessions
         self.pasts = 0.0  # seconds that a step takes for the pasts of those that write
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[SimulatedSession]:
         """Those with an answer under way."""
         clocks = (job[2] for clock in (self.reading, self.writing) for job in clock.jobs)
         return [*self.waiting, *self.fetching, *clocks]
@@ -94,21 +94,21 @@ class Transfer(NamedTuple):
     """Bytes on their way to a replica, as long as it lives, or to the disk."""
 
     size: float
-    replica: Replica | None = None
+    replica: SimulatedReplica | None = None
     life: int = 0
 
 
-class Ring:
+class HashRing:
     """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
         points = sorted(
             (_hashed(f"replica {one.number} {point}"), one.number) for one in replicas for point in range(POINTS)
         )
         self.hashes = [place for place, _ in points]
         self.owners = [replicas[number] for _, number in points]
 
-    def pick(self, place: int, limit: float = math.inf) -> Replica | None:
+    def pick(self, place: int, limit: float = math.inf) -> SimulatedReplica | None:
         """Return the first replica from ``place`` on that is there and has fewer than ``limit`` answers; failing that,
         the first that is there."""
         start, count, first = bisect(self.hashes, place), len(self.owners), None

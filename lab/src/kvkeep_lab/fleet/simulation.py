@@ -22,9 +22,9 @@ from random import Random
 from typing import Any
 
 from kvkeep.errors import UsageError
-from kvkeep_lab.fleet.outcome import Outcome, bucket, percentiles, spread
-from kvkeep_lab.fleet.pace import Pace
-from kvkeep_lab.fleet.parts import Clock, Replica, Ring, Session, Transfer
+from kvkeep_lab.fleet.outcome import FleetOutcome, bucket, percentiles, spread
+from kvkeep_lab.fleet.pace import ReplicaPace
+from kvkeep_lab.fleet.parts import Clock, HashRing, SimulatedReplica, SimulatedSession, Transfer
 from kvkeep_lab.fleet.scenario import BOUND, Scenario
 
 _OUTDATED = 8  # entries of the heap by load for each replica, before it is made anew
@@ -33,7 +33,7 @@ _OUTDATED = 8  # entries of the heap by load for each replica, before it is made
 class Simulation:
     """Events in order. Use :meth:`run` once."""
 
-    def __init__(self, pace: Pace, scenario: Scenario) -> None:
+    def __init__(self, pace: ReplicaPace, scenario: Scenario) -> None:
         tokens = scenario.first + scenario.answer
         if tokens > pace.longest:
             raise UsageError(f"A first turn of {tokens:,.0f} tokens is longer than a session, {pace.longest:,}.")
@@ -41,14 +41,14 @@ class Simulation:
             raise UsageError(f"A first turn of {tokens:,.0f} tokens is larger than a replica's memory.")
         self.pace, self.scenario = pace, scenario
         self.random = Random(scenario.seed)
-        self.replicas = [Replica(number) for number in range(scenario.replicas)]
-        self.ring = Ring(self.replicas)
+        self.replicas = [SimulatedReplica(number) for number in range(scenario.replicas)]
+        self.ring = HashRing(self.replicas)
         self.there = scenario.replicas  # as the router knows
         self.disk, self.disk_version = Clock(), 0
-        self.retrying: set[Session] = set()
+        self.retrying: set[SimulatedSession] = set()
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._least: list[tuple[int, float, Replica]] = []  # a heap by load; those of another load are skipped
+        self._least: list[tuple[int, float, SimulatedReplica]] = []  # a heap by load; those of another load are skipped
         self._step_s: dict[int, float] = {}
         self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
         self._reset()
@@ -65,7 +65,7 @@ class Simulation:
         for one in self.replicas:
             one.busy = one.written = 0.0
 
-    def run(self, progress: Callable[[float], None] = lambda now: None) -> Outcome:
+    def run(self, progress: Callable[[float], None] = lambda now: None) -> FleetOutcome:
         """Simulate, and return what came of it. progress: gets the simulated seconds now and then."""
         given = self.scenario
         for replica in self.replicas:
@@ -94,7 +94,7 @@ class Simulation:
         self._area()
         return self._outcome(shown)
 
-    def _outcome(self, events: int) -> Outcome:
+    def _outcome(self, events: int) -> FleetOutcome:
         span = self.now - self.since
         for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
             if not session.answered and session.arrived >= self.since:
@@ -102,7 +102,7 @@ class Simulation:
             if session.lost is not None and session.lost >= self.since:
                 self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
-        return Outcome(
+        return FleetOutcome(
             before=self.before,
             asked=self.requests,
             answered=self.answered,
@@ -149,9 +149,9 @@ class Simulation:
 
     def _come(self) -> None:
         self.number += 1
-        self._ask(Session(self.number))
+        self._ask(SimulatedSession(self.number))
 
-    def _ask(self, session: Session) -> None:
+    def _ask(self, session: SimulatedSession) -> None:
         """A session's turn begins, if it has room for one."""
         given = self.scenario
         session.new = self._length(given.prompt if session.past else given.first)
@@ -167,7 +167,7 @@ class Simulation:
         self.load += 1
         self._send(session)
 
-    def _send(self, session: Session) -> None:
+    def _send(self, session: SimulatedSession) -> None:
         """Route a turn."""
         self.retrying.discard(session)
         replica = self._route(session)
@@ -180,7 +180,7 @@ class Simulation:
         self._admit(replica)
         self._refresh(replica)
 
-    def _route(self, session: Session) -> Replica | None:
+    def _route(self, session: SimulatedSession) -> SimulatedReplica | None:
         route = self.scenario.route
         if route == "hash":
             return self.ring.pick(session.hash)
@@ -193,7 +193,7 @@ class Simulation:
             heappop(self._least)
         return None
 
-    def _count(self, replica: Replica, more: int) -> None:
+    def _count(self, replica: SimulatedReplica, more: int) -> None:
         """Count answers of a replica."""
         replica.load += more
         if self.scenario.route != "least":
@@ -204,12 +204,12 @@ class Simulation:
             self._least = [(one.load, self.random.random(), one) for one in self.replicas if one.seen]
             heapify(self._least)
 
-    def _retry(self, session: Session) -> None:
+    def _retry(self, session: SimulatedSession) -> None:
         """Let a client ask again once the router has noticed."""
         self.retrying.add(session)
         self._at(self.now + self.scenario.notice, self._send, session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: SimulatedSession) -> None:
         """End a session."""
         if session.home is not None:
             self._leave(session.home, session)
@@ -218,7 +218,7 @@ class Simulation:
             if not self.alive:
                 self._at(self.now, self._burst, None)
 
-    def _leave(self, replica: Replica, session: Session) -> None:
+    def _leave(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
         """Take an idle session out of memory; its file stays."""
         del replica.idle[session.number]
         replica.idle_bytes -= self.pace.held(session.past)
@@ -230,7 +230,7 @@ class Simulation:
 
     # -- one replica --------------------------------------------------------------------------------
 
-    def _admit(self, replica: Replica) -> None:
+    def _admit(self, replica: SimulatedReplica) -> None:
         """Let in who waits, in order, as far as memory is granted."""
         pace = self.pace
         while replica.waiting:
@@ -248,7 +248,7 @@ class Simulation:
             replica.granted += need
             self._begin(replica, session, here)
 
-    def _begin(self, replica: Replica, session: Session, here: bool) -> None:
+    def _begin(self, replica: SimulatedReplica, session: SimulatedSession, here: bool) -> None:
         """Begin an answer whose memory is granted: its past is there, is fetched, or is read again."""
         if not session.past or here:
             self.turns["in memory" if here else "new"] += 1
@@ -262,7 +262,7 @@ class Simulation:
             self.turns["read again"] += 1
             self._read(replica, session, 0)
 
-    def _fetches(self, session: Session) -> bool:
+    def _fetches(self, session: SimulatedSession) -> bool:
         """Return whether a past is fetched, rather than read again."""
         given = self.scenario
         if given.recall != "faster":
@@ -270,12 +270,12 @@ class Simulation:
         rate = min(given.link, given.disk / (len(self.disk.jobs) + 1))
         return self.pace.stored(session.past) / rate < self.pace.reading(0, session.past)
 
-    def _read(self, replica: Replica, session: Session, past: int) -> None:
+    def _read(self, replica: SimulatedReplica, session: SimulatedSession, past: int) -> None:
         """Begin to read what is not in the cache after ``past`` tokens."""
         self.order += 1
         replica.reading.add(self.pace.reading(past, session.past - past + session.new), self.order, session)
 
-    def _advance(self, replica: Replica) -> None:
+    def _advance(self, replica: SimulatedReplica) -> None:
         """Go on to now, and count what was written meanwhile."""
         passed, writing = self.now - replica.writing.at, len(replica.writing.jobs)
         if passed > 0:
@@ -288,7 +288,7 @@ class Simulation:
         replica.reading.advance(self.now)
         replica.writing.advance(self.now)
 
-    def _refresh(self, replica: Replica) -> None:
+    def _refresh(self, replica: SimulatedReplica) -> None:
         """Set the rates by who is there, and say when the next one ends."""
         reading, writing = replica.reading, replica.writing
         read, written = len(reading.jobs), len(writing.jobs)
@@ -304,7 +304,7 @@ class Simulation:
         if read or written:
             self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
 
-    def _work(self, about: tuple[Replica, int]) -> None:
+    def _work(self, about: tuple[SimulatedReplica, int]) -> None:
         """A prompt or an answer ends."""
         replica, version = about
         if replica.version != version:
@@ -317,7 +317,7 @@ class Simulation:
             self._end(replica, replica.writing.ended())
         self._refresh(replica)
 
-    def _write(self, replica: Replica, session: Session) -> None:
+    def _write(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
         """A prompt was read, which gives the first token."""
         if not session.answered:
             session.answered = True
@@ -331,11 +331,11 @@ class Simulation:
         self.order += 1
         replica.writing.add(session.answer - 1, self.order, session)
 
-    def _past_s(self, session: Session) -> float:
+    def _past_s(self, session: SimulatedSession) -> float:
         """Return the seconds that a step takes for a session's past, on the mean of its answer."""
         return self.pace.past(session.past + session.new + session.answer / 2)
 
-    def _end(self, replica: Replica, session: Session) -> None:
+    def _end(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
         """An answer ended: its turn is written to the disk, and the session idles."""
         pace, given = self.pace, self.scenario
         replica.pasts -= self._past_s(session)
@@ -359,7 +359,7 @@ class Simulation:
 
     # -- the disk that all share --------------------------------------------------------------------
 
-    def _fetch(self, replica: Replica) -> None:
+    def _fetch(self, replica: SimulatedReplica) -> None:
         """Fetch the first session that waits for it."""
         self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
 
@@ -401,11 +401,11 @@ class Simulation:
 
     # -- failures -----------------------------------------------------------------------------------
 
-    def _schedule_failure(self, replica: Replica) -> None:
+    def _schedule_failure(self, replica: SimulatedReplica) -> None:
         if self.scenario.mtbf is not None:
             self._at(self.now + self._exponential(self.scenario.mtbf), self.fail, replica)
 
-    def fail(self, replica: Replica) -> None:
+    def fail(self, replica: SimulatedReplica) -> None:
         """A replica loses everything but its files."""
         self._advance(replica)
         self.failures += 1
@@ -422,19 +422,21 @@ class Simulation:
         replica.clear(self.now)
         self._at(self.now + self.scenario.restart, self._restart, replica)
 
-    def _notice(self, about: tuple[Replica, int]) -> None:
+    def _notice(self, about: tuple[SimulatedReplica, int]) -> None:
         replica, life = about
         if replica.life == life and not replica.up:
             replica.seen = False
             self.there -= 1
 
-    def _restart(self, replica: Replica) -> None:
+    def _restart(self, replica: SimulatedReplica) -> None:
         self.there += not replica.seen
         replica.up = replica.seen = True
         self._count(replica, 0)
         self._schedule_failure(replica)
 
 
-def simulate(pace: Pace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None) -> Outcome:
+def simulate(
+    pace: ReplicaPace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None
+) -> FleetOutcome:
     """Return what comes of a scenario, the same for the same seed."""
     return Simulation(pace, scenario).run(progress)

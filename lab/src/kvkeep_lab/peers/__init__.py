@@ -8,21 +8,21 @@ default (``stock``), with ``peer-`` for what does the reading itself.
 from __future__ import annotations
 
 from kvkeep.policies.specs import build
-from kvkeep_lab.peers.base import Peer, Reader
+from kvkeep_lab.peers.base import Peer, PeerReader
 from kvkeep_lab.peers.kvpress import Kvpress
 from kvkeep_lab.peers.llmlingua import LLMLingua
-from kvkeep_lab.peers.stock import Offloaded, Quantised, Static
+from kvkeep_lab.peers.stock import Offloaded, Static, StockQuantised
 
 PEERS: dict[str, type[Peer]] = {
     "stock-static": Static,
     "stock-offloaded": Offloaded,
-    "stock-quantized": Quantised,
+    "stock-quantized": StockQuantised,
     "peer-kvpress": Kvpress,
     "peer-llmlingua": LLMLingua,
 }
 """The peers by name."""
 
-__all__ = ["PEERS", "Peer", "Reader", "peer_of"]
+__all__ = ["PEERS", "Peer", "PeerReader", "peer_of"]
 
 
 def peer_of(method: str) -> Peer | None:

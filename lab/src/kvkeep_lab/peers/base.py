@@ -16,7 +16,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 
 
-class Reader(ABC):
+class PeerReader(ABC):
     """Reads one prompt and what follows it, where a cache in the model's own forward pass does not say it all.
 
     exactness, entries: as a cache of kvkeep's has them.
@@ -56,7 +56,7 @@ class Peer(ABC):
         return {}
 
     @abstractmethod
-    def open(self, model: Any, budget: str | None, context: int) -> Cache | Reader:
+    def open(self, model: Any, budget: str | None, context: int) -> Cache | PeerReader:
         """Return what reads one prompt with ``model``; ``context``: tokens read and written, which a budget in percent
         is of. Raises UsageError where it cannot be used here, BudgetError for a budget that it cannot keep."""
 

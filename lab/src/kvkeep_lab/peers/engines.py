@@ -22,13 +22,13 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.loading import Loaded, load
 from kvkeep_lab.peers.process import PeerProcess
-from kvkeep_lab.timing import Case, Timer
+from kvkeep_lab.timing import Timer, TimingCase
 
 SPARE = 128
 """Tokens that a row has room for beyond those that are asked for: rows that were read first wait for the others."""
 
 
-class Engine(ABC):
+class PeerEngine(ABC):
     """An engine with one model, in a process that ends with :meth:`close`.
 
     name: what ``--peers`` calls it. needs: what pip installs. option, python: the option, and the environment variable,
@@ -75,9 +75,9 @@ class Engine(ABC):
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
         """Return what the worker loads; raises UsageError where there is nothing that it can read."""
 
-    def cases(self, length: int, batch: int = 1) -> list[Case]:
+    def cases(self, length: int, batch: int = 1) -> list[TimingCase]:
         """Return a case for each variant."""
-        return [Case(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
+        return [TimingCase(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
 
     def close(self) -> None:
         """End the process, and remove what was written for it."""
@@ -91,7 +91,7 @@ class Engine(ABC):
         return time
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(PeerEngine):
     """llama.cpp with the GGUF file that the model was made of."""
 
     name = "llama.cpp"
@@ -112,7 +112,7 @@ class LlamaCpp(Engine):
         return {"source": file_of(loaded), "rows": rows}
 
 
-class Vllm(Engine):
+class Vllm(PeerEngine):
     """vLLM with the model's folder, as bfloat16, operation by operation."""
 
     name = "vllm"
@@ -138,7 +138,7 @@ class CompiledVllm(Vllm):
     compiled = True
 
 
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (LlamaCpp, Vllm, CompiledVllm)}
+ENGINES: dict[str, type[PeerEngine]] = {engine.name: engine for engine in (LlamaCpp, Vllm, CompiledVllm)}
 """The engines by name."""
 
 
@@ -165,7 +165,7 @@ def written(loaded: Loaded) -> Iterator[str]:
         yield folder
 
 
-def engine_of(name: str) -> type[Engine]:
+def engine_of(name: str) -> type[PeerEngine]:
     """Return the engine called ``name``; raises UsageError for an unknown one."""
     if name not in ENGINES:
         raise unknown("peer", name, ENGINES)
@@ -175,7 +175,7 @@ def engine_of(name: str) -> type[Engine]:
 @contextmanager
 def opened(
     names: Sequence[str], loaded: Loaded, interpreters: Mapping[str, str | None], tokens: int, rows: int = 1
-) -> Iterator[tuple[list[Engine], list[str]]]:
+) -> Iterator[tuple[list[PeerEngine], list[str]]]:
     """Open engines for the block. Yields those that could be opened, and a sentence for each that could not.
     interpreters: by the name of an environment variable."""
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep_lab.peers.base import Peer, Reader, entries_of
+from kvkeep_lab.peers.base import Peer, PeerReader, entries_of
 from kvkeep_lab.peers.process import PeerProcess
 
 PYTHON = "KVKEEP_KVPRESS_PYTHON"
@@ -68,14 +68,14 @@ class Kvpress(Peer):
     def versions(self) -> dict[str, str]:
         return {} if KvpressProcess.current is None else KvpressProcess.current.versions
 
-    def open(self, model: Any, budget: str | None, context: int) -> Reader:
+    def open(self, model: Any, budget: str | None, context: int) -> PeerReader:
         entries = None if budget is None else entries_of(model, budget, context)
         if entries is not None and entries <= self.unseen:
             raise UsageError(f"A budget of {entries} entries has no room beside the {self.unseen} tokens left unseen.")
         return _Remote(KvpressProcess.serving(model), self, entries)
 
 
-class _Remote(Reader):
+class _Remote(PeerReader):
     def __init__(self, process: KvpressProcess, peer: Kvpress, entries: int | None) -> None:
         self.process, self.peer, self.entries = process, peer, entries
         self.exactness = Exactness.EXACT if entries is None else Exactness.LOSSY

@@ -29,11 +29,11 @@ EAGER = {"ObservedAttentionPress"}
 """Presses that want attention's weights, which only eager attention hands out."""
 
 
-class Wrong(Exception):
+class KvpressError(Exception):
     """A question that cannot be answered."""
 
 
-class Answerer:
+class KvpressAnswerer:
     """One model, and the prompt in hand."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Answerer:
         from transformers import DynamicCache
 
         if unseen >= len(ids):
-            raise Wrong(f"a prompt of {len(ids)} tokens has no {unseen} to be read after the others")
+            raise KvpressError(f"a prompt of {len(ids)} tokens has no {unseen} to be read after the others")
         seen = len(ids) - unseen
         made = _press(press, options, keep, seen) if press else None
         attention = "eager" if type(made).__name__ in EAGER else "sdpa"
@@ -80,7 +80,7 @@ class Answerer:
     def next(self, token: int) -> dict[str, Any]:
         """Read one token more."""
         if self.cache is None:
-            raise Wrong("no prompt was read yet")
+            raise KvpressError("no prompt was read yet")
         start = time.perf_counter()
         return self._step(self._forward([token]), start)
 
@@ -119,16 +119,16 @@ def _press(name: str, options: str, keep: int, tokens: int) -> Any:
         if key.endswith("Press") and inspect.isclass(value) and dataclasses.is_dataclass(value)
     }
     if _short(name) not in known:
-        raise Wrong(f"kvpress has no press '{name}', but {', '.join(sorted(known))}")
+        raise KvpressError(f"kvpress has no press '{name}', but {', '.join(sorted(known))}")
     made: Any = known[_short(name)]
     defaults = {field.name: field.default for field in dataclasses.fields(made) if field.init}
     if "compression_ratio" not in defaults:
-        raise Wrong(f"{made.__name__} takes no share of the entries to prune, so it cannot keep a budget")
+        raise KvpressError(f"{made.__name__} takes no share of the entries to prune, so it cannot keep a budget")
     given: dict[str, Any] = {}
     for part in (part for part in options.split(",") if part):
         key, _, text = part.partition("=")
         if key not in defaults or key == "compression_ratio":
-            raise Wrong(f"{made.__name__} has no parameter '{key}'")
+            raise KvpressError(f"{made.__name__} has no parameter '{key}'")
         given[key] = _value(text, defaults[key])
     # Presses keep int(tokens * (1 - ratio)) entries: half an entry more, so that rounding makes it ``keep``.
     return made(compression_ratio=max(0.0, 1 - (keep + 0.5) / tokens), **given)
@@ -151,3 +151,7 @@ def _version(module: Any) -> str:
         return importlib.metadata.version(module.__name__)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(module, "__version__", "unknown"))
+
+
+ANSWERER = KvpressAnswerer
+"""What ``worker.py`` makes."""

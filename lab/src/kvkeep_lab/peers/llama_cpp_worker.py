@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 
-class Wrong(Exception):
+class LlamaCppError(Exception):
     """A question that cannot be answered."""
 
 
-class Answerer:
+class LlamaCppAnswerer:
     """One file, in as many contexts as there are kinds of attention and cache."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Answerer:
         import numpy
 
         if len(ids) > 1:
-            raise Wrong("only one row is timed here")
+            raise LlamaCppError("only one row is timed here")
         llama = self._context(flash, cache)
         size = llama.n_vocab()
 
@@ -71,3 +71,7 @@ class Answerer:
             kind = getattr(llama_cpp, f"GGML_TYPE_{cache.upper()}")
             self.made[key] = llama_cpp.Llama(**self.options, flash_attn=flash, type_k=kind, type_v=kind)
         return self.made[key]
+
+
+ANSWERER = LlamaCppAnswerer
+"""What ``worker.py`` makes."""

@@ -17,7 +17,7 @@ from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory, nbytes
 from kvkeep.stock import account
-from kvkeep_lab.peers.base import Peer, Reader, entries_of, installed
+from kvkeep_lab.peers.base import Peer, PeerReader, entries_of, installed
 
 _TRIES = 6
 _SIZE = 200
@@ -45,7 +45,7 @@ class LLMLingua(Peer):
     def versions(self) -> dict[str, str]:
         return installed("llmlingua")
 
-    def open(self, model: Any, budget: str | None, context: int) -> Reader:
+    def open(self, model: Any, budget: str | None, context: int) -> PeerReader:
         if find_spec("llmlingua") is None:
             raise UsageError("'peer-llmlingua' needs the package llmlingua, which is missing: pip install llmlingua.")
         entries = entries_of(model, budget or "0", context)
@@ -57,7 +57,7 @@ class LLMLingua(Peer):
         return _Compressed(model, entries, self.edge)
 
 
-class _Compressed(Reader):
+class _Compressed(PeerReader):
     def __init__(self, model: Any, entries: int, edge: int) -> None:
         self.model, self.entries, self.edge = model, entries, edge
         self._cache = DynamicCache(config=model.config)

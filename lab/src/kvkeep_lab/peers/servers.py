@@ -20,10 +20,10 @@ from typing import IO, ClassVar
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, unknown
-from kvkeep.memory.process import held_by
+from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
-from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, file_of, written
+from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
 
 START_S = 300.0
 """Seconds that a server has to be there in."""
@@ -40,7 +40,7 @@ class Server(ABC):
     """
 
     name: ClassVar[str]
-    engine: ClassVar[type[Engine] | None] = None
+    engine: ClassVar[type[PeerEngine] | None] = None
     usage: ClassVar[bool] = False
 
     def __init__(self, loaded: Loaded, tokens: int, sessions: int, interpreter: str | None = None) -> None:
@@ -250,5 +250,5 @@ def _family(pid: int) -> Sequence[int]:
 
 def _pss(pid: int) -> int:
     with suppress(OSError):  # it has ended
-        return held_by(Path(f"/proc/{pid}/smaps_rollup")).pss
+        return process_memory_of(Path(f"/proc/{pid}/smaps_rollup")).pss
     return 0

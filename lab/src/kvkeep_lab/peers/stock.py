@@ -91,7 +91,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Quantised(Peer):
+class StockQuantised(Peer):
     """``QuantizedCache``: everything in few bits, of each layer the newest in full until there are 128 of them.
 
     bits: 2 or 4, by quanto, a scale for 64 neighbouring values (transformers' defaults); or fp8, which needs nothing

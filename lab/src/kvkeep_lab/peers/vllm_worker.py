@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 
-class Answerer:
+class VllmAnswerer:
     """One engine."""
 
     def __init__(self) -> None:
@@ -67,3 +67,7 @@ class Answerer:
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return {"prefill_s": prefill_s, "steps_s": steps_s}
+
+
+ANSWERER = VllmAnswerer
+"""What ``worker.py`` makes."""

@@ -1,8 +1,8 @@
 """Answers questions about a model in an environment of its own: ``python -I worker.py FILE``.
 
-FILE has a class ``Answerer``. Each line of input is one JSON object, whose ``do`` names a method of it and whose other
-fields are that method's arguments; the answer is a line, too: what the method returns, or ``{"error"}``, a reason in
-words. An error of a class that FILE defines is in words already; of others, the class is named, too.
+FILE names its class ``ANSWERER``. Each line of input is one JSON object, whose ``do`` names a method of it and whose
+other fields are that method's arguments; the answer is a line, too: what the method returns, or ``{"error"}``, a reason
+in words. An error of a class that FILE defines is in words already; of others, the class is named, too.
 
 Run by another interpreter, this file and FILE import nothing of kvkeep.
 """
@@ -19,7 +19,7 @@ def main(file: str) -> None:
     """Answer until there are no more questions."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print is no answer
-    answerer = runpy.run_path(file, run_name="peer")["Answerer"]()
+    answerer = runpy.run_path(file, run_name="peer")["ANSWERER"]()
     for line in sys.stdin:
         question = json.loads(line)
         try:

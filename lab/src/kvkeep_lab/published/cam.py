@@ -27,13 +27,15 @@ from kvkeep_lab.published.papers import CAM
 
 @dataclass(frozen=True)
 class Cam(Fate):
-    """While decoding, the value of the entry that leaves is added, divided by ``into``, to the ``into`` entries after
-    it, with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it.
-    Keys and counts are left as they are, and what leaves during a prompt is dropped. The chance is drawn from ``seed``,
-    layer, head and slot alone."""
+    """While decoding, the value of an evicted entry is added, divided by ``into``, to the ``into`` entries after it,
+    with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it. Keys
+    and counts do not change, and entries evicted during a prompt are dropped. The chance depends on ``seed``, layer,
+    head and slot only."""
 
     into: int = 32
+    """Entries that the value is added to."""
     seed: int = 0
+    """A whole number of 24 bits."""
 
     label: ClassVar[str] = "values merged by chance"
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"

@@ -18,7 +18,7 @@ from kvkeep.attention import attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import UsageError
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.layer import Layer
@@ -32,7 +32,7 @@ class Lookahead(PassHook):
     def __init__(self, gradients: bool) -> None:
         self.gradients = gradients
 
-    @lasting
+    @outside_inference_mode
     def before(self, cache: Any, given: dict[str, Any]) -> None:
         """Read several tokens, or one where there is no room, and merge entries before them."""
         cache.stream.roll_back()

@@ -1,4 +1,4 @@
-"""``lowrank``: what leaves keeps only its part in each projection's strongest directions (KV-Direct, section 5.7)."""
+"""``lowrank``: an evicted entry keeps only its part in the strongest directions of a projection (KV-Direct, 5.7)."""
 
 from __future__ import annotations
 

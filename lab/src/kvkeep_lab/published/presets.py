@@ -36,7 +36,7 @@ CAM = (
     Preset(
         StreamingLLM(),
         Cam,
-        "Sinks and the newest; while decoding, the value of what leaves goes into the next entries, by chance.",
+        "Sinks and the newest; while decoding, an evicted entry's value is added to the next entries, by chance.",
         Cam.source,
     ),
 )

@@ -17,7 +17,7 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import UsageError
-from kvkeep.memory.lasting import lasting
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.binding import bind
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.slots import compact
@@ -42,7 +42,7 @@ class Redecoder(PassHook):
         cache.stream.roll_back()
         self._before = [layer.resident.resident_slots() for layer in cache.layers]
 
-    @lasting
+    @outside_inference_mode
     def after(self, cache: Any) -> None:
         """Decode again what left in the pass that has ended."""
         before, self._before = self._before, []

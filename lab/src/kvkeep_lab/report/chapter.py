@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Outcome(StrEnum):
+class VerdictOutcome(StrEnum):
     """What became of a paper's claim here."""
 
     DIFFERS = "does not hold here"
@@ -28,7 +28,7 @@ class Verdict:
     """
 
     says: str
-    outcome: Outcome
+    outcome: VerdictOutcome
     ours: tuple[str, ...] = ()
     samples: int = 0
     reading: str = ""
@@ -37,9 +37,9 @@ class Verdict:
     @property
     def finding(self) -> str:
         """The outcome as a person reads it."""
-        if self.outcome is Outcome.MEASURED:
+        if self.outcome is VerdictOutcome.MEASURED:
             return f"{self.outcome}, {self.why}"
-        if self.outcome is not Outcome.OPEN:
+        if self.outcome is not VerdictOutcome.OPEN:
             return str(self.outcome)
         return f"{self.outcome} from {self.samples} sample{'' if self.samples == 1 else 's'}"
 

@@ -6,17 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep_lab.report.chapter import Chapter, Picture, Verdict, VerdictOutcome
 from kvkeep_lab.report.formatting import escaped, listed
 
 TITLE = "Results of the lab"
 
 _JUDGED = {
-    Outcome.DIFFERS: ("Where ours differ from the papers", "Nothing here differs for certain from what a paper says."),
-    Outcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
-    Outcome.OPEN: ("What cannot be told yet", "No claim is left open by its samples."),
-    Outcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
-    Outcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
+    VerdictOutcome.DIFFERS: (
+        "Where ours differ from the papers",
+        "Nothing here differs for certain from what a paper says.",
+    ),
+    VerdictOutcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
+    VerdictOutcome.OPEN: ("What cannot be told yet", "No claim is left open by its samples."),
+    VerdictOutcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
+    VerdictOutcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }
 """A section for each outcome, and what stands there if there is none."""
 
@@ -49,7 +52,7 @@ def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str
 
 
 def _of_one(measured: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> Iterator[str]:
-    order = list(Outcome)
+    order = list(VerdictOutcome)
     for chapter in measured:
         heading, settings, *blocks = _part(chapter, pictures)
         yield heading
@@ -99,7 +102,7 @@ def _overview(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator
     """Yield what comes before the chapters; ``links``: the anchors of those that come, by identity."""
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
-        counts = listed(f"{outcome}: {counted[outcome]}" for outcome in Outcome)
+        counts = listed(f"{outcome}: {counted[outcome]}" for outcome in VerdictOutcome)
         yield f"Claims of the papers that numbers here are about: {counted.total()}. {counts.capitalize()}."
         yield _INTERVALS
         for outcome, (heading, none) in _JUDGED.items():
@@ -121,11 +124,11 @@ def _not_run(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[
     yield from lists or ["Everything was run."]
 
 
-def _judged(chapters: Sequence[Chapter], outcome: Outcome, links: Mapping[int, str]) -> Iterator[str]:
+def _judged(chapters: Sequence[Chapter], outcome: VerdictOutcome, links: Mapping[int, str]) -> Iterator[str]:
     for chapter in chapters:
         if found := [verdict for verdict in chapter.verdicts if verdict.outcome is outcome]:
             heading = _beside(chapter, links)
-            if outcome is Outcome.DIFFERS:
+            if outcome is VerdictOutcome.DIFFERS:
                 heading += f" Theirs: {escaped(chapter.theirs)}. Ours: {escaped(chapter.ours)}."
             yield heading
             yield "\n".join(line for verdict in found for line in _claim(verdict))
@@ -143,9 +146,11 @@ def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
 
 def _claim(verdict: Verdict, single: bool = False) -> Iterator[str]:
     """Yield the lines of a claim; ``single``: no section says that it was not measured."""
-    finding = f" **{_sentence(verdict.finding)}.**" if single or verdict.outcome is not Outcome.UNMEASURED else ""
+    finding = (
+        f" **{_sentence(verdict.finding)}.**" if single or verdict.outcome is not VerdictOutcome.UNMEASURED else ""
+    )
     yield f'* "{escaped(verdict.says)}"{finding}'
-    yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not Outcome.UNMEASURED)
+    yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not VerdictOutcome.UNMEASURED)
     if verdict.reading:
         yield f"  * Read as: {verdict.reading}."
 

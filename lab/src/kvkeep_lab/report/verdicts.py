@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvkeep_lab.paper import Claim
-from kvkeep_lab.report.chapter import Outcome, Verdict
+from kvkeep_lab.report.chapter import Verdict, VerdictOutcome
 from kvkeep_lab.report.formatting import code, difference_text, estimate_text, limit, listed, titled, ways
 from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.tasks.base import Metric
@@ -37,7 +37,7 @@ class JudgedCase:
     """A case with its outcome and interval."""
 
     case: ClaimCase
-    outcome: Outcome
+    outcome: VerdictOutcome
     found: Estimate | None = None
 
 
@@ -48,7 +48,7 @@ def judge(
     *,
     scale: tuple[float, float] = (-math.inf, math.inf),
     share: float = 1 - ERROR,
-) -> tuple[Outcome, Estimate]:
+) -> tuple[VerdictOutcome, Estimate]:
     """Return whether the mean of what ``values`` (one at least) are samples of is within limits, and Student's interval
     that covers ``share``.
 
@@ -58,12 +58,12 @@ def judge(
     """
     low, high = _limits(at_least, at_most)
     if min(values) == max(values) and values[0] in (low, high):
-        return Outcome.HOLDS, Estimate(values[0], values[0], values[0], len(values))
+        return VerdictOutcome.HOLDS, Estimate(values[0], values[0], values[0], len(values))
     found, (least, greatest) = student(values, share, scale), scale
     short = (low == greatest and min(values) < low) or (high == least and max(values) > high)
     if short or found.high < low or found.low > high:
-        return Outcome.DIFFERS, found
-    return Outcome.HOLDS if low <= found.low and found.high <= high else Outcome.OPEN, found
+        return VerdictOutcome.DIFFERS, found
+    return VerdictOutcome.HOLDS if low <= found.low and found.high <= high else VerdictOutcome.OPEN, found
 
 
 def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], judges: bool = True) -> list[JudgedCase]:
@@ -76,14 +76,16 @@ def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], judge
     judged = []
     for case in cases:
         if not case.values:
-            judged.append(JudgedCase(case, Outcome.UNMEASURED))
+            judged.append(JudgedCase(case, VerdictOutcome.UNMEASURED))
         elif case.certain:
             value, holds = case.values[0], all(low <= value <= high for value in case.values)
-            outcome = Outcome.HOLDS if holds else Outcome.DIFFERS
-            judged.append(JudgedCase(case, outcome if judges else Outcome.MEASURED, Estimate(value, value, value, 1)))
+            outcome = VerdictOutcome.HOLDS if holds else VerdictOutcome.DIFFERS
+            judged.append(
+                JudgedCase(case, outcome if judges else VerdictOutcome.MEASURED, Estimate(value, value, value, 1))
+            )
         else:
             outcome, found = judge(case.values, claim.at_least, claim.at_most, scale=scale, share=share)
-            outcome = Outcome.MEASURED if not judges else Outcome.OPEN if case.floored else outcome
+            outcome = VerdictOutcome.MEASURED if not judges else VerdictOutcome.OPEN if case.floored else outcome
             judged.append(JudgedCase(case, outcome, found))
     return judged
 
@@ -93,8 +95,14 @@ def verdict(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], why: str =
     reason that there can be none, whatever was measured."""
     judged = judged_cases(claim, metric, cases, not why)
     outcomes = {one.outcome for one in judged}
-    order = (Outcome.DIFFERS, Outcome.OPEN, Outcome.MEASURED, Outcome.UNMEASURED, Outcome.HOLDS)
-    outcome = next((outcome for outcome in order if outcome in outcomes), Outcome.UNMEASURED)
+    order = (
+        VerdictOutcome.DIFFERS,
+        VerdictOutcome.OPEN,
+        VerdictOutcome.MEASURED,
+        VerdictOutcome.UNMEASURED,
+        VerdictOutcome.HOLDS,
+    )
+    outcome = next((outcome for outcome in order if outcome in outcomes), VerdictOutcome.UNMEASURED)
     deciding = [one.found.n for one in judged if one.found is not None and one.outcome is outcome]
     ours = tuple(_ours(metric, claim, judged))
     return Verdict(claim.says, outcome, ours, min(deciding, default=0), _reading(metric, claim), why)
@@ -105,13 +113,13 @@ def _limits(at_least: float | None, at_most: float | None) -> tuple[float, float
 
 
 _WORDS = {
-    (Outcome.DIFFERS, False): "Not so",
-    (Outcome.HOLDS, False): "So",
-    (Outcome.OPEN, False): "Cannot be told",
-    (Outcome.OPEN, True): "Cannot be told, because both score nothing",
-    (Outcome.MEASURED, False): "Ours",
-    (Outcome.MEASURED, True): "Ours, where both score nothing",
-    (Outcome.UNMEASURED, False): "Not measured",
+    (VerdictOutcome.DIFFERS, False): "Not so",
+    (VerdictOutcome.HOLDS, False): "So",
+    (VerdictOutcome.OPEN, False): "Cannot be told",
+    (VerdictOutcome.OPEN, True): "Cannot be told, because both score nothing",
+    (VerdictOutcome.MEASURED, False): "Ours",
+    (VerdictOutcome.MEASURED, True): "Ours, where both score nothing",
+    (VerdictOutcome.UNMEASURED, False): "Not measured",
 }
 
 

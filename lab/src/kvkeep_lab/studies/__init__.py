@@ -11,7 +11,7 @@ from kvkeep_lab.studies.conversation_bytes import ConversationBytes
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.effective_rank import EffectiveRank
 from kvkeep_lab.studies.held_bytes import HeldBytesStudy
-from kvkeep_lab.studies.kept import Kept
+from kvkeep_lab.studies.kept import KeptSlots
 from kvkeep_lab.studies.long_chat import LongChat
 from kvkeep_lab.studies.merging_cost import MergingCost
 from kvkeep_lab.studies.patching import PatchingStudy
@@ -23,7 +23,7 @@ from kvkeep_lab.studies.same_tokens import SameTokens
 from kvkeep_lab.studies.sketch_attention import SketchAttention
 from kvkeep_lab.studies.sketch_error import SketchError
 from kvkeep_lab.studies.spectra import SpectraStudy
-from kvkeep_lab.studies.stream import Stream
+from kvkeep_lab.studies.stream import StreamStudy
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.verify import Verify
@@ -34,7 +34,7 @@ _LISTED: tuple[type[Study], ...] = (
     *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
     *(MergingCost, BoundsStudy),
-    *(Kept, Verify, Prove, Bench, Compare, Stream),
+    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy),
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}

@@ -41,12 +41,14 @@ LEAST = 16
 @dataclass(frozen=True)
 class Trial:
     """The inputs of a study: a model, and the files that it reads. seed: of an experiment; None in a command:
-    texts are read from their start. progress: called with the progress."""
+    texts are read from their start. progress: called with the progress. say: called with a line of what was measured,
+    as soon as it was."""
 
     loaded: Loaded
     sources: Sequence[Path] = ()
     seed: int | None = None
     progress: Progress = lambda what, done, total: None
+    say: Callable[[str], None] = lambda line: None
 
     @property
     def model(self) -> Any:

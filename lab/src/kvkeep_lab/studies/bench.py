@@ -26,7 +26,7 @@ from kvkeep_lab.serving import Served, measure_servers, served_table
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, OwnMethod, ServerName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
-from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Case, Timed, run
+from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
 
 COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvreviver:estimate=shrunk,by=mean")
 """What is timed beside the lossy methods that lists name: not lossy alone, or without a name of its own."""
@@ -152,7 +152,7 @@ class Bench(EngineStudy):
             except Interruption as stop:
                 raise Interruption(Benched(stop.found, *beside)) from None
 
-    def _wanted(self, listed: list[Case]) -> list[Case]:
+    def _wanted(self, listed: list[TimingCase]) -> list[TimingCase]:
         """Return the cases that ``only`` and ``stock`` leave."""
         if self.only is not None:
             labels = chosen(self.only, listed)
@@ -239,7 +239,7 @@ def cases(
     methods: Sequence[str] | None = None,
     *,
     slow: bool = True,
-) -> list[Case]:
+) -> list[TimingCase]:
     """Return the cases of a run: the stock cache, the named methods, and a stock cache that holds the budget's entries
     only. Where none is named it is a whole run: no cache, the exact caches, kv-direct in each kind and place, kv-direct
     with a budget of the whole context, where nothing is recalled (its own overhead), and every method that drops or
@@ -247,47 +247,47 @@ def cases(
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     listed = []
     for length in contexts:
-        listed.append(Case(STOCK, length, STOCK))
+        listed.append(TimingCase(STOCK, length, STOCK))
         if methods is None:
             listed += _whole_run(length, budget, steps)
         else:
             listed += [_case(name, length, budget, steps) for name in methods if name != STOCK]
         with suppress(BudgetError):  # which methods with a budget will say
             if entries := Budget.parse(budget).entries(geometry, context=length):
-                listed.append(Case(SAME_ENTRIES, length, STOCK, reads=entries))
+                listed.append(TimingCase(SAME_ENTRIES, length, STOCK, reads=entries))
         if slow and methods is None:
             rebuilt = (_direct(length, budget, *place) for place in (("residual:4", "host"), ("tokens", "device")))
-            listed += [Case(NAIVE, length, NAIVE), *rebuilt]
+            listed += [TimingCase(NAIVE, length, NAIVE), *rebuilt]
     return listed
 
 
-def _whole_run(length: int, budget: str, steps: int) -> list[Case]:
+def _whole_run(length: int, budget: str, steps: int) -> list[TimingCase]:
     lossy = [*(spec for spec in specs() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
     places = ((kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk"))
     return [
         *(_case(name, length, budget, steps) for name in ("full", "static", "paged")),
-        Case("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
+        TimingCase("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
         *(_direct(length, budget, *place) for place in places),
         *(_case(name, length, budget, steps) for name in lossy),
     ]
 
 
-def _case(name: str, length: int, budget: str, steps: int = 0) -> Case:
+def _case(name: str, length: int, budget: str, steps: int = 0) -> TimingCase:
     """Return the case of a method by its name, with the budget where it takes one: all of it where it drops nothing."""
     method = resolve(name)
     if "budget" not in method.options:
-        return Case(name, length, name)
+        return TimingCase(name, length, name)
     if method.selector.keeps_all:
-        return Case(name, length, name, {"budget": length + steps + 1})
-    return Case(name, length, name, {"budget": budget, "context": length})
+        return TimingCase(name, length, name, {"budget": length + steps + 1})
+    return TimingCase(name, length, name, {"budget": budget, "context": length})
 
 
-def _direct(length: int, budget: str, kind: str, where: str) -> Case:
+def _direct(length: int, budget: str, kind: str, where: str) -> TimingCase:
     options = {"budget": budget, "checkpoint": kind, "where": where, "context": length}
-    return Case(f"kv-direct {kind}@{where}", length, "kv-direct", options)
+    return TimingCase(f"kv-direct {kind}@{where}", length, "kv-direct", options)
 
 
-def chosen(names: Sequence[str], listed: Sequence[Case]) -> set[str]:
+def chosen(names: Sequence[str], listed: Sequence[TimingCase]) -> set[str]:
     """Return the labels that are meant: one that is named, and for a name that no case has all that contain it."""
     labels = {case.label for case in listed}
     return {label for name in names for label in labels if label == name or (name not in labels and name in label)}
@@ -298,12 +298,12 @@ PROCESSES = ("full", "kv-direct", "snapkv+verified")
 every token, or once a round of drafts."""
 
 
-def process_cases(contexts: Sequence[int], budget: str, methods: Sequence[str] | None = None) -> list[Case]:
+def process_cases(contexts: Sequence[int], budget: str, methods: Sequence[str] | None = None) -> list[TimingCase]:
     """Return the cases that are measured in processes of their own: the stock cache, and ``methods``, with checkpoints
     on disk where they have some."""
     listed = []
     for length in contexts:
-        listed.append(Case(STOCK, length, STOCK))
+        listed.append(TimingCase(STOCK, length, STOCK))
         for name in methods or PROCESSES:
             if name == STOCK:
                 continue

@@ -26,7 +26,7 @@ from kvkeep_lab.tables import Table, fixed, percent
 
 
 @dataclass(frozen=True)
-class Row:
+class BoundsRow:
     """One layer and one size of pages; means over the last queries, heads and pages. excess: of the bound, in scores as
     softmax takes them. may, have: the share of pages that by their bound may have, and that have, more than
     :data:`Looseness.share` of a query's attention."""
@@ -45,7 +45,7 @@ class Looseness:
     tokens: int
     queries: int
     share: float
-    rows: list[Row]
+    rows: list[BoundsRow]
 
     def mean(self, page: int, measure: str) -> float:
         """Return the mean of a measure over layers."""
@@ -83,11 +83,11 @@ class BoundsStudy(TextStudy):
             raise UsageError(
                 f"A text of {tokens} tokens has no page of {largest} before its last {self.queries}; give a longer one."
             )
-        rows: list[Row] = []
+        rows: list[BoundsRow] = []
 
         def observe(attended: Attended) -> None:
             for page in self.pages:
-                rows.append(Row(attended.layer, page, *loose(attended, self.queries, page, self.share)))
+                rows.append(BoundsRow(attended.layer, page, *loose(attended, self.queries, page, self.share)))
 
         watch(trial.model, ids, observe, trial.progress)
         return Looseness(tokens, self.queries, self.share, rows)
@@ -120,7 +120,7 @@ class BoundsStudy(TextStudy):
 
 
 def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[float, float, float]:
-    """Return excess, may and have of :class:`Row` for the last ``queries`` of a layer's attention."""
+    """Return excess, may and have of :class:`BoundsRow` for the last ``queries`` of a layer's attention."""
     tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
     last = torch.arange(tokens - queries, tokens, device=attended.key.device)
     keys = attended.key[0].float()  # (kv_heads, n, dim)

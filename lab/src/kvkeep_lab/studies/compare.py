@@ -14,13 +14,13 @@ import kvkeep
 from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import EmptyText, UsageError
 from kvkeep_lab.compare_figure import draw_comparisons, nats
-from kvkeep_lab.comparisons import Comparisons, Line, Passage
+from kvkeep_lab.comparisons import Comparisons, MethodAtBudget, Passage
 from kvkeep_lab.figures import FilePath
 from kvkeep_lab.latex import booktabs
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.provenance import commit, version
 from kvkeep_lab.reading import whole_bytes
-from kvkeep_lab.reference import Row, cases, check_fits, compare
+from kvkeep_lab.reference import ReferenceRow, cases, check_fits, compare
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, Trial, part, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, spread
@@ -94,10 +94,17 @@ class Compare(Study):
                 raise UsageError(f"{text}: {error}" if len(prompts) > 1 else str(error)) from None
         listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts), left_out)
         for place, (text, seed, ids) in enumerate(prompts):
-            progress = part(self._numbered(trial.progress, place, len(prompts)), place, len(prompts))
+            number = f"passage {place + 1} of {len(prompts)}: " if len(prompts) > 1 else ""
+            progress = part(_numbered(trial.progress, number), place, len(prompts))
+
+            def measured(row: ReferenceRow, number: str = number) -> None:
+                trial.say(f"{number}{_brief(row)}")
+
             full_bytes = whole_bytes(trial.model, len(ids) + self.new)
             try:
-                one = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
+                one = compare(
+                    trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress, measured=measured
+                )
             except Interruption as stop:
                 found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=full_bytes)))
                 raise Interruption(found) from None
@@ -136,13 +143,6 @@ class Compare(Study):
                 which = "the text's" if len(trial.sources) == 1 else f"{name}'s"
                 log.warning("Only the first %s of %s %s tokens are read.", f"{self.limit:,}", which, f"{count:,}")
         return [(None, text)]
-
-    @staticmethod
-    def _numbered(progress: Progress, place: int, parts: int) -> Progress:
-        """Return what reports progress with the passage's number, where there are several."""
-        if parts == 1:
-            return progress
-        return lambda what, done, total: progress(f"passage {place + 1} of {parts}: {what}", done, total)
 
     def problem(self, found: Comparisons) -> str | None:
         return None if found.lines else "No method could be measured; the reasons are above."
@@ -233,6 +233,19 @@ class Compare(Study):
         return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])
 
 
+def _numbered(progress: Progress, number: str) -> Progress:
+    """Return what reports progress after the passage's number."""
+    return lambda what, done, total: progress(f"{number}{what}", done, total)
+
+
+def _brief(row: ReferenceRow) -> str:
+    """Return a row in a line, for the time until the table is complete."""
+    if row.error:
+        return f"{row.label}: {row.error}"
+    speed = "" if row.tokens_per_s is None else f", {row.tokens_per_s:.1f} tokens/s"
+    return f"{row.label}: match {_hundredths(row.match or 0.0)} %, KL {nats(row.kl_mean)}{speed}"
+
+
 def _empty(path: Path) -> str:
     """Return why a file is left out, "" for one with a text; raises UsageError for one that cannot be read."""
     try:
@@ -252,14 +265,14 @@ def _some(left_out: Sequence[str], count: int) -> None:
 
 # -- the tables ---------------------------------------------------------------------------------------
 
-Column = tuple[str, Callable[[Line], str], Callable[[Line], float | None] | None]
+Column = tuple[str, Callable[[MethodAtBudget], str], Callable[[MethodAtBudget], float | None] | None]
 """A heading, what stands in a row, and what makes a row the best of its budget (the smallest is), if anything does."""
 
 
-def _quality(reference: Line) -> list[Column]:
+def _quality(reference: MethodAtBudget) -> list[Column]:
     usual = reference.mean("nll")
 
-    def surprise(line: Line) -> float | None:
+    def surprise(line: MethodAtBudget) -> float | None:
         """How far the perplexity is from the reference's: one that is too sure is no better than one that is not."""
         found = line.mean("nll")
         return None if found is None or usual is None else abs(found - usual)
@@ -276,7 +289,7 @@ def _quality(reference: Line) -> list[Column]:
     ]
 
 
-def _entries(line: Line) -> str:
+def _entries(line: MethodAtBudget) -> str:
     if (found := line.entries) is None:
         return "all"
     low, high = found
@@ -291,15 +304,15 @@ def _four(value: float) -> str:
     return f"{value:#.4g}".rstrip(".")
 
 
-def _lowest(name: str) -> Callable[[Line], float | None]:
+def _lowest(name: str) -> Callable[[MethodAtBudget], float | None]:
     return lambda line: line.mean(name)
 
 
-def _highest(name: str) -> Callable[[Line], float | None]:
+def _highest(name: str) -> Callable[[MethodAtBudget], float | None]:
     return lambda line: None if (found := line.mean(name)) is None else -found
 
 
-def _resident(row: Row) -> int:
+def _resident(row: ReferenceRow) -> int:
     return int(row.memory["resident_bytes"])
 
 
@@ -339,7 +352,7 @@ _PAPER: list[Column] = [
 """Of the table for a paper."""
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: ReferenceRow) -> dict[str, Any]:
     """Return a row's numbers, one in each field."""
     names = ("match", "differs_at", "kl_free_mean", "kl_mean", "kl_max", "top1", "perplexity", "prefill_s")
     found = {"method": row.method, "budget": row.budget, "class": row.exactness, "entries": row.entries}
@@ -349,13 +362,16 @@ def _figures(row: Row) -> dict[str, Any]:
     return found | sizes | {"checkpoint_bytes": sum(memory.get("checkpoint_bytes", {}).values())}
 
 
-def _merged(line: Line) -> str:
+def _merged(line: MethodAtBudget) -> str:
     pairs, clamped = (sum(row.merges[place] for row in line.rows) for place in (0, 1))
     return f"`{line.label}`: {pairs:,} pairs merged, {clamped:,} shares of keys clamped."
 
 
 def _cell(
-    line: Line, peers: Sequence[Line], show: Callable[[Line], str], badness: Callable[[Line], float | None] | None
+    line: MethodAtBudget,
+    peers: Sequence[MethodAtBudget],
+    show: Callable[[MethodAtBudget], str],
+    badness: Callable[[MethodAtBudget], float | None] | None,
 ) -> str:
     """Return what stands in a cell, in bold where no other line of the same budget is better and one is worse."""
     text = show(line)

@@ -19,7 +19,7 @@ from kvkeep_lab.tasks.base import Metric
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConversationReading:
     """The claim, read in one way: what a megabyte is, how many bytes an element has, and whether sliding layers keep
     their windows alone (``windowed``) or every token.
 
@@ -47,7 +47,7 @@ class Readings:
     """All of them. step: bytes that one step reads without a budget by those with it: the layers' weights, and keys and
     values."""
 
-    rows: list[Reading]
+    rows: list[ConversationReading]
     turns: int
     step: float
 
@@ -96,13 +96,13 @@ class ConversationBytes(Study):
         step = (weights + self.megabytes * 1e6) / (weights + self.budget * 1e6)
         return Readings(rows, self.turns, step)
 
-    def _read(self, name: str, megabyte: int, itemsize: int, windowed: bool) -> Reading:
+    def _read(self, name: str, megabyte: int, itemsize: int, windowed: bool) -> ConversationReading:
         large, small = (ModelGeometry.from_config(config_of(shape), itemsize) for shape in (self.shape, self.beside))
         tokens = tokens_of(large, self.megabytes * megabyte, windowed)
         beside = tokens_of(small, self.beside_megabytes * megabyte, windowed)
         entry, residual, budget = large.kv_bytes_per_token, large.residual_bytes_per_token, self.budget * megabyte
         size_before = large.full_bytes_per_token if windowed else entry
-        return Reading(
+        return ConversationReading(
             name,
             megabyte,
             itemsize,

@@ -17,7 +17,7 @@ from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Count, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
-from kvkeep_lab.timing import NAIVE, Case, random_ids, run, synchronize, timed
+from kvkeep_lab.timing import NAIVE, TimingCase, random_ids, run, synchronize, timed
 
 GROWING = (STOCK, "full", "static")
 """Layers that append by a copy of everything, into blocks, and into room for all."""
@@ -26,7 +26,7 @@ _APPENDS = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodingRun:
     """One decoding of the whole length, by one way. first_s: until the first token. step_ms: each later one's, the
     fastest of all rounds."""
 
@@ -41,7 +41,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Phase:
+class DecodingPhase:
     """``length`` tokens are in the prompt: seconds of it, and ms of a step after it, with the stock cache and without
     one."""
 
@@ -65,11 +65,11 @@ class Decoded:
     """All that was measured."""
 
     prompt: int
-    runs: list[Run]
-    phases: list[Phase]
+    runs: list[DecodingRun]
+    phases: list[DecodingPhase]
     appends: list[Append]
 
-    def run(self, way: str) -> Run:
+    def run(self, way: str) -> DecodingRun:
         """Return one way's."""
         return where(self.runs, way=way)[0]
 
@@ -114,7 +114,7 @@ class Decoding(Study):
                 trial.progress(way, turn * len(ways) + place, total)
                 runs[way].append(self._run(trial.model, way, trial.seed or 0))
         best = {way: [min(step) for step in zip(*rounds, strict=True)] for way, rounds in runs.items()}
-        decoded = [Run(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
+        decoded = [DecodingRun(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
         trial.progress("prefill and decode", total - 2, total)
         phases = self._phases(trial.model)
         trial.progress("appending", total - 1, total)
@@ -132,14 +132,14 @@ class Decoding(Study):
         first = timed(model, ids[:, : self.prompt], cache)
         return [first, *(timed(model, ids[:, at : at + 1], cache) for at in range(self.prompt, length - 1))]
 
-    def _phases(self, model: Any) -> list[Phase]:
-        listed = [Case(way, length, way) for length in self.lengths for way in (STOCK, NAIVE)]
+    def _phases(self, model: Any) -> list[DecodingPhase]:
+        listed = [TimingCase(way, length, way) for length in self.lengths for way in (STOCK, NAIVE)]
         rows = {(row.context, row.label): row for row in run(model, listed, rounds=self.rounds, steps=6)}
         phases = []
         for length in self.lengths:
             stock, naive = rows[length, STOCK], rows[length, NAIVE]
             assert stock.prefill_s is not None and stock.step_ms is not None and naive.step_ms is not None
-            phases.append(Phase(length, stock.prefill_s, stock.step_ms, naive.step_ms))
+            phases.append(DecodingPhase(length, stock.prefill_s, stock.step_ms, naive.step_ms))
         return phases
 
     @torch.inference_mode()
@@ -222,7 +222,7 @@ def _cache(model: Any, way: str, length: int) -> Any:
     return new_cache(model, way, **({"budget": length + 1} if way == "static" else {}))
 
 
-def _ends(one: Run) -> tuple[float, float]:
+def _ends(one: DecodingRun) -> tuple[float, float]:
     """Return the mean ms of the first and the last eight steps, the very first left out."""
     ends = one.step_ms[1:9], one.step_ms[-8:]
     return tuple(sum(steps) / len(steps) for steps in ends)  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from pydantic import Field
 
-from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, opened
+from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, opened
 from kvkeep_lab.studies.base import EngineName, Study, Trial
 
 
@@ -26,7 +26,7 @@ class EngineStudy(Study):
         return {LlamaCpp.python: self.llama_cpp, Vllm.python: self.vllm}
 
     @contextmanager
-    def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[Engine], list[str]]]:
+    def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[PeerEngine], list[str]]]:
         """Open the engines for the block, for prompts and steps of ``tokens`` tokens, and ``rows`` rows. Yields those
         that there are, and a sentence for each: its version, or why it is not there."""
         with opened(self.peers or (), trial.loaded, self.interpreters, tokens, rows) as (engines, absent):

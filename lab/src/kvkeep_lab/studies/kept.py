@@ -48,7 +48,7 @@ class Agreements:
     rows: list[Agreement]
 
 
-class Kept(TextStudy):
+class KeptSlots(TextStudy):
     """What methods choose, layer by layer and head by head, after the same text within the same budget."""
 
     name = "kept"

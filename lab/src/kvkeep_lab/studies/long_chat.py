@@ -93,7 +93,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatTurns:
     """Every turn of every method."""
 
     turns: list[Turn]
@@ -127,7 +127,7 @@ class LongChat(Study):
         "turn reads what is new and answers greedily. Held: entries that attention reads, after the turn. Same: the "
         "answer's tokens are the first method's."
     )
-    found = Chat
+    found = ChatTurns
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("grown", "MB that the first method holds at the end", "lower", "number"),
         Metric("held", "MB that the second holds at the end", "lower", "number"),
@@ -154,9 +154,9 @@ class LongChat(Study):
         if len(set(self.methods)) < len(self.methods):
             raise UsageError("A method was named twice; each is one conversation.")
 
-    def measure(self, trial: Trial) -> Chat:
+    def measure(self, trial: Trial) -> ChatTurns:
         self.check(())
-        found = Chat([])
+        found = ChatTurns([])
         with keeping(found, found.turns):
             for turn in self.converse(trial.loaded, trial.progress):
                 found.turns.append(turn)
@@ -187,13 +187,13 @@ class LongChat(Study):
         cache: Any = new_cache(loaded.model, method, **options)
         return Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
 
-    def as_json(self, found: Chat) -> dict[str, Any]:
+    def as_json(self, found: ChatTurns) -> dict[str, Any]:
         return {"budget": self.budget, "turns": [asdict(turn) | {"seconds": turn.seconds} for turn in found.turns]}
 
-    def plain(self, found: Chat) -> Any:
-        return super().plain(Chat([replace(turn, text="") for turn in found.turns]))
+    def plain(self, found: ChatTurns) -> Any:
+        return super().plain(ChatTurns([replace(turn, text="") for turn in found.turns]))
 
-    def scores(self, found: Chat) -> dict[str, float]:
+    def scores(self, found: ChatTurns) -> dict[str, float]:
         first, *others = found.methods
         scores = {"grown": found.of(first)[-1].attended_bytes / 1e6}
         if others:
@@ -202,7 +202,7 @@ class LongChat(Study):
             scores |= {"ratio": found.ratios(others[0]), "same": sum(turn.same for turn in mine) / len(mine)}
         return scores
 
-    def tables(self, found: Chat) -> list[Table]:
+    def tables(self, found: ChatTurns) -> list[Table]:
         last = max(turn.turn for turn in found.turns)
         table = Table(
             f"After {last} turns",
@@ -216,7 +216,7 @@ class LongChat(Study):
             table.rows.append([f"`{name}`", *sizes, *timings, f"{sum(turn.same for turn in mine)}/{len(mine)}"])
         return [table]
 
-    def details(self, found: Chat) -> list[Table]:
+    def details(self, found: ChatTurns) -> list[Table]:
         last = max(turn.turn for turn in found.turns)
         table = Table(
             "Turns",
@@ -232,7 +232,7 @@ class LongChat(Study):
                 table.rows.append([*labels, *timings, *sizes, "yes" if turn.same else "no"])
         return [table]
 
-    def draw(self, found: Chat, path: FilePath, *, title: str) -> None:
+    def draw(self, found: ChatTurns, path: FilePath, *, title: str) -> None:
         """Draw Fig. 3 (a) and (b): resident bytes (lines), checkpoints (dotted) and seconds of each turn, by method."""
         from matplotlib.ticker import MaxNLocator
 

@@ -15,13 +15,13 @@ from kvkeep_lab.statistics import where
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, megabytes, milliseconds, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
-from kvkeep_lab.timing import Case, run
+from kvkeep_lab.timing import TimingCase, run
 
 OURS, RIVAL = "kvslimmer", "asymkv"
 
 
 @dataclass(frozen=True)
-class Cost:
+class RequestCost:
     """One method after a prompt of ``length`` tokens in chunks of ``chunk`` (0: the method's own choice).
 
     mean_ms: of all steps, since merging is paid once for many. held_bytes: entries after the last step, with
@@ -42,14 +42,14 @@ class Cost:
 class Costs:
     """All of them. answer: tokens that an answer has, for seconds of a whole request."""
 
-    rows: list[Cost]
+    rows: list[RequestCost]
     answer: int
 
-    def of(self, method: str, length: int, chunk: int = 0) -> Cost | None:
+    def of(self, method: str, length: int, chunk: int = 0) -> RequestCost | None:
         """Return one of those that were measured, or None."""
         return next(iter(where(self.rows, method=method, length=length, chunk=chunk, error="")), None)
 
-    def seconds(self, row: Cost) -> float:
+    def seconds(self, row: RequestCost) -> float:
         """Return the seconds of prompt and answer."""
         assert row.prefill_s is not None and row.mean_ms is not None
         return row.prefill_s + self.answer * row.mean_ms / 1e3
@@ -116,13 +116,13 @@ class MergingCost(Study):
             held_bytes = row.held_bytes + memory["bookkeeping_bytes"]
             peak = memory["peak_cache_bytes"] + memory["peak_workspace_bytes"] + memory["bookkeeping_bytes"]
             peak = memory.get("device_peak_bytes", peak)
-            costs.append(Cost(*one, row.prefill_s, row.mean_ms, held_bytes, peak, row.error))
+            costs.append(RequestCost(*one, row.prefill_s, row.mean_ms, held_bytes, peak, row.error))
         return Costs(costs, self.answer)
 
-    def _case(self, method: str, length: int, chunk: int) -> Case:
+    def _case(self, method: str, length: int, chunk: int) -> TimingCase:
         options: dict[str, Any] = {"budget": self.budget, "context": length + self.answer + 2}
         options = options if "budget" in takes(method) else {}
-        return Case(f"{method}, chunk {chunk}", length, method, options | ({"chunk": chunk} if chunk else {}))
+        return TimingCase(f"{method}, chunk {chunk}", length, method, options | ({"chunk": chunk} if chunk else {}))
 
     def scores(self, found: Costs) -> dict[str, float]:
         ours, rivals = self.compared

@@ -23,7 +23,7 @@ from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
-from kvkeep_lab.answers import Answer, Case, judged, written
+from kvkeep_lab.answers import AnswerCase, ComparedAnswer, judged, written
 from kvkeep_lab.bits import greatest_difference, one_at_a_time
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
@@ -45,7 +45,7 @@ from kvkeep_lab.studies.base import (
 from kvkeep_lab.studies.receipt import ReceiptStudy
 from kvkeep_lab.tables import Table, fixed, number, percent, times
 
-_ANSWER = TypeAdapter(Answer)
+_ANSWER = TypeAdapter(ComparedAnswer)
 _OF_RECEIPTS = ("receipt", "markdown")
 """Fields of receipts."""
 _BITS = (
@@ -55,7 +55,7 @@ _BITS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class ProveRow:
     """One case over all its prompts: how many, how many identical, how many differ in a tie alone; leading tokens that
     are the same; medians of the ratios of times to the stock cache's; tokens a round, and the share of right drafts;
     logits: the greatest difference of any."""
@@ -79,16 +79,16 @@ class Row:
 class Proof:
     """All answers, and the reasons of cases that refused, by label."""
 
-    answers: list[Answer]
+    answers: list[ComparedAnswer]
     refused: dict[str, str]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProveRow]:
         """A row for every case, in the order in which they were first answered."""
         labels = dict.fromkeys(answer.label for answer in self.answers)
         rows = [_row(label, [answer for answer in self.answers if answer.label == label]) for label in labels]
         return rows + [
-            Row(label, 0, 0, 0, 0, 0, 0.0, 0.0, None, None, None, why) for label, why in self.refused.items()
+            ProveRow(label, 0, 0, 0, 0, 0, 0.0, 0.0, None, None, None, why) for label, why in self.refused.items()
         ]
 
 
@@ -169,7 +169,7 @@ class Prove(Study):
         setting = json.dumps(machine(loaded))
         kind = ["bits"] if self.bits else []
 
-        def key(prompt: Prompt, case: Case) -> str:
+        def key(prompt: Prompt, case: AnswerCase) -> str:
             facts = [setting, prompt.ids, asdict(case), self.new, *kind]
             return sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -187,13 +187,13 @@ class Prove(Study):
                     append_line(self.store, json.dumps(asdict(answer)))
         return found
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[AnswerCase]:
         """Return every method with every budget, checkpoint kind and place that it takes."""
-        found: list[Case] = []
+        found: list[AnswerCase] = []
         for method in self.methods:
             options = takes(method)
             found += [
-                Case(method, budget, kind, where, self.copies)
+                AnswerCase(method, budget, kind, where, self.copies)
                 for budget, kind, where in product(
                     self.budgets if "budget" in options else [None],
                     self.checkpoints if "checkpoint" in options else [None],
@@ -204,8 +204,12 @@ class Prove(Study):
         return found
 
     def _answers(
-        self, loaded: Loaded, missing: Sequence[tuple[Prompt, Case, str]], refused: dict[str, str], progress: Progress
-    ) -> Iterator[Answer]:
+        self,
+        loaded: Loaded,
+        missing: Sequence[tuple[Prompt, AnswerCase, str]],
+        refused: dict[str, str],
+        progress: Progress,
+    ) -> Iterator[ComparedAnswer]:
         """Yield the missing answers, each prompt's after the stock cache's; note what refuses."""
         total = len(missing) + len({id(prompt) for prompt, *_ in missing})
         done, rival = 0, "full" if self.bits else STOCK
@@ -216,7 +220,7 @@ class Prove(Study):
                 about = f"{prompt.kind} of {len(prompt.ids)}"
                 if reference is None:
                     progress(f"{about}, {rival}", done, total)
-                    reference = written(loaded, prompt, Case(rival), self.new)[0]
+                    reference = written(loaded, prompt, AnswerCase(rival), self.new)[0]
                     text_ids = torch.tensor([[*prompt.ids, *reference.tokens[:-1]]], device=loaded.model.device)
                     if self.bits:
                         logits = one_at_a_time(loaded.model, text_ids, new_cache(loaded.model, rival))
@@ -271,12 +275,12 @@ class Prove(Study):
         return [table]
 
 
-def _row(label: str, answers: Sequence[Answer]) -> Row:
+def _row(label: str, answers: Sequence[ComparedAnswer]) -> ProveRow:
     rounds = [answer.rounds for answer in answers if answer.rounds is not None]
     tried = sum(one["drafted"] + one["copied"] for one in rounds)
     budgeted = [answer for answer in answers if answer.budget_bytes is not None]
     exceeded = [answer.resident_bytes > (answer.budget_bytes or 0) for answer in budgeted]
-    return Row(
+    return ProveRow(
         label,
         len(answers),
         sum(answer.differs_at is None for answer in answers),
@@ -292,7 +296,7 @@ def _row(label: str, answers: Sequence[Answer]) -> Row:
     )
 
 
-def _known(store: Path) -> dict[str, Answer]:
+def _known(store: Path) -> dict[str, ComparedAnswer]:
     """Return the answers of a file by their keys; a line that a kill left torn is none."""
     found = {}
     for line in whole_lines(store)[0]:

@@ -36,7 +36,7 @@ WINDOW, KERNEL = 32, 7
 
 
 @dataclass(frozen=True)
-class Row:
+class ReactivationRow:
     """One layer, one rule and one share of heavy hitters; means over KV heads.
 
     others: tokens of the prompt that are not heavy hitters. reactivated: the share of them that some later query
@@ -68,14 +68,14 @@ class Reactivation:
     ratios: list[float]
     distances: list[tuple[int, int]]
     active: dict[int, float]
-    rows: list[Row]
+    rows: list[ReactivationRow]
 
     @property
     def rules(self) -> list[tuple[str, float]]:
         """Rules and ratios."""
         return each(self.rows, "rule", "ratio")
 
-    def of(self, rule: str, ratio: float) -> list[Row]:
+    def of(self, rule: str, ratio: float) -> list[ReactivationRow]:
         """Return the rows of a rule and a ratio, by layer."""
         return where(self.rows, rule=rule, ratio=ratio)
 
@@ -119,14 +119,14 @@ class ReactivationStudy(TextStudy):
         ids = self.passage(trial)
         tokens, prompt = ids.shape[1], ids.shape[1] // 2
         bins = _bins(tokens)
-        rows: list[Row] = []
+        rows: list[ReactivationRow] = []
         active: dict[int, float] = {}
 
         def observe(attended: Attended) -> None:
             half = torch.arange(tokens, device=attended.query.device).split([prompt, tokens - prompt])
             before, after = (_by_kv_head(attended, part) for part in half)
             for rule, ratio, measured in reactivated(before, after, self.threshold, self.ratios, bins):
-                rows.append(Row(attended.layer, rule, ratio, **measured))
+                rows.append(ReactivationRow(attended.layer, rule, ratio, **measured))
             active[attended.layer] = float((after[..., :prompt] > self.threshold).float().sum(-1).mean())
 
         watch(trial.model, ids, observe, trial.progress)
@@ -193,8 +193,8 @@ class ReactivationStudy(TextStudy):
 def reactivated(
     before: Tensor, after: Tensor, threshold: float, ratios: Sequence[float], bins: Sequence[tuple[int, int]]
 ) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return what :class:`Row` holds, by rule and ratio, for the attention of the prompt's queries, ``before``
-    (kv_heads, prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
+    """Return what :class:`ReactivationRow` holds, by rule and ratio, for the attention of the prompt's queries,
+    ``before`` (kv_heads, prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
     prompt, later = before.shape[1], after.shape[1]
     paid = after[..., :prompt]
     active = paid > threshold

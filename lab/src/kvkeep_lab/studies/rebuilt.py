@@ -63,7 +63,7 @@ class LayerDifference:
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class RebuiltEntries:
     """The largest of all layers of one ``kind`` ("full", "sliding"), in one dtype and at one length. entropy: None in
     results of earlier versions."""
 
@@ -89,7 +89,7 @@ _PARTS = {"same": "same shapes", "pages": "by pages", "rows": "by single rows"}
 class Differences:
     """By dtype, length and kind of layer, and beyond sliding windows where there are."""
 
-    rows: list[Reconstruction]
+    rows: list[RebuiltEntries]
     windows: Windows | None
 
 
@@ -125,7 +125,7 @@ class Rebuilt(Study):
         beyond = text_length(ModelGeometry.from_config(model.config), new=6)
         steps = len(self.dtypes) * len(self.lengths) + bool(beyond)
         ids = built_in(tokenizer, max(self.lengths))
-        rows: list[Reconstruction] = []
+        rows: list[RebuiltEntries] = []
         for place, name in enumerate(self.dtypes):
             for row in reconstruction(model, ids, self.lengths, name):
                 rows.append(row)
@@ -181,7 +181,7 @@ class Rebuilt(Study):
 
 
 @torch.no_grad()
-def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -> Iterator[Reconstruction]:
+def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -> Iterator[RebuiltEntries]:
     """Rebuild keys and values from the residuals of a forward pass in the dtype called ``name``, for each length.
 
     In another dtype than the model's a copy is cast, and dropped afterwards. Keys of sliding layers are compared at
@@ -206,7 +206,7 @@ def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -
                 same, pages, rows, bits = (
                     reduce(or_, (getattr(layer, part) for layer in layers)) for part in (*_PARTS, "entropy")
                 )
-                yield Reconstruction(name, length, kind, same, pages, rows, layers, bits)
+                yield RebuiltEntries(name, length, kind, same, pages, rows, layers, bits)
 
 
 def _layer(adapter: Adapter, index: int, hidden: Tensor, cached_layer: Any) -> LayerDifference:

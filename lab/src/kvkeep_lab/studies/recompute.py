@@ -13,7 +13,7 @@ from pydantic import Field
 
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
+from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, RecallReport, RecallRow, run
 from kvkeep_lab.shapes import SHAPES, Shape, shaped
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Count, Flag, Study, Trial, part, rising
@@ -32,7 +32,7 @@ COUNTED = (1, 50, 100, 500)
 class Reports:
     """The loaded model's, and those of layers of other shapes."""
 
-    reports: list[Report]
+    reports: list[RecallReport]
 
 
 class Recompute(Study):
@@ -65,7 +65,7 @@ class Recompute(Study):
     folder: str | None = Field(None, description="for files; the user's cache folder")
 
     def measure(self, trial: Trial) -> Reports:
-        reports: list[Report] = []
+        reports: list[RecallReport] = []
         names = [trial.loaded.name, *self.beside]
         for place, name in enumerate(names):
             model = shaped(name, trial.model.dtype, trial.model.device) if place else trial.model
@@ -141,7 +141,7 @@ class Recompute(Study):
         save(figure, path)
 
 
-def _times(report: Report) -> list[Table]:
+def _times(report: RecallReport) -> list[Table]:
     tables = []
     for place, buffers in each(report.rows, "place", "buffers"):
         rows = {(row.n, row.way): row for row in where(report.rows, place=place, buffers=buffers)}
@@ -158,11 +158,11 @@ def _times(report: Report) -> list[Table]:
     return tables
 
 
-def _number(row: Row | None, name: str, digits: int = 3) -> str:
+def _number(row: RecallRow | None, name: str, digits: int = 3) -> str:
     return number(None if row is None else getattr(row, name), digits)
 
 
-def _draw_times(axes: Any, report: Report, place: str) -> None:
+def _draw_times(axes: Any, report: RecallReport, place: str) -> None:
     rows = where(report.rows, place=place, buffers="cold")
     for series, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *RERUN)):
         if not (mine := _by_count(rows, way)):
@@ -173,7 +173,7 @@ def _draw_times(axes: Any, report: Report, place: str) -> None:
             axes.plot(counts, roofs, color=COLOURS[series % len(COLOURS)], linestyle=":", label=f"{way}, roofline")
 
 
-def _draw_ratios(axes: Any, reports: Sequence[Report], place: str) -> None:
+def _draw_ratios(axes: Any, reports: Sequence[RecallReport], place: str) -> None:
     axes.axhline(1, color="0.4", linewidth=1)
     for series, report in enumerate(reports):
         for buffers, line in (("warm", "-"), ("cold", "--")):
@@ -193,5 +193,5 @@ def _draw_ratios(axes: Any, reports: Sequence[Report], place: str) -> None:
         axes.plot([n, n], [low * 0.97, high * 1.03], color="black", linewidth=5, alpha=0.5, label=label)
 
 
-def _by_count(rows: Iterable[Row], way: str) -> list[Row]:
+def _by_count(rows: Iterable[RecallRow], way: str) -> list[RecallRow]:
     return sorted((row for row in rows if row.way == way), key=lambda row: row.n)

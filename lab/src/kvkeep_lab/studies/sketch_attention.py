@@ -62,7 +62,7 @@ class Effects:
 
 
 @dataclass(frozen=True)
-class Row:
+class SketchRow:
     """Entries of one sort at one load, mean over layers; others: how many share a slot with an entry."""
 
     sort: str
@@ -82,7 +82,7 @@ class AttentionErrors:
 
     tokens: int
     queries: int
-    rows: list[Row]
+    rows: list[SketchRow]
     centred: float
 
 
@@ -131,14 +131,14 @@ class SketchAttention(TextStudy):
         sorts: dict[str, tuple[Sequence[Attended], bool]] = {
             NORMAL: ([normal], False), PUBLISHED: (seen, False), SIGNED: (seen, True)
         }  # fmt: skip
-        rows: list[Row] = []
+        rows: list[SketchRow] = []
         for sort, (layers, signed) in sorts.items():
             for load in self.loads:
                 trial.progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
                 slots = max(1, round(self.tokens / load))
                 parts = [asdict(effects(layer, at.to(layer.key.device), slots, signed, draw)) for layer in layers]
                 means = Effects(**{name: fmean(part[name] for part in parts) for name in parts[0]})
-                rows.append(Row(sort, load, (self.tokens - 1) / slots, means))
+                rows.append(SketchRow(sort, load, (self.tokens - 1) / slots, means))
         squares = [
             (one.value[0].float().square().mean(), one.value[0].float().var(1, correction=0).mean()) for one in seen
         ]

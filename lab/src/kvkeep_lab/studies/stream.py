@@ -26,7 +26,7 @@ STEPS = 16
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StreamStretch:
     """Some tokens in a row.
 
     start: the first's number in the text. perplexity: of each, given all before it that the cache keeps. read_ms,
@@ -48,10 +48,10 @@ class Streamed:
     model: str
     method: str | None
     budget: str | None
-    stretches: list[Stretch]
+    stretches: list[StreamStretch]
 
 
-class Stream(TextStudy):
+class StreamStudy(TextStudy):
     """Perplexity, time and memory along a text."""
 
     name = "stream"
@@ -101,7 +101,7 @@ def stretches(
     cache: Any,
     stretch: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Stretch]:
+) -> Iterator[StreamStretch]:
     """Read ``ids`` into ``cache``, ``stretch`` tokens at a time, and yield what each stretch was like.
 
     The last token is only predicted. Raises UsageError where the cache cannot go on, before the stretch that it cannot
@@ -122,4 +122,6 @@ def stretches(
         loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)
         progress(start + part_ids.shape[1], tokens.shape[1] - 1)
         read_ms, step_ms = seconds[0] / (part_ids.shape[1] - steps), median(seconds[1:]) if steps else math.nan
-        yield Stretch(start, part_ids.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache))
+        yield StreamStretch(
+            start, part_ids.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache)
+        )

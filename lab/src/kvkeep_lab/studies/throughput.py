@@ -16,7 +16,7 @@ from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, megabytes, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
-from kvkeep_lab.timing import Case, run
+from kvkeep_lab.timing import TimingCase, run
 
 FULL, REVIVER = STOCK, "kvreviver"
 PAPER = {(1, REVIVER): 6.48, (2, REVIVER): 10.16, (8, REVIVER): 19.10, (16, REVIVER): 22.46}
@@ -96,7 +96,7 @@ class Throughput(EngineStudy):
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
         options = {"budget": self.budget, "context": self.length + self.steps + 1}
         cases = [
-            Case(
+            TimingCase(
                 f"{method}, {batch} rows",
                 self.length,
                 method,

@@ -31,7 +31,7 @@ _READ = 16  # tokens that a cache is measured with
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TokenSize:
     """One model, bytes a token. full, sliding: layers. residual: one vector (Eq. 24). checkpoints: by kind. held: what
     transformers' cache was seen to hold, where there was a model to ask."""
 
@@ -52,7 +52,7 @@ class Sizes:
 class TokenSizes:
     """All models, the loaded one first."""
 
-    rows: list[Sizes]
+    rows: list[TokenSize]
 
 
 class TokenBytes(Study):
@@ -88,7 +88,7 @@ class TokenBytes(Study):
         rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, measured)]
         return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])
 
-    def _sizes(self, name: str, config: Any, itemsize: int, measured: float | None = None) -> Sizes:
+    def _sizes(self, name: str, config: Any, itemsize: int, measured: float | None = None) -> TokenSize:
         geometry = ModelGeometry.from_config(config, itemsize)
         layer = geometry.layers[0]
         sized = geometry.checkpoint_bytes_per_token
@@ -97,7 +97,7 @@ class TokenBytes(Study):
         layers = len(geometry.full_layers), len(geometry.sliding_layers)
         shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
         sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
-        return Sizes(name, *shape, *sizes, checkpoints, measured)
+        return TokenSize(name, *shape, *sizes, checkpoints, measured)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
         """Return the loaded model's, as if it were in the papers' dtype."""

@@ -13,7 +13,7 @@ from kvkeep_lab.prompts import built_in
 from kvkeep_lab.studies.base import Flag, Study, Trial, part
 from kvkeep_lab.studies.held_bytes import Bytes, HeldBytes, HeldBytesStudy
 from kvkeep_lab.studies.patching import Patches, Patching, PatchingStudy
-from kvkeep_lab.studies.rebuilt import Differences, Rebuilt, Reconstruction, reconstruction
+from kvkeep_lab.studies.rebuilt import Differences, Rebuilt, RebuiltEntries, reconstruction
 from kvkeep_lab.studies.same_tokens import SameTokens, Tokens, Ways, checkpoint_kinds
 from kvkeep_lab.studies.windows import Windows, beyond_the_window, text_length
 from kvkeep_lab.tables import Table
@@ -27,7 +27,7 @@ TABLE_1 = (
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """Everything measured, and Table 1's row for this model (bytes a token).
 
     refused: checkpoint kinds that this family cannot rebuild entries from, and why; they are not checked.
@@ -39,7 +39,7 @@ class Report:
     kv_bytes: int
     residual_bytes: int
     rho: float
-    reconstruction: list[Reconstruction]
+    reconstruction: list[RebuiltEntries]
     tokens: list[Tokens]
     patching: list[Patching]
     memory: list[Bytes]
@@ -82,13 +82,13 @@ class Verify(Study):
         "Keys and values are rebuilt and compared; a text is continued with and without a cache; residuals are "
         "patched; bytes are counted; where the model has sliding windows, the same beyond them."
     )
-    found = Report
+    found = VerifyReport
 
     quick: Annotated[bool, Flag("--quick")] = Field(
         False, description="one length, one dtype, fewer tokens, no decoding from tokens"
     )
 
-    def measure(self, trial: Trial) -> Report:
+    def measure(self, trial: Trial) -> VerifyReport:
         """Run all checks. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
         model, tokenizer, quick = trial.model, trial.tokenizer, self.quick
         bind(model)
@@ -97,7 +97,7 @@ class Verify(Study):
         kinds, refused = checkpoint_kinds(model)
         longest = min(LENGTHS[-1], geometry.max_positions or LENGTHS[-1])
         ids, lengths = built_in(tokenizer, longest), LENGTHS[-1:] if quick else LENGTHS
-        rebuilt: list[Reconstruction] = []
+        rebuilt: list[RebuiltEntries] = []
         for name in (dtype,) if quick else DTYPES:
             trial.progress(f"rebuilding in {name}", 0, 5)
             rebuilt += reconstruction(model, ids, lengths, name)
@@ -114,15 +114,15 @@ class Verify(Study):
             rebuilding = tuple(kind for kind in kinds if kind != "kv")
             windows = beyond_the_window(model, built_in(tokenizer, length), new=new, kinds=rebuilding)
         sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
-        return Report(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
+        return VerifyReport(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
-    def problem(self, found: Report) -> str | None:
+    def problem(self, found: VerifyReport) -> str | None:
         return f"{found.failures} measurements contradict a claim; they are above." if found.failures else None
 
-    def as_json(self, found: Report) -> dict[str, Any]:
+    def as_json(self, found: VerifyReport) -> dict[str, Any]:
         return found.as_dict()
 
-    def tables(self, found: Report) -> list[Table]:
+    def tables(self, found: VerifyReport) -> list[Table]:
         sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
         cells = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
         sizes.rows = [[f"{found.model}, {found.dtype}", *cells], *TABLE_1]

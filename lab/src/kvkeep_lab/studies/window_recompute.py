@@ -37,7 +37,7 @@ SCORED = 256
 
 
 @dataclass(frozen=True)
-class Recompute:
+class WindowAccuracy:
     """One way. right: the share of rows whose likeliest ending is the right one; same: of those whose likeliest ending
     is the full cache's. perplexity: of a text's last tokens, None where no text reaches beyond the windows."""
 
@@ -51,13 +51,13 @@ class Recompute:
 class Recomputes:
     """All ways. longest: tokens of the longest row with its ending; text_tokens: of the long text, 0 without one."""
 
-    rows: list[Recompute]
+    rows: list[WindowAccuracy]
     count: int
     longest: int
     window: int
     text_tokens: int
 
-    def of(self, way: str) -> Recompute:
+    def of(self, way: str) -> WindowAccuracy:
         """Return one of them."""
         return next(row for row in self.rows if row.way == way)
 
@@ -119,7 +119,9 @@ class WindowRecompute(Study):
             perplexity = None
             if scored and way in _WAYS:
                 perplexity = math.exp(-_log_likelihood(model, ids, scored, _WAYS[way]) / scored)
-            measured.append(Recompute(way, _agreement(answers, labels), _agreement(answers, likely[FULL]), perplexity))
+            measured.append(
+                WindowAccuracy(way, _agreement(answers, labels), _agreement(answers, likely[FULL]), perplexity)
+            )
         return Recomputes(measured, len(taken), longest, window, len(ids) if scored else 0)
 
     def scores(self, found: Recomputes) -> dict[str, float]:

@@ -76,7 +76,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
 
     scores: dict[str, float]
@@ -124,5 +124,5 @@ class Task(BaseModel, ABC):
         """Return the samples of a cell, the same for the same arguments. Raises UsageError where there are too few."""
 
     @abstractmethod
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         """Let ``subject`` answer, and judge it."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from kvkeep.errors import UsageError
-from kvkeep.models.quiet import quiet
+from kvkeep.models.silence import silenced
 from kvkeep_lab.subject import AnswerCost, Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, rows, source
 
 SPLITS = ("train", "validation", "test")
@@ -67,12 +67,12 @@ class LmEval(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Let the harness make the requests of each row; seed 0 takes the first rows, any other draws."""
-        with quiet():
+        with silenced():
             task = self._task(sources)
             count = len(task.eval_docs)
         taken = sorted(drawn(range(count), self.samples, seed, f"Task '{self.task}' has {count} rows"))
         task.set_fewshot_seed(seed)
-        with quiet():
+        with silenced():
             task.build_all_requests(samples=taken)
         made = []
         for _, group in groupby(task.instances, lambda instance: instance.doc_id):
@@ -98,7 +98,7 @@ class LmEval(Task):
         (task,) = loaded["tasks"].values()
         return task
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         from kvkeep_lab.harness import KeepLM
 
         task, instances = sample.facts["task"], sample.facts["instances"]
@@ -111,7 +111,7 @@ class LmEval(Task):
             filtering.apply(instances)
         first = next(iter(instances[0].filtered_resps))
         found = task.process_results(instances[0].doc, [instance.filtered_resps[first] for instance in instances])
-        return Outcome({name: self._share(found, name) for name in self.measures}, _summed(model.costs))
+        return TaskOutcome({name: self._share(found, name) for name in self.measures}, _summed(model.costs))
 
     def _share(self, found: dict[str, Any], name: str) -> float:
         value = found.get(name)

@@ -19,7 +19,7 @@ from pydantic import Field
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
@@ -116,11 +116,11 @@ class LongBench(Task):
         ids = encode(tokenizer, [{"role": "user", "content": text}], raw=not setting.chat)
         return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         setting = SETTINGS[sample.facts["dataset"]]
         answer = subject.write(sample.ids, setting.new, setting.ended if setting.first_line else None)
         score = setting.score(answer.text, sample.facts["answers"], sample.facts["classes"])
-        return Outcome({"score": score, setting.group: score}, answer.cost)
+        return TaskOutcome({"score": score, setting.group: score}, answer.cost)
 
 
 def cut(tokenizer: Any, text: str, limit: int) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvkeep.decode.prompt import encode
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.longbench import cut
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
@@ -67,12 +67,12 @@ class LongBenchV2(Task):
         facts = {"answer": row["answer"], "groups": [row["difficulty"], row["length"]]}
         return Sample(encode(tokenizer, [{"role": "user", "content": text}]), facts)
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         answer = subject.write(sample.ids, self.new, lambda text: bool(_BRACKETED.search(_plain(text))))
         choice = chosen(answer.text)
         right = float(choice == sample.facts["answer"])
         scores = {"overall": right, **dict.fromkeys(sample.facts["groups"], right)}
-        return Outcome({**scores, "answered": float(choice is not None)}, answer.cost)
+        return TaskOutcome({**scores, "answered": float(choice is not None)}, answer.cost)
 
 
 def filled(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.subject import AnswerCost, Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 
@@ -47,7 +47,7 @@ class Match(Task):
         draws = (random.Random(f"{seed}/{number}") for number in range(self.samples))
         return [Sample(passage(tokenizer, text, tokens, draw)) for draw in draws]
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         row = subject.compare(sample.ids, self.new)
         assert row.kl_mean is not None and row.kl_free_mean is not None
         assert row.match is not None and row.top1 is not None and row.perplexity is not None
@@ -58,4 +58,4 @@ class Match(Task):
         cost = AnswerCost(
             len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries, full_bytes
         )
-        return Outcome(scores, cost)
+        return TaskOutcome(scores, cost)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.texts import begun, joined, passage, text_files
 
 Length = Annotated[int, Field(ge=64)]
@@ -22,7 +22,7 @@ Depth = Annotated[float, Field(ge=0, le=100)]
 
 
 @dataclass(frozen=True)
-class Form:
+class NeedleForm:
     """A needle and its question. ``{key}`` and ``{value}`` are drawn anew for each sample where they stand. lead: how
     the answer is begun for the model; value: what it has to go on with."""
 
@@ -31,27 +31,27 @@ class Form:
     lead: str
     value: str = "{value}"
 
-    def filled(self, draw: random.Random) -> Form:
+    def filled(self, draw: random.Random) -> NeedleForm:
         """Return the form of one sample."""
         drawn = {"key": draw.choice(_KEYS), "value": str(draw.randrange(10_000, 100_000))}
-        return Form(*(part.format(**drawn) for part in (self.needle, self.question, self.lead, self.value)))
+        return NeedleForm(*(part.format(**drawn) for part in (self.needle, self.question, self.lead, self.value)))
 
 
 _KEYS = ("Oslo", "Lima", "Cairo", "Paris", "Delhi", "Tokyo", "Quito", "Accra", "Hanoi", "Rome", "Dublin", "Prague")
 
 FORMS = {
-    "san-francisco": Form(
+    "san-francisco": NeedleForm(
         "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",
         "What is the best thing to do in San Francisco?",
         "The best thing to do in San Francisco is",
         "eat a sandwich and sit in Dolores Park on a sunny day",
     ),
-    "magic-number": Form(
+    "magic-number": NeedleForm(
         "The special magic number for {key} is {value}.",
         "What is the special magic number for {key} mentioned in the text?",
         "The special magic number for {key} is",
     ),
-    "pass-key": Form(
+    "pass-key": NeedleForm(
         "The pass key is {value}. Remember it. {value} is the pass key.",
         "What is the pass key?",
         "The pass key is",
@@ -102,10 +102,10 @@ class Needle(Task):
             made.append(Sample(ids, {"value": form.value, "right": right}))
         return made
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         answer, value = subject.examine(sample.ids, sample.facts["right"], self.new), sample.facts["value"]
         scores = {"found": float(contains(answer.text, value)), "words": share(answer.text, value)}
-        return Outcome({**scores, "loglik": fmean(answer.logs)}, answer.cost)
+        return TaskOutcome({**scores, "loglik": fmean(answer.logs)}, answer.cost)
 
 
 def hidden(hay: str, needle: str, depth: float) -> str:
@@ -132,5 +132,5 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
 
-def _prompt(tokenizer: Any, form: Form, text: str) -> list[int]:
+def _prompt(tokenizer: Any, form: NeedleForm, text: str) -> list[int]:
     return begun(tokenizer, text, form.question, form.lead, "\n\n")

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, source
 
 
@@ -57,6 +57,6 @@ class Perplexity(Task):
         first = max(1, length - stride)
         return [Sample(ids[number * stride :][:length], {"first": first}) for number in numbers]
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         logs, cost = subject.score(sample.ids, sample.facts["first"], self.step)
-        return Outcome({"nll": -fmean(logs)}, cost)
+        return TaskOutcome({"nll": -fmean(logs)}, cost)

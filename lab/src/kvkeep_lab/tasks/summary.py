@@ -13,14 +13,14 @@ from pydantic import Field
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 _KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 @dataclass(frozen=True)
-class Form:
+class SummaryForm:
     """The fields of article and summary in a data set; instruction: the request after the article, "" where the
     article says so itself."""
 
@@ -30,9 +30,9 @@ class Form:
 
 
 FORMS = (
-    Form("article", "summary_gt"),
-    Form("article", "highlights", "Summarize the above article in 3 sentences."),
-    Form("document", "summary", "Summarize the above article in 1 sentence."),
+    SummaryForm("article", "summary_gt"),
+    SummaryForm("article", "highlights", "Summarize the above article in 3 sentences."),
+    SummaryForm("document", "summary", "Summarize the above article in 1 sentence."),
 )
 """HELM's own files, and CNN/DM and XSum as the hub has them, with HELM's instructions."""
 
@@ -78,9 +78,9 @@ class Summary(Task):
         there = f"'{sources[0]}' has {len(found)} articles of {self.least} tokens or more"
         return drawn(found, self.samples, seed, there)
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         answer = subject.write(sample.ids, self.new)
-        return Outcome(rouge(sample.facts["summary"], answer.text), answer.cost)
+        return TaskOutcome(rouge(sample.facts["summary"], answer.text), answer.cost)
 
 
 def _prompt(tokenizer: Any, article: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""One answer: asked for, shown, saved, and what is said of it."""
+"""Answers: one is generated, shown, saved, and described in a line."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ from kvkeep.cli.chat.streaming import STOPPED, stream_answer
 from kvkeep.cli.generate import as_json
 from kvkeep.decode.generate import Generation
 
-SAMPLED = 0.8
-"""The temperature of another answer where answers are greedy: those are all the same."""
+RETRY_TEMPERATURE = 0.8
+"""Of another answer, where answers are greedy: greedy ones are all the same."""
 
 
 def ask(chat: Chat, question: str, *files: Attachment) -> None:
-    """Answer a question, with the files attached and ``files`` before it. Where there are no positions for it, offer
-    what can be done; until then it waits, and all of the files are attached."""
+    """Answer a question, after the attached files and ``files``. If the context is full, offer ways to continue; the
+    question then waits, and all the files are attached."""
     before = chat.pending, chat.attachments
     chat.pending, chat.attachments = question, [*chat.attachments, *files]
-    asked = with_attachments(chat, question)
-    if not _room(chat, len(chat.talk.prompt(asked)), asked, question):
+    text = with_attachments(chat, question)
+    if not _fits(chat, len(chat.talk.prompt(text)), text, question):
         if chat.attachments:
             chat.screen.note(describe_attachments(chat))
         return
     chat.pending, chat.attachments = before
-    prompt = chat.talk.prompt(asked)
-    if _answer(chat, len(prompt), lambda **options: chat.talk.answer(asked, prompt, **options), question):
+    prompt = chat.talk.prompt(text)
+    if _answer(chat, len(prompt), lambda **options: chat.talk.answer(text, prompt, **options), question):
         chat.pending, chat.attachments = None, []
 
 
 def with_attachments(chat: Chat, question: str) -> str:
-    """Return a question with the files attached before it."""
+    """Return a question after the attached files."""
     return "\n\n".join([*(file.text for file in chat.attachments), question])
 
 
 def describe_attachments(chat: Chat) -> str:
-    """Return a sentence on the files attached."""
-    names = [file.path for file in chat.attachments]
-    goes, it = ("goes", "it") if len(names) == 1 else ("go", "them")
-    return f"{' and '.join(names)} {goes} before the next question; '/file none' takes {it} back."
+    """Return a sentence on the attached files."""
+    it = "it" if len(chat.attachments) == 1 else "them"
+    names = " and ".join(file.path for file in chat.attachments)
+    return f"Your next question will follow {names}; '/file none' removes {it}."
 
 
 def retry(chat: Chat, temperature: float | None) -> None:
     """Answer the last question again, at ``temperature``; without one, sampled."""
-    talk = chat.talk
-    if not _room(chat, len(talk.last_prompt()), None, "/retry"):
+    if not _fits(chat, len(chat.talk.last_prompt()), None, "/retry"):
         return
     chat.retries += 1
-    own: dict[str, Any] = {"temperature": temperature if temperature is not None else chat.temperature or SAMPLED}
-    own |= {} if chat.seed is None else {"seed": chat.seed + chat.retries}
-    _answer(chat, len(talk.last_prompt()), lambda **options: talk.retry(**options | own), "/retry")
+    sampling: dict[str, Any] = {"temperature": chat.temperature or RETRY_TEMPERATURE}
+    sampling |= {} if temperature is None else {"temperature": temperature}
+    sampling |= {} if chat.seed is None else {"seed": chat.seed + chat.retries}
+    _answer(chat, len(chat.talk.last_prompt()), lambda **options: chat.talk.retry(**options | sampling), "/retry")
 
 
 def continue_answer(chat: Chat) -> None:
-    """Go on with an answer that was cut."""
-    if _room(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
+    """Continue an answer that was cut."""
+    if _fits(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
         _answer(chat, len(chat.talk.unfinished().sequence), chat.talk.go_on, "/continue")
 
 
 def save(chat: Chat) -> None:
-    """Save the conversation where it has a session; an error is said, and raised at the end of the chat."""
+    """Save the conversation if it has a session. An error is shown here, and raised at the end of the chat."""
     if (problem := chat.saver.save(chat.talk)) is not None:
         chat.screen.note(problem)
 
 
-def _room(chat: Chat, tokens: int, question: str | None, asked: str) -> bool:
-    """Return whether there are positions for an answer to so many tokens, which are made where the chat was told how;
-    else offer what can be done, and note that what was ``asked`` failed."""
+def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
+    """Return whether the context has space for an answer to a prompt of ``tokens``, which ``chat.at_end`` may make;
+    else offer ways to continue, and note that ``line`` failed."""
     if context_limit.fits(chat, tokens):
         return True
     if chat.at_end == context_limit.ASK:
-        chat.fail(asked, context_limit.offer(chat, tokens, question))
+        chat.fail(line, context_limit.offer(chat, tokens, question))
         return False
-    context_limit.CONTINUATIONS[chat.at_end].make_room(chat, question)
+    context_limit.CONTINUATIONS[chat.at_end].free(chat, question)
     return True
 
 
-def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], asked: str) -> bool:
-    """Show an answer to a prompt of so many tokens, save it, and say in a line what the cache holds. Return False where
-    it was stopped before."""
+def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: str) -> bool:
+    """Show the answer to a prompt of ``tokens``, save it, and show what the cache holds. Return False if it was stopped
+    before it began."""
     result = stream_answer(chat, tokens, generate)
     if result is None:
-        chat.fail(asked, STOPPED)
+        chat.fail(line, STOPPED)
         return False
-    chat.turns.append({"question": asked, **as_json(result)})
+    chat.turns.append({"question": line, **as_json(result)})
     save(chat)
-    for line in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
-        if line is not None:
-            chat.screen.note(line)
+    for text in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
+        if text is not None:
+            chat.screen.note(text)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import CacheOptions, RequestedCache
+from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import note, print_json
 from kvkeep.cli.startup import startup
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class AtEnd(StrEnum):
-    """What to do when the model's context is full; all but the first are
-    ``kvkeep.cli.chat.context_limit.CONTINUATIONS``."""
+    """What to do when the model's context is full: ask, or one of ``kvkeep.cli.chat.context_limit.CONTINUATIONS``."""
 
     ask = "ask"
     drop = "drop"
@@ -65,18 +66,17 @@ def chat(
     cache.check()
     model.check()
     check_text(system or "", "the system prompt")
-    with startup():
-        from kvkeep.cli.chat import loop
-        from kvkeep.cli.chat.saving import Saver, last_hangup
-        from kvkeep.cli.chat.signals import EndSignals
-        from kvkeep.cli.chat.state import Chat
-        from kvkeep.decode.chat import Conversation
-        from kvkeep.models.quiet import without_warnings
+    with EndSignals() as signals, ExitStack() as stack:
+        with signals.exit_at_once(), startup(model.model):
+            from kvkeep.cli.chat import loop
+            from kvkeep.cli.chat.saving import Saver, last_hangup
+            from kvkeep.cli.chat.state import Chat
+            from kvkeep.decode.chat import Conversation
+            from kvkeep.models.silence import without_warnings
 
-        requested = cache.parse()
-    screen = _screen(json, plain, history)
-    with EndSignals() as signals, Saver(session, sessions) as saver:
-        with signals.exit_at_once(), startup():
+            requested = cache.parse()
+            screen = _screen(json, plain, history)
+            saver = stack.enter_context(Saver(session, sessions))
             loaded = model.load()
         kept = saver.session
         if kept is not None and kept.turns:
@@ -93,7 +93,7 @@ def chat(
         if screen.interactive:
             note("Ask something; /help lists the commands, Ctrl-D leaves.")
             if kept is None and (lost := last_hangup()):
-                note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' goes on with it.")
+                note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' continues it.")
         chat = Chat(
             talk, screen, saver, signals, sampling.max_tokens, sampling.temperature, sampling.seed, at_end.value
         )
@@ -102,29 +102,31 @@ def chat(
         if json:
             print_json({"turns": chat.turns})
         signals.exit_if_received()
-        if saver.unsaved is not None:
-            raise saver.unsaved
+        if saver.error is not None:
+            raise saver.error
         if chat.failed and not screen.interactive:
             raise typer.Exit(1)
 
 
 def _screen(json: bool, plain: bool, history: bool) -> Screen:
-    """Return the screen: a terminal that is typed on, or lines of standard input."""
-    from kvkeep.cli.chat.commands import completions
-    from kvkeep.cli.chat.input import is_interactive, lines, typed
+    """Return the screen: a terminal, or lines of standard input."""
+    from kvkeep.cli.chat.input import is_interactive, lines
     from kvkeep.cli.chat.screen import Screen
 
-    if is_interactive():
-        return Screen(typed(completions, history), interactive=True, silent=json, plain=plain)
-    return Screen(lines(), silent=json, plain=plain)
+    if not is_interactive():
+        return Screen(lines(), silent=json, plain=plain)
+    from kvkeep.cli.chat.prompt import prompt
+
+    return Screen(prompt(history), interactive=True, silent=json, plain=plain)
 
 
 def _check_same(session: str, requested: RequestedCache, talk: Conversation, system: str | None) -> None:
-    """Raise UsageError where options ask for another cache or system prompt than those of the session."""
-    own = replace(talk.cache.request, context=None)
-    held = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
-    if (requested.request != own and not requested.auto) or system not in (None, held):
+    """Raise UsageError if options ask for another cache or system prompt than the session has."""
+    present = replace(talk.cache.request, context=None)
+    prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
+    if (requested.request != present and not requested.auto) or system not in (None, prompt):
         raise UsageError(
-            f"The session '{session}' continues with method '{own.method.name}', budget {own.budget or 'none'} and its "
-            "own options and system prompt; leave those out, or name another session."
+            f"The session '{session}' continues with method '{present.method.name}', budget "
+            f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
+            "another session."
         )

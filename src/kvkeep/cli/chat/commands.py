@@ -1,4 +1,4 @@
-"""The commands of a chat: a table of names, what they take, what they do, and a function for each."""
+"""The commands of a chat: a table, and a function for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from kvkeep.cli.chat import answering, context_limit
 from kvkeep.cli.chat.saving import transcript
 from kvkeep.cli.chat.state import Attachment, Chat, Leave
-from kvkeep.cli.chat.switch_cache import NONE, described, switch_cache
+from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, unknown
 from kvkeep.policies.methods import STOCK, names
@@ -24,14 +24,16 @@ _NAME = re.compile(r"/[a-z]*")
 
 @dataclass(frozen=True)
 class Command:
-    """name: without the slash. takes: what may follow it. help: what it does. run: of a chat, and what follows the
-    name, stripped. words: what may be typed next, given what was typed so far."""
+    """A command; its name has no slash here."""
 
     name: str
     takes: str
+    """What may follow the name."""
     help: str
     run: Callable[[Chat, str], None]
+    """Gets the chat, and what follows the name, stripped."""
     words: Callable[[str], Iterable[str]] = lambda begun: ()
+    """Returns completions of what was typed after the name."""
 
     @property
     def usage(self) -> str:
@@ -45,7 +47,7 @@ def is_command(line: str) -> bool:
 
 
 def run(chat: Chat, line: str) -> None:
-    """Run the command of a line. Raises UsageError for one that there is not."""
+    """Run the command of a line. Raises UsageError for an unknown one."""
     name, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(name.removeprefix("/"))
     if command is None:
@@ -54,7 +56,7 @@ def run(chat: Chat, line: str) -> None:
 
 
 def completions(line: str) -> Iterable[tuple[str, str]]:
-    """Yield what the last word of a line may be, with what it means."""
+    """Yield completions of the last word of a line, each with its meaning."""
     name, blank, rest = line.partition(" ")
     if not blank:
         yield from ((f"/{one.name}", one.help) for one in COMMANDS.values() if f"/{one.name}".startswith(name))
@@ -62,7 +64,7 @@ def completions(line: str) -> Iterable[tuple[str, str]]:
         yield from ((word, "") for word in COMMANDS[name[1:]].words(rest))
 
 
-# -- what they do -------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------
 
 
 def _help(chat: Chat, rest: str) -> None:
@@ -73,23 +75,23 @@ def _help(chat: Chat, rest: str) -> None:
 def _file(chat: Chat, rest: str) -> None:
     if rest == NONE:
         chat.attachments.clear()
-        chat.screen.note("No file goes before the next question.")
+        chat.screen.note("No file is attached.")
         return
-    path, question = _path_and_rest(rest)
+    path, question = _path_and_question(rest)
     text = read_text(path)
     tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if question:
         answering.ask(chat, question, Attachment(path, text))
         return
     chat.attachments.append(Attachment(path, text))
-    chat.screen.note(f"{path}: {tokens} tokens, which go before your next question.")
+    chat.screen.note(f"{path}: {tokens} tokens; your next question will follow them.")
 
 
 def _retry(chat: Chat, rest: str) -> None:
     try:
         temperature = float(rest) if rest else None
     except ValueError:
-        raise UsageError(f"A temperature is a number from 0 on, not '{rest}'.") from None
+        raise UsageError(f"A temperature is a number of at least 0, not '{rest}'.") from None
     answering.retry(chat, temperature)
 
 
@@ -111,13 +113,13 @@ def _system(chat: Chat, rest: str) -> None:
         return
     chat.talk.set_system(None if rest == NONE else rest)
     answering.save(chat)
-    again = " The conversation is read again before the next answer." if chat.talk.turns else ""
+    again = " The model reads the conversation again before its next answer." if chat.talk.turns else ""
     chat.screen.note(("There is no system prompt now." if rest == NONE else "The system prompt is set.") + again)
 
 
 def _method(chat: Chat, rest: str) -> None:
     if not rest:
-        chat.screen.note(f"{described(chat.talk.cache)}; 'kvkeep methods' lists all.")
+        chat.screen.note(f"{describe(chat.talk.cache)}; 'kvkeep methods' lists all.")
         return
     name, *budget = rest.split(maxsplit=1)
     switch_cache(chat, name, budget[0] if budget else None)
@@ -126,22 +128,21 @@ def _method(chat: Chat, rest: str) -> None:
 
 def _budget(chat: Chat, rest: str) -> None:
     if not rest:
-        chat.screen.note(f"{described(chat.talk.cache)}; entries (512), bytes (64MB) or a share (25%) are a budget.")
+        chat.screen.note(f"{describe(chat.talk.cache)}; a budget is entries (512), bytes (64MB) or a share (25%).")
         return
     switch_cache(chat, None, rest)
     answering.save(chat)
 
 
-def _window(chat: Chat, rest: str) -> None:
+def _context(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(context_limit.usage(chat))
-        chat.screen.table([(f"/window {way.name}", way.help) for way in context_limit.CONTINUATIONS.values()])
+        context_limit.show_continuations(chat)
         return
     if rest not in context_limit.CONTINUATIONS:
-        raise unknown("way to go on", rest, context_limit.CONTINUATIONS)
-    context_limit.CONTINUATIONS[rest].make_room(
-        chat, None if chat.pending is None else answering.with_attachments(chat, chat.pending)
-    )
+        raise unknown("way to continue", rest, context_limit.CONTINUATIONS)
+    question = None if chat.pending is None else answering.with_attachments(chat, chat.pending)
+    context_limit.CONTINUATIONS[rest].free(chat, question)
     answering.save(chat)
     if chat.pending is not None:
         chat.screen.note(f"Your last question: {_short(chat.pending)}")
@@ -161,12 +162,12 @@ def _save(chat: Chat, rest: str) -> None:
     saver, talk = chat.saver, chat.talk
     if not rest:
         if saver.session is None:
-            raise UsageError("Name a file: /save talk.session to go on from another day, or /save talk.md to read.")
+            raise UsageError("Name a file: /save talk.session to continue later, or /save talk.md to read it.")
         answering.save(chat)
-        if saver.unsaved is None:
+        if saver.error is None:
             chat.screen.note(f"Saved to {saver.session.path}, as after every answer.")
     elif rest.endswith(".md"):
-        chat.screen.note(f"Written to {_written(rest, transcript(talk))}.")
+        chat.screen.note(f"Written to {_write_new(rest, transcript(talk))}.")
     else:
         chat.screen.note(f"Saved to {saver.save_as(talk, rest)}, and again after every answer.")
 
@@ -184,47 +185,46 @@ def _exit(chat: Chat, rest: str) -> None:
     raise Leave
 
 
-# -- parts of lines -------------------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------------------
 
 
-def _path_and_rest(rest: str) -> tuple[str, str]:
-    """Return the path that a text begins with, in quotes where it has blanks, and what follows it."""
+def _path_and_question(rest: str) -> tuple[str, str]:
+    """Return the path at the beginning of a text, which is in quotes if it has blanks, and what follows it."""
     if not rest:
-        raise UsageError("Name a file: /file notes.txt, and what you want to know of it.")
-    whole = os.path.expanduser(rest)
-    if os.path.isfile(whole):
-        return whole, ""
+        raise UsageError("Name a file, and what you want to know of it: /file notes.txt Who wrote this?")
+    if os.path.isfile(path := os.path.expanduser(rest)):
+        return path, ""
     if rest[0] in "\"'" and (end := rest.find(rest[0], 1)) > 0:
         return os.path.expanduser(rest[1:end]), rest[end + 1 :].strip()
     path, *question = rest.split(maxsplit=1)
     if path == "-":
-        raise UsageError("Standard input is where questions come from; name a file.")
-    return os.path.expanduser(path), question[0].strip() if question else ""
+        raise UsageError("Standard input is for questions here; name a file.")
+    return os.path.expanduser(path), "".join(question).strip()
 
 
-def _written(path: str, text: str) -> str:
+def _write_new(path: str, text: str) -> str:
     try:
         with open(os.path.expanduser(path), "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"There is a file '{path}' already; name another.") from None
+        raise UsageError(f"There is a file '{path}' already; give another name.") from None
     except OSError as error:
         raise UsageError(f"The file '{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
     return path
 
 
 def _short(text: str) -> str:
-    """Return a line of a question; of a long one the last paragraph, before which its files are."""
+    """Return a line of a question; of a long one the end, which follows its files."""
     parts = [text] if len(text) <= 60 else text.split("\n\n")
     line = " ".join(parts[-1].split())
     return ("... " if len(parts) > 1 else "") + (line if len(line) <= 60 else f"{line[:57]}...")
 
 
-# -- what may be typed next -----------------------------------------------------------------------------
+# -- completion -----------------------------------------------------------------------------
 
 
 def _paths(begun: str) -> Iterable[str]:
-    """Yield the paths that begin so, folders with a slash at their end."""
+    """Yield the paths that begin with ``begun``; folders end with a slash."""
     if " " in begun:
         return
     folder, name = os.path.split(begun)
@@ -234,8 +234,8 @@ def _paths(begun: str) -> Iterable[str]:
         return
     for path in found[:1000]:
         if path.name.startswith(name) and (name or not path.name.startswith(".")):
-            own = shlex.quote(os.path.join(folder, path.name)) if " " in path.name else os.path.join(folder, path.name)
-            yield f"{own}/" if path.is_dir() else own
+            word = os.path.join(folder, path.name)
+            yield (shlex.quote(word) if " " in path.name else word) + ("/" if path.is_dir() else "")
 
 
 def _among(words: Callable[[], Iterable[str]]) -> Callable[[str], Iterable[str]]:
@@ -245,31 +245,23 @@ def _among(words: Callable[[], Iterable[str]]) -> Callable[[str], Iterable[str]]
 COMMANDS = {
     command.name: command
     for command in (
-        Command("help", "", "Show this.", _help),
-        Command(
-            "file", "FILE [QUESTION] or none", "Put a text before the question, or before the next one.", _file, _paths
-        ),
+        Command("help", "", "Show these commands.", _help),
+        Command("file", "FILE [QUESTION] or none", "Put a text before this question, or the next one.", _file, _paths),
         Command("retry", "[TEMPERATURE]", "Answer the last question again, sampled (0 is greedy).", _retry),
-        Command("continue", "", "Go on with an answer that was cut.", _continue),
+        Command("continue", "", "Continue an answer that was cut.", _continue),
         Command("undo", "", "Forget the last question and its answer.", _undo),
         Command("system", "[TEXT or none]", "Show or set the system prompt.", _system),
-        Command(
-            "method",
-            "[NAME [BUDGET]]",
-            "Show or change the method.",
-            _method,
-            _among(lambda: [*names(), STOCK]),
-        ),
+        Command("method", "[NAME [BUDGET]]", "Show or change the method.", _method, _among(lambda: [*names(), STOCK])),
         Command("budget", "[SIZE or none]", "Show or change the budget.", _budget),
         Command(
-            "window",
+            "context",
             "[WAY]",
-            "Show the model's positions, or go on at their end: drop, summary or endless.",
-            _window,
+            "Show how full the context is, or make space: drop, summary or endless.",
+            _context,
             _among(lambda: context_limit.CONTINUATIONS),
         ),
         Command("memory", "", "Show what the cache holds.", _memory),
-        Command("save", "[FILE]", "Save here from now on; to FILE.md, write what was said.", _save, _paths),
+        Command("save", "[FILE]", "Save to FILE after every answer; to FILE.md, once, as Markdown.", _save, _paths),
         Command("reset", "", "Forget the conversation, but not the system prompt.", _reset),
         Command("exit", "", "Leave.", _exit),
     )

@@ -1,4 +1,4 @@
-"""The loop of a chat: a line, and what comes of it, until the last one."""
+"""The loop of a chat: take a line, and answer it or run its command, until the last one."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from kvkeep.cli.chat import answering, commands
 from kvkeep.cli.chat.state import Chat, Leave
 from kvkeep.errors import KvkeepError
 
+_NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."
+
 
 def run(chat: Chat) -> None:
-    """Take lines until there are no more. An error is a sentence, and the chat goes on. Raises SystemExit after a
-    hang-up, and OSError where standard output is gone."""
+    """Take lines until there are no more. An error is shown, and the chat continues. Raises SystemExit after a hang-up,
+    and OSError if standard output cannot be written to."""
     saver, left = chat.saver, False
     try:
         while not chat.signals.received and _line(chat):
-            if chat.screen.unwritable is not None and not chat.signals.received:
-                raise chat.screen.unwritable
+            if chat.screen.write_error is not None and not chat.signals.received:
+                raise chat.screen.write_error
         left = not chat.signals.received
     finally:
-        if not left and saver.session is None and chat.screen.interactive:
-            _save_on_hangup(chat)
+        if not left and saver.session is None and chat.screen.interactive and chat.talk.turns:
+            try:
+                chat.screen.note(f"Saved to {saver.save_on_hangup(chat.talk)}.")
+            except (KvkeepError, OSError) as error:
+                chat.screen.note(str(error))
         if saver.saved and saver.session is not None:
             chat.screen.note(f"Saved to {saver.session.path}.")
 
 
 def _line(chat: Chat) -> bool:
-    """Do what the next line says; return whether another may follow."""
+    """Take the next line; return whether another may follow."""
     line: str | None = None
     try:
         with chat.signals.exit_at_once():
@@ -38,26 +43,10 @@ def _line(chat: Chat) -> bool:
         return False
     except KeyboardInterrupt:
         chat.screen.note("Ctrl-D or /exit leaves.")
-    except KvkeepError as error:
-        _failed(chat, line, str(error))
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+    except (KvkeepError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, KvkeepError) and not out_of_memory(error):
             raise
-        _failed(
-            chat, line, "There is not enough memory for this; /budget takes a smaller one, /undo and /reset free some."
-        )
+        sentence = str(error) if isinstance(error, KvkeepError) else _NO_MEMORY
+        chat.screen.note(sentence)
+        chat.fail(line, sentence)
     return True
-
-
-def _failed(chat: Chat, line: str | None, error: str) -> None:
-    chat.screen.note(error)
-    chat.fail(line, error)
-
-
-def _save_on_hangup(chat: Chat) -> None:
-    """Save a conversation without a session, which ends without having been left."""
-    if chat.talk.turns:
-        try:
-            chat.screen.note(f"Saved to {chat.saver.save_on_hangup(chat.talk)}.")
-        except (KvkeepError, OSError) as error:
-            chat.screen.note(str(error))

@@ -1,4 +1,4 @@
-"""Markdown on a terminal while it comes, without flicker: only what changed is written, over what was there.
+"""Markdown on a terminal while the model writes it, without flicker: only lines that changed are written again.
 
 Of the text only the last block (a paragraph, a list, a code block) can still change. Those before it are written once
 and left to the terminal, so an answer of any length scrolls as text does.
@@ -21,14 +21,14 @@ from rich.text import Text
 from kvkeep.cli.output import printable
 
 INTERVAL_S = 1 / 15
-"""Seconds between two looks, at least."""
+"""Minimum time between two updates."""
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _PADDING = re.compile(r" +(?=(?:\x1b\[0m)?$)")
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
 class CodeBlock(RichCodeBlock):
-    """Code in the terminal's own colours, without what would be copied along with it."""
+    """Code in the terminal's own colours, without padding that would be copied along with it."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip()
@@ -44,8 +44,8 @@ class LeftHeading(Heading):
         yield text
 
 
-class Answer(Markdown):
-    """What a model writes: ends of lines are kept, and so is what looks like HTML; addresses of links are shown."""
+class AnswerMarkdown(Markdown):
+    """Markdown of a model: line ends and HTML are shown as they are, and so are the addresses of links."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = Markdown.elements | {
         "fence": CodeBlock, "code_block": CodeBlock, "heading_open": LeftHeading,
@@ -61,17 +61,17 @@ class Answer(Markdown):
 
 
 class MarkdownWriter:
-    """Paints one answer on ``console`` by ``write``, which writes to the terminal at once."""
+    """Shows one answer on ``console`` by ``write``, which writes to the terminal at once."""
 
     def __init__(self, console: Console, write: Callable[[str], object]) -> None:
         self._console, self._write = console, write
-        self._source = ""  # of the last block, and what waits with it
-        self._above: list[str] = []  # the last line of what is written once
-        self._shown: list[str] = []  # that, and the lines of the last block; the cursor is at the end of the last one
+        self._source = ""  # the text that is not settled yet
+        self._above: list[str] = []  # the last settled line
+        self._shown: list[str] = []  # that, and the lines of the last block; the cursor is at its end
         self._width, self._drawn = console.width, 0.0
 
     def add(self, text: str) -> None:
-        """Take a piece of the answer; show it, unless it was shown a moment ago."""
+        """Add a piece of the answer; show it unless the last update was a moment ago."""
         self._source += printable(text)
         if time.monotonic() - self._drawn >= INTERVAL_S:
             self._draw()
@@ -101,7 +101,7 @@ class MarkdownWriter:
         if not source.strip():
             return []
         with self._console.capture() as captured:
-            self._console.print(Answer(source), width=max(self._width - 1, 1))
+            self._console.print(AnswerMarkdown(source), width=max(self._width - 1, 1))
         lines = [_PADDING.sub("", line) for line in captured.get().split("\n")]
         visible = [at for at, line in enumerate(lines) if _STYLE.sub("", line).strip()]
         return lines[visible[0] : visible[-1] + 1] if visible else []

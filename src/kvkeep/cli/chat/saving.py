@@ -1,4 +1,4 @@
-"""Where a chat is kept: saved after each turn, and on a hang-up also where no session was named."""
+"""Saving a chat: to its session after each turn, and without a session on a hang-up."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kvkeep.decode.session_store import SessionStore, sessions_folder
 from kvkeep.errors import KvkeepError, UsageError
 
 HANGUP_PREFIX = "hangup-"
-"""What the names of chats begin with that were saved on a hang-up, in the folder of sessions."""
+"""The names of chats that were saved on a hang-up begin with it."""
 
 
 class Saver:
-    """Saves a conversation to the session ``named``, a path, or with ``folder`` a name there; None: to none yet."""
+    """Saves a conversation to the session ``name``: a path, or with ``folder`` a name in it; None: to none yet."""
 
-    def __init__(self, named: str | None = None, folder: str | None = None) -> None:
-        if named is None and folder is not None:
-            raise UsageError("A folder of sessions takes the name of one of them, too: --session NAME.")
+    def __init__(self, name: str | None = None, folder: str | None = None) -> None:
+        if name is None and folder is not None:
+            raise UsageError("--sessions needs the name of a session in the folder: --session NAME.")
         self.folder = folder
-        self.session = None if named is None else self._open(named)
+        self.session = None if name is None else self._open(name)
         self.saved = False
-        self.unsaved: KvkeepError | None = None  # why the last save failed
+        self.error: KvkeepError | None = None
+        """Why the last save failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,32 +37,32 @@ class Saver:
             self.session.close()
 
     def save(self, talk: Conversation) -> str | None:
-        """Save where there is a session. Return the sentence of an error, None without one."""
+        """Save if there is a session. Return the sentence of an error, None without one."""
         if self.session is None:
             return None
         try:
             talk.save(self.session)
         except KvkeepError as error:
-            self.unsaved = error
+            self.error = error
             return str(error)
-        self.unsaved, self.saved = None, True
+        self.error, self.saved = None, True
         return None
 
-    def save_as(self, talk: Conversation, named: str) -> str:
-        """Save to the session ``named`` from now on; return its path. Raises SessionError, and UsageError where there
-        is a conversation in it."""
+    def save_as(self, talk: Conversation, name: str) -> str:
+        """Save to the session ``name`` from now on; return its path. Raises SessionError, and UsageError if it holds a
+        conversation."""
         talk.check_savable()
-        fresh = self._open(named)
+        fresh = self._open(name)
         try:
             if fresh.turns:
-                raise UsageError(f"There is a session in '{fresh.path}' already; name another.")
+                raise UsageError(f"There is a session in '{fresh.path}' already; give another name.")
             talk.save(fresh)
         except BaseException:
             fresh.close()
             raise
         if self.session is not None:
             self.session.close()
-        self.session, self.saved, self.unsaved = fresh, True, None
+        self.session, self.saved, self.error = fresh, True, None
         return fresh.path
 
     def save_on_hangup(self, talk: Conversation) -> str:
@@ -72,18 +73,18 @@ class Saver:
             talk.save(file)
             return file.path
 
-    def _open(self, named: str) -> SessionFile:
-        """Return the session open for writing, which is made where there is none."""
+    def _open(self, name: str) -> SessionFile:
+        """Return the session, open for writing; a missing one is created."""
         if self.folder is not None:
-            return SessionStore(self.folder).open(named)
-        path = os.path.expanduser(named)
+            return SessionStore(self.folder).open(name)
+        path = os.path.expanduser(name)
         if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
-            raise UsageError(f"The session cannot be kept in '{named}': its folder is missing or cannot be written to.")
+            raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
         return SessionFile(path, writing=True)
 
 
 def last_hangup() -> str | None:
-    """Return the path of the last conversation that was saved on a hang-up, within a day; None without one."""
+    """Return the path of the last conversation that was saved on a hang-up within a day; None without one."""
     with suppress(OSError, UsageError):  # a user without a home has none
         paths = sorted(sessions_folder().glob(f"{HANGUP_PREFIX}*.session"))
         if paths and time.time() - paths[-1].stat().st_mtime < 86400:
@@ -92,6 +93,6 @@ def last_hangup() -> str | None:
 
 
 def transcript(talk: Conversation) -> str:
-    """Return what was said as Markdown."""
+    """Return the conversation as Markdown."""
     names = {"system": "System", "user": "You", "assistant": "Model"}
     return "\n\n".join(f"**{names.get(one['role'], one['role'])}**\n\n{one['content']}" for one in talk.messages) + "\n"

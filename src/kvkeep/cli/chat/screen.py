@@ -1,10 +1,10 @@
-"""The screen: where a chat's questions come from and its answers go to, a terminal or pipes."""
+"""The screen: a chat's input and output, on a terminal or in pipes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from rich.table import Table
 
@@ -12,18 +12,24 @@ from kvkeep.cli import output
 from kvkeep.cli.chat.input import Ask
 from kvkeep.cli.chat.markdown import MarkdownWriter
 
+try:
+    import termios
+except ImportError:  # Windows, which does not echo outside a prompt
+    termios = None  # type: ignore[assignment]
+
 Say = Callable[[str], None]
 
 
 class Screen:
-    """ask: returns the next question. interactive: a person types on a terminal. silent: answers are not shown. plain:
-    they are shown as they are written, without Markdown."""
+    """``ask`` returns the next question. interactive: a person types on a terminal. silent: answers are not shown.
+    plain: they are shown as the model writes them, without Markdown."""
 
     def __init__(self, ask: Ask, *, interactive: bool = False, silent: bool = False, plain: bool = False) -> None:
         self.ask, self.interactive, self.silent = ask, interactive, silent
         self._terminal = output.out.is_terminal
         self._paints = self._terminal and not plain and not output.out.is_dumb_terminal
-        self.unwritable: OSError | None = None  # why standard output is gone
+        self.write_error: OSError | None = None
+        """Why standard output cannot be written to."""
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -44,12 +50,12 @@ class Screen:
 
     def reading(self, tokens: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show how much of a prompt was read, within the block."""
-        return output.reading(tokens)
+        return output.reading(tokens, silent=self.silent)
 
     @contextmanager
     def answer(self) -> Iterator[Say]:
-        """Yield what shows the pieces of an answer, whose last line is ended with the block. A terminal or pipe that
-        was closed takes none, which ``unwritable`` tells."""
+        """Yield a function that shows a piece of an answer; the block's end ends its last line. An error of writing is
+        kept in ``write_error``."""
         if self.silent:
             yield lambda text: None
             return
@@ -59,7 +65,7 @@ class Screen:
             try:
                 write()
             except OSError as error:
-                self.unwritable = error
+                self.write_error = error
 
         with _echo_off(self.interactive):
             try:
@@ -70,7 +76,7 @@ class Screen:
 
 
 class _Plain:
-    """Writes an answer as it is; to a terminal without what would command it."""
+    """Writes an answer as it is; to a terminal without control characters."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal
@@ -82,30 +88,21 @@ class _Plain:
         output.write_answer(text)
 
     def close(self) -> None:
-        """End the last line; a program gets one for each answer."""
+        """End the last line. In a pipe every answer has one."""
         if self._written:
             output.write("\n")
 
 
 @contextmanager
 def _echo_off(interactive: bool) -> Iterator[None]:
-    """Within the block what is typed is not shown, where an answer is being written; the next question has it."""
-    try:
-        import termios
-    except ImportError:  # Windows shows nothing that nobody reads
-        interactive = False
-    if not interactive:
+    """Within the block the terminal does not show what is typed, which would mix with an answer; the next question gets
+    it."""
+    with ExitStack() as stack:
+        if interactive and termios is not None:
+            with suppress(termios.error):  # of a terminal that was closed
+                handle = sys.stdin.fileno()
+                before = termios.tcgetattr(handle)
+                termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+                stack.enter_context(suppress(termios.error))
+                stack.callback(termios.tcsetattr, handle, termios.TCSANOW, before)
         yield
-        return
-    handle = sys.stdin.fileno()
-    try:
-        before = termios.tcgetattr(handle)
-        termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
-    except termios.error:  # the terminal is gone
-        yield
-        return
-    try:
-        yield
-    finally:
-        with suppress(termios.error):
-            termios.tcsetattr(handle, termios.TCSANOW, before)

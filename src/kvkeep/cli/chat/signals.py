@@ -1,56 +1,71 @@
-"""SIGTERM and SIGHUP during a conversation."""
+"""SIGTERM, SIGHUP and a closed terminal during a conversation."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from kvkeep.cli.standard_streams import output_error
+
 
 class EndSignals:
     """Within the block the first SIGTERM or SIGHUP sets a flag, so that an answer can be finished and saved. A second
-    one, or one while :meth:`exit_at_once`, exits at once. The exit code is a shell's for the signal."""
+    one, or one while :meth:`exit_at_once`, exits at once. The exit code is a shell's for the signal.
+
+    A terminal that is closed counts as SIGHUP: its reads and writes may fail before the signal arrives.
+    """
 
     def __init__(self) -> None:
-        self.code: int | None = None  # exit code, once a signal came
-        self._waits = False
-        self._before: dict[signal.Signals, Any] = {}
+        self.code: int | None = None
+        """The exit code, once a signal came."""
+        self._exits = False
+        self._terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> EndSignals:
         for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, self._end)
+                self._previous[number] = signal.signal(number, self._end)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self.received:
+            output_error()  # of a closed terminal: nothing is flushed to it at exit
+            if isinstance(error, OSError):
+                raise SystemExit(self.code) from None
 
     @property
     def received(self) -> bool:
-        """Whether a signal came."""
+        """Whether a signal came, or the terminal was closed."""
+        if self.code is None and self._terminal and not os.isatty(0):
+            self.code = 128 + signal.SIGHUP
         return self.code is not None
 
     @contextmanager
     def exit_at_once(self) -> Iterator[None]:
         """Within the block a signal, also an earlier one, raises SystemExit."""
-        self._waits = True
+        self._exits = True
         try:
             self.exit_if_received()
             yield
         finally:
-            self._waits = False
+            self._exits = False
 
     def exit_if_received(self) -> None:
-        """Raise SystemExit if a signal came."""
-        if self.code is not None:
+        """Raise SystemExit if a signal came, or the terminal was closed."""
+        if self.received:
             raise SystemExit(self.code)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        again = self.received
+        again = self.code is not None
         self.code = 128 + number
-        if self._waits or again:
+        if self._exits or again:
             raise SystemExit(self.code)

@@ -1,4 +1,4 @@
-"""What one chat consists of, for the loop and the commands."""
+"""The state of a chat."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvkeep.decode.chat import Conversation
 
 
 class Leave(Exception):
-    """The chat is over."""
+    """The user leaves the chat."""
 
 
 class Attachment(NamedTuple):
-    """A text that goes before the next question, and what it was read from."""
+    """A file whose text precedes the next question."""
 
     path: str
     text: str
@@ -24,12 +24,7 @@ class Attachment(NamedTuple):
 
 @dataclass
 class Chat:
-    """One run of the command.
-
-    max_tokens, temperature, seed: of answers. at_end: what to do where the model's positions end, by name. attachments:
-    what goes before the next question. pending: a question that there were no positions for. retries: how often answers
-    were sampled again. turns: answers, and what failed, as ``--json`` prints them. failed: whether a line did.
-    """
+    """One run of the command."""
 
     talk: Conversation
     screen: Screen
@@ -39,11 +34,16 @@ class Chat:
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
+    """What to do when the context is full: ask, or the name of a continuation."""
     attachments: list[Attachment] = field(default_factory=list)
     pending: str | None = None
+    """A question that did not fit into the context."""
     retries: int = 0
+    """How often answers were sampled again."""
     turns: list[dict[str, Any]] = field(default_factory=list)
+    """Answers and errors, as ``--json`` prints them."""
     failed: bool = False
+    """Whether a line failed."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -51,6 +51,6 @@ class Chat:
         return {"max_new_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
 
     def fail(self, line: str | None, error: str) -> None:
-        """Note that a line was not done. line: None for one that could not be read."""
+        """Note that a line failed. line: None for one that could not be read."""
         self.turns.append({"question": line, "error": error})
         self.failed = True

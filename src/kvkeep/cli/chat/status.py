@@ -1,4 +1,4 @@
-"""What a chat says of an answer in one line: what the cache holds, how fast it was, why it is empty or cut."""
+"""The line after an answer: what the cache holds, how fast the answer was, why it is empty or cut."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kvkeep.memory.meter import Memory
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.units import size
 
-_BECAME = {
+_FORMS = {
     EntryState.CHECKPOINTED: "in segments",  # of a method that has no checkpoint
     EntryState.QUANTISED: "in fewer bits",
     EntryState.MERGED: "merged",
     EntryState.SKETCHED: "in a sketch",
 }
-"""What entries became that are in memory in another form."""
+"""Other forms in which entries are in memory."""
 
 
 def status(cache: Any, result: Generation) -> str:
     """Return the line after an answer: "exact: 57 tokens in memory (3.1 MB), 199 on disk (12.0 MB), 41 tokens/s"."""
-    parts = kept(cache, result.memory)
+    parts = places(cache, result.memory)
     if rate := result.timing.decode_tokens_per_s:
         parts.append(f"{rate:.0f} tokens/s" if rate >= 10 else f"{rate:.1f} tokens/s")
     return ", ".join(parts)
 
 
-def kept(cache: Any, memory: Memory) -> list[str]:
-    """Return what of the tokens is in memory, on average over layers and heads, where the others are or what they are
-    rebuilt from, and how many were dropped, with the bytes."""
+def places(cache: Any, memory: Memory) -> list[str]:
+    """Return how many tokens are in memory, on average over layers and heads; where the others are, or what they are
+    rebuilt from; how many were dropped; with the bytes."""
     length, exact, spec = cache.get_seq_length(), True, None
     counts = {EntryState.RESIDENT: length}
     if isinstance(cache, KeepCache):
@@ -41,12 +41,12 @@ def kept(cache: Any, memory: Memory) -> list[str]:
     resident, dropped = counts.pop(EntryState.RESIDENT, 0), counts.pop(EntryState.DROPPED, 0)
     away = counts.pop(EntryState.CHECKPOINTED, 0) if spec is not None else 0
     tokens = f"{'all ' if resident == length else ''}{resident:,} token{'' if resident == 1 else 's'}"
-    here = " and ".join([tokens, *(f"{count:,} {_BECAME[state]}" for state, count in counts.items())])
-    own, stored = memory.resident_bytes + memory.compressed_bytes + memory.checkpoint_bytes["device"], 0
-    if spec is not None and spec.kind != "tokens":  # of which a checkpoint has the ids alone, on the device
+    here = " and ".join([tokens, *(f"{count:,} {_FORMS[state]}" for state, count in counts.items())])
+    bytes_here, stored = memory.resident_bytes + memory.compressed_bytes + memory.checkpoint_bytes["device"], 0
+    if spec is not None and spec.kind != "tokens":  # then the checkpoint holds token ids only
         stored = memory.checkpoint_bytes[spec.where]
-        own -= stored if spec.where == "device" else 0
-    parts = [f"{'exact: ' if exact else ''}{here} in memory ({size(own)})"]
+        bytes_here -= stored if spec.where == "device" else 0
+    parts = [f"{'exact: ' if exact else ''}{here} in memory ({size(bytes_here)})"]
     if away and spec is not None:
         parts.append(f"{away:,} {_source(spec, stored)}")
     elif stored and spec is not None:
@@ -55,21 +55,21 @@ def kept(cache: Any, memory: Memory) -> list[str]:
 
 
 def _source(spec: CheckpointSpec, count: int) -> str:
-    """Return where evicted entries are, or what they are rebuilt from, of so many bytes."""
+    """Return where ``count`` bytes of evicted entries are, or what they are rebuilt from."""
     if spec.kind == "tokens":
         return "from token ids"
     return f"on {spec.where} ({size(count)})" if spec.kind == "kv" else f"from {size(count)} on {spec.where}"
 
 
 def _counts(cache: KeepCache, length: int) -> dict[EntryState, int]:
-    """Return how many of ``length`` tokens are in each state that has any, on average."""
+    """Return how many of ``length`` tokens are in each state, on average; states without any are left out."""
     counts = {state: round(share * length) for state, share in _shares(cache).items()}
     counts[max(counts, key=lambda state: counts[state])] += length - sum(counts.values())
     return {state: count for state, count in counts.items() if count}
 
 
 def _shares(cache: KeepCache) -> dict[EntryState, float]:
-    """Return the share of entries in each state, over all layers of full attention, or all where there are none."""
+    """Return the share of entries in each state, over the layers of full attention, or over all if there are none."""
     layers = cache.geometry.full_layers or cache.geometry.layers
     states = cache.entry_states()
     counts = torch.zeros(len(EntryState), dtype=torch.int64)
@@ -83,21 +83,15 @@ def remark(result: Generation, positions: int | None) -> str | None:
     """Return a sentence on an answer that is empty or was cut, else None."""
     if not result.text.strip():
         if result.stopped == "eos":
-            why = (
-                "the first token that it chose was the one that ends an answer"
-                if len(result.tokens) < 2
-                else ("it wrote nothing but blanks and then ended the answer")
-            )
+            why = "the first token was the end of the answer" if len(result.tokens) < 2 else "it has only blanks"
             return f"The model's answer is empty: {why}; /retry samples another one, and /undo forgets the question."
         if result.stopped == "interrupted":
-            return "Stopped before the first word; /continue goes on, and /undo forgets the question."
-        return (
-            "What the model wrote has no visible text; /retry samples another answer, and /undo forgets the question."
-        )
+            return "Stopped before the first word; /continue resumes it, and /undo forgets the question."
+        return "The answer has no visible text; /retry samples another one, and /undo forgets the question."
     if result.stopped == "length":
-        return f"Cut after {len(result.tokens)} tokens (--max-tokens); /continue goes on."
+        return f"Cut after {len(result.tokens)} tokens (--max-tokens); /continue resumes it."
     if result.stopped == "positions":
-        return f"Cut: all {positions:,} positions of the model are used; /window says how it can go on."
+        return f"Cut: the model's context of {positions:,} tokens is full; /context shows how to continue."
     if result.stopped == "interrupted":
-        return "Stopped; /continue goes on."
+        return "Stopped; /continue resumes it."
     return None

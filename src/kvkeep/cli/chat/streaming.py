@@ -1,4 +1,4 @@
-"""What the model writes, on the screen while it is written."""
+"""An answer is shown while the model writes it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STOPPED = "Stopped while reading; nothing was changed."
 
 
 def stream_answer(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Generation | None:
-    """Show what ``generate`` writes after a prompt of so many tokens; Ctrl-C, a hang-up or a closed output end it.
-    Return None where that came while the prompt was read: nothing is remembered then."""
+    """Show what ``generate`` writes after a prompt of ``tokens``. Ctrl-C, a hang-up or a closed output end it; return
+    None if that came while the model read the prompt: nothing is changed then."""
     screen = chat.screen
     with interruptible() as interrupted:
         try:
@@ -21,7 +21,7 @@ def stream_answer(chat: Chat, tokens: int, generate: Callable[..., Generation]) 
                 return generate(
                     on_text=None if screen.silent else say,
                     on_progress=advance,
-                    interrupted=lambda: interrupted() or chat.signals.received or screen.unwritable is not None,
+                    interrupted=lambda: interrupted() or chat.signals.received or screen.write_error is not None,
                     **chat.sampling,
                 )
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Another method or budget in mid-conversation: the past is carried over, or else read again."""
+"""Another method or budget in mid-conversation: the new cache takes the old one's entries, or reads the text again."""
 
 from __future__ import annotations
 
@@ -16,67 +16,67 @@ from kvkeep.policies.request import Request
 from kvkeep.stock import STOCK, new_cache, requested
 
 NONE = "none"
-"""A budget that is none."""
+"""What a user types for no budget, system prompt or file."""
 
 
 def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
-    """Go on with ``method`` and ``budget``, as they are where None, and say whether what was said is read again. Raises
-    UsageError, and whatever a :class:`KeepCache` raises; nothing is changed then."""
+    """Continue with ``method`` and ``budget``, None for the present one, and show whether the conversation is read
+    again. Raises UsageError, and whatever a :class:`KeepCache` raises; nothing is changed then."""
     talk = chat.talk
-    cache, reason = _moved(talk.cache, talk.model, wanted(talk.cache, method, budget))
+    cache, reason = _carried_over(talk.cache, talk.model, _request(talk.cache, method, budget))
     if chat.saver.session is not None:
         check_savable(cache)
-    line = f"The conversation goes on with {described(cache)}"
+    line = f"The conversation continues with {describe(cache)}"
     if not talk.turns:
         chat.screen.note(f"{line}.")
     elif _unread(talk):
-        chat.screen.note(f"{line}; what was said is read before the next answer.")
+        chat.screen.note(f"{line}; the model reads it before its next answer.")
     elif reason is None:
         chat.screen.note(f"{line}; nothing is read again.")
     else:
-        chat.screen.note(f"{line}, and is read again before the next answer: {reason}.")
+        chat.screen.note(f"{line}; the model reads it again before its next answer: {reason}.")
     talk.use(cache)
 
 
 def _unread(talk: Conversation) -> bool:
-    """Return whether the next answer reads turns anyway, as where the system prompt was changed since the last one."""
+    """Return whether the next answer reads turns anyway, for instance after a change of the system prompt."""
     prompt = talk.last_prompt()
     return talk.ids[: len(prompt)] != prompt
 
 
-def described(cache: Cache) -> str:
+def describe(cache: Cache) -> str:
     """Return method and budget of a cache in a few words."""
     if not isinstance(cache, KeepCache):
         return f"{STOCK}, transformers' own cache"
     if cache.request.budget is None:
         return f"{cache.method.name}, without a budget"
-    own = "" if str(cache.request.budget) == str(cache.entries) else f" ({cache.request.budget})"
-    return f"{cache.method.name} within {cache.entries} entries a layer{own}"
+    given = "" if str(cache.request.budget) == str(cache.entries) else f" ({cache.request.budget})"
+    return f"{cache.method.name} within {cache.entries} entries per layer{given}"
 
 
-def wanted(cache: Cache, method: str | None, budget: str | None) -> Request | None:
-    """Return the request for another ``method`` or ``budget``, with what else the cache was asked for as far as the
-    method has a use for it; None for transformers' own cache. Raises UsageError."""
+def _request(cache: Cache, method: str | None, budget: str | None) -> Request | None:
+    """Return the request for another ``method`` or ``budget``, with those other options of the cache that the method
+    takes; None for transformers' own cache. Raises UsageError."""
     if method == STOCK:
         return requested(STOCK, budget)
-    own = cache.request if isinstance(cache, KeepCache) else Request.parse()
+    present = cache.request if isinstance(cache, KeepCache) else Request.parse()
     if budget == NONE:
         name, given = method or "full", None
     elif budget is not None:
-        name, given = method or (own.method.name if "budget" in own.method.options else "kv-direct"), budget
+        name, given = method or (present.method.name if "budget" in present.method.options else "kv-direct"), budget
     else:
-        name = method or own.method.name
-        given = None if own.budget is None or "budget" not in resolve(name).options else str(own.budget)
+        name = method or present.method.name
+        given = None if present.budget is None or "budget" not in resolve(name).options else str(present.budget)
     uses = (*resolve(name).options, "page", "context", "batch")
-    return Request.parse(name, given, **{key: value for key, value in own.options().items() if key in uses})
+    return Request.parse(name, given, **{key: value for key, value in present.options().items() if key in uses})
 
 
-def _moved(cache: Cache, model: object, request: Request | None) -> tuple[Cache, str | None]:
-    """Return a cache of another kind with the past of ``cache``; where that cannot be, an empty one, and the reason.
-    Where nobody asked for a kind of checkpoint, entries are one that takes a past over."""
+def _carried_over(cache: Cache, model: object, request: Request | None) -> tuple[Cache, str | None]:
+    """Return the requested cache with the entries of ``cache``; if it cannot take them, an empty one, and the reason.
+    Without a requested kind of checkpoint, ``kv`` is tried besides the method's default."""
     if request is None or not isinstance(cache, KeepCache):
         made = new_cache(model, STOCK) if request is None else KeepCache(model, request=request)
-        return made, "transformers' own cache neither takes a past over nor hands it on"
+        return made, "transformers' own cache neither takes entries over nor hands them on"
     kinds = [None, "kv"] if request.method.checkpoints and request.checkpoint is None else [request.checkpoint]
     for kind in kinds:
         options = replace(request, checkpoint=kind).options()

@@ -33,7 +33,7 @@ def serve(
         typer.Option("--log-requests", help="Log each request in a line on standard error, without any of its text."),
     ] = False,
     measure: Annotated[
-        bool, typer.Option(help="Measure this machine once, when the server is idle, for the times of plans.")
+        bool, typer.Option(help="Measure this machine once while the server is idle, for 'kvkeep plan'.")
     ] = True,
     sessions: SessionOptions,
     replicas: ReplicaOptions,

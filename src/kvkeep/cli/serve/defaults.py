@@ -52,7 +52,7 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
 def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
     """Return the bytes of a process, and a line that explains them: enough for ``conversations`` with all their
     entries, at most the process's part of the free memory."""
-    from kvkeep.models.room import free_memory
+    from kvkeep.models.weight_memory import free_memory
     from kvkeep.units import size
 
     tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)

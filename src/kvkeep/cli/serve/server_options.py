@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from kvkeep.budget import bytes_of
 from kvkeep.cli import completion, options
@@ -26,14 +26,14 @@ class MemoryOptions:
 
     memory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Memory for all conversations together (512MB).",
             show_default="enough for --conversations, at most a quarter of the free memory",
         ),
     ] = None
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--method",
             "-x",
             help="Default cache method of a session ('kvkeep methods' lists them).",
@@ -43,7 +43,7 @@ class MemoryOptions:
     ] = None
     budget: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--budget",
             "-b",
             help="Default cache budget of a session: entries per layer (512), bytes (64MB), or a share (25%).",
@@ -51,7 +51,7 @@ class MemoryOptions:
     ] = None
     conversations: Annotated[
         int,
-        typer.Option(
+        Option(
             min=1, help="Number of conversations to plan for, if --memory, or both --method and --budget, are left out."
         ),
     ] = 8
@@ -71,19 +71,16 @@ class MemoryOptions:
 class NetworkOptions:
     """Where the server listens, and to whom."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
-    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None
-    private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
+    certificate: Annotated[str | None, Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None
+    private_key: Annotated[str | None, Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None
     keys: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")
+        str | None, Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Allow web pages of this origin (https://chat.example) to use it; repeatable.",
-        ),
+        Option(metavar="ORIGIN", help="Allow web pages of this origin (https://chat.example) to use it; repeatable."),
     ] = None
 
 
@@ -91,19 +88,16 @@ class NetworkOptions:
 class LimitOptions:
     """Limits of requests and answers."""
 
-    waiting: Annotated[int, typer.Option(min=0, help="Maximum number of requests in the queue.")] = 64
+    waiting: Annotated[int, Option(min=0, help="Maximum number of requests in the queue.")] = 64
     answers: Annotated[
-        int, typer.Option(min=1, help="Maximum number of concurrent answers per key, including those in the queue.")
+        int, Option(min=1, help="Maximum number of concurrent answers per key, including those in the queue.")
     ] = 64
     time: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Seconds after which an answer is cut off.", show_default="no limit"),
+        float | None, Option(min=0.1, help="Seconds after which an answer is cut off.", show_default="no limit")
     ] = None
     grace: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g}"
-        ),
+        Option(min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g}"),
     ] = None
 
 
@@ -114,14 +108,13 @@ class SessionOptions:
     sessions: options.Sessions = None
     quota: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Maximum size of all saved sessions (10GB); the least recently used are removed.",
             show_default="no limit",
         ),
     ] = None
     age: Annotated[
-        float | None,
-        typer.Option(min=0, help="Days after which an unused session is removed.", show_default="no limit"),
+        float | None, Option(min=0, help="Days after which an unused session is removed.", show_default="no limit")
     ] = None
 
     def limits(self) -> str:
@@ -136,7 +129,7 @@ class ReplicaOptions:
 
     replicas: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="N",
             help="Number of processes that Ray Serve runs, each with --memory; with MIN:MAX Ray Serve adds and removes "
             "them as needed.",
@@ -145,15 +138,14 @@ class ReplicaOptions:
     ] = None
     ray: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="ADDRESS",
             help="Ray cluster for --replicas, which keeps running them; auto: the cluster of this machine.",
             show_default="a cluster that starts and ends with this command",
         ),
     ] = None
     cores: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="CPU cores of each replica.", show_default="an equal share, or 1 with --ray"),
+        float | None, Option(min=0.1, help="CPU cores of each replica.", show_default="an equal share, or 1 with --ray")
     ] = None
 
     def check(self, memory: MemoryOptions, network: NetworkOptions, limits: LimitOptions, sessions: str | None) -> None:

@@ -38,7 +38,7 @@ def serve_here(
     Raises:
         KvkeepError: the engine failed.
     """
-    with startup():
+    with startup(service.model):
         loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = with_defaults(service, loaded, conversations)
     with address.socket() as listener:

@@ -1,1 +1,1 @@
-"""What becomes of entries that leave: one file for each fate."""
+"""Fates: what becomes of evicted entries. One file for each."""

@@ -15,7 +15,7 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit, within
+from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.step.plan import LayerStep, Span
 
 
@@ -98,4 +98,4 @@ class InOrder(EvictedStore):
     def check(self, extent: Extent) -> None:
         within("entries that left", self.taken, 0, extent.slots + 1)
         if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.taken:
-            raise Misfit("entries that left are missing in the checkpoint")
+            raise ShapeError("entries that left are missing in the checkpoint")

@@ -1,1 +1,1 @@
-"""How entries come back: one file for each recall."""
+"""Recalls: how evicted entries come back. One file for each."""

@@ -1,1 +1,1 @@
-"""Who leaves: one file for each selector."""
+"""Selectors: which entries are evicted. One file for each."""

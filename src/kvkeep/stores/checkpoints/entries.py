@@ -11,7 +11,7 @@ from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
-from kvkeep.memory.rows import Pages, Ring, Rows
+from kvkeep.memory.rows import PagedRows, Ring, Rows
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -19,7 +19,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 def rows_of(home: Place, spec: CheckpointSpec) -> Rows:
     """Return an empty store of rows as ``spec`` wants it."""
-    return Pages(home) if spec.capacity is None else Ring(spec.capacity, home)
+    return PagedRows(home) if spec.capacity is None else Ring(spec.capacity, home)
 
 
 class EntryCheckpoint(Checkpoint):
@@ -61,7 +61,9 @@ class EntryCheckpoint(Checkpoint):
 
     def spans(self, layer: int, stop: int) -> list[Span] | None:
         keys, values = self._rows[layer]
-        if not (isinstance(keys, Pages) and isinstance(values, Pages) and keys.pages and stop > keys.starts[-1]):
+        if not (
+            isinstance(keys, PagedRows) and isinstance(values, PagedRows) and keys.pages and stop > keys.starts[-1]
+        ):
             return None
         known = self._spans.get(layer)
         if known is None or known[0] != (keys.changes, values.changes):
@@ -73,7 +75,7 @@ class EntryCheckpoint(Checkpoint):
         return known[1]
 
     def next_row(self, layer: int) -> Destination | None:
-        keys, values = (rows.next_row() if isinstance(rows, Pages) else None for rows in self._rows[layer])
+        keys, values = (rows.next_row() if isinstance(rows, PagedRows) else None for rows in self._rows[layer])
         return None if keys is None or values is None else Destination(keys[0], values[0], keys[1])
 
     def commit(self, layer: int) -> None:

@@ -15,7 +15,7 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
+from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, LayerStep, Span
@@ -187,11 +187,11 @@ class Groups(EvictedStore):
         within("counts", self.count, 0, GROUP)
         if not self.waiting:
             if self.count or self.written or self.parts:
-                raise Misfit("groups are there before their first entries")
+                raise ShapeError("groups are there before their first entries")
             return
         keys, values, slots = self.waiting
         if extent.entries(keys, values) != GROUP:
-            raise Misfit("a group has another number of entries")
+            raise ShapeError("a group has another number of entries")
         fits("slots", slots, (extent.lanes, GROUP), torch.int32)
         extent.numbered("slots", slots[:, : self.count], (extent.lanes, None))
         if not self.parts or self.slots is None:
@@ -201,7 +201,7 @@ class Groups(EvictedStore):
         groups = self.slots.shape[1]
         within("groups", groups, self.kept, (groups if self.capacity is None else self.capacity) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))
-        alike("parts", self.parts, [one[:, None] for one in made], (extent.lanes, groups))
+        fits_each("parts", self.parts, [one[:, None] for one in made], (extent.lanes, groups))
         fits("slots", self.slots, (extent.lanes, groups, GROUP), torch.int32)
         extent.numbered("slots", self.slots[:, : self.kept], (extent.lanes, None, GROUP))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
-from kvkeep.memory.extent import Extent, Misfit, fits
+from kvkeep.memory.extent import Extent, ShapeError, fits
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.neighbours import MergesNeighbours
 from kvkeep.stores.evicted.pairs import OrderedEntries, PairMerging, cheapest, merge
@@ -195,7 +195,7 @@ class MergeNeighbours(MergesNeighbours):
     def check(self, extent: Extent) -> None:
         super().check(extent)
         if self.heads != extent.lanes // self.ledger.batch:
-            raise Misfit(f"merging is not of {extent.lanes} KV heads")
+            raise ShapeError(f"merging is not of {extent.lanes} KV heads")
         for name in ("since", "due"):
             self._counted(name, extent)
         if self.outputs is not None:

@@ -15,7 +15,7 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.merge_on_evict import merged_states
@@ -120,13 +120,13 @@ class MergesNeighbours(EvictedStore):
     def check(self, extent: Extent) -> None:
         fits("tally", self.tally, (2,), torch.float64)
         if self.length != extent.slots:
-            raise Misfit(f"merging is not of {extent.slots} slots")
+            raise ShapeError(f"merging is not of {extent.slots} slots")
         self._counted("moved", extent)
         if self.lost is not None:
             self._counted("lost", extent, None)
             within("lost", self.lost.shape[1] % 2, 0, 1)
 
     def _counted(self, name: str, extent: Extent, columns: int | None = 1) -> None:
-        """Raise Misfit where what is called ``name`` is there, and not (lanes, ``columns``) numbers of slots."""
+        """Raise ShapeError where what is called ``name`` is there, and not (lanes, ``columns``) numbers of slots."""
         if (counted := getattr(self, name)) is not None:
             within(name, fits(name, counted, (extent.lanes, columns), torch.int32), 0, extent.slots + 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit, alike, fits
+from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step.torch import FOLDED
@@ -200,13 +200,13 @@ class Sketched(EvictedStore):
             return
         fits("inside", self.inside, (extent.lanes, None), torch.bool)
         if bool(self.inside[:, extent.slots :].any()) or (self.scores is None and self.listens):
-            raise Misfit("'inside' has slots that there are not")
+            raise ShapeError("'inside' has slots that there are not")
         if self.scores is not None:
             fits("scores", self.scores, self.inside.shape, torch.float32)
         widths = zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True)
         fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
         for sketch, new in zip(self.sketches, fresh, strict=True):
-            alike("cells", sketch.state(), new.state(), ())
+            fits_each("cells", sketch.state(), new.state(), ())
             fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
+from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.portable import summed
 from kvkeep.step.plan import Span
@@ -349,13 +349,13 @@ class Tiers(EvictedStore):
         within("counts", self.waiting.count, 0, GROUP)
         if self.slots is None:
             if self.waiting.count or self.groups:
-                raise Misfit("groups are there before their first entries")
+                raise ShapeError("groups are there before their first entries")
             return
         places = (extent.lanes, (self.groups + 1) * GROUP)
         extent.numbered("slots", self.slots, places)
         fits("scores", self.scores, places, torch.float32)
         dims = extent.key_dim, extent.value_dim
-        alike("waiting", self.waiting.parts, self.waiting.form(extent.lanes, *dims), (extent.lanes,))
+        fits_each("waiting", self.waiting.parts, self.waiting.form(extent.lanes, *dims), (extent.lanes,))
         if self.channels is None:
             within("groups", self.groups, 0, 1)
             return
@@ -365,7 +365,7 @@ class Tiers(EvictedStore):
             if tier.groups:
                 keys, values = (torch.zeros(extent.lanes, 1, GROUP, dim) for dim in dims)
                 made = tier.encode(keys, values, self.channels)
-                alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
+                fits_each("tiers", tier.parts, made, (extent.lanes, tier.groups))
 
     @property
     def compressed_bytes(self) -> int:

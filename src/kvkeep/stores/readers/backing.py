@@ -15,7 +15,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.site import Site
-from kvkeep.memory.extent import Extent, Misfit
+from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
@@ -51,7 +51,7 @@ class Backed(Reader):
 
     def check(self, extent: Extent) -> None:
         if self.checkpoint.length(self.index) != extent.slots:
-            raise Misfit("entries are missing in the checkpoint")
+            raise ShapeError("entries are missing in the checkpoint")
 
     def segments(
         self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None

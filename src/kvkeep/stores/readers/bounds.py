@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.memory.extent import Extent, Misfit, fits
+from kvkeep.memory.extent import Extent, ShapeError, fits
 from kvkeep.memory.meter import nbytes
 from kvkeep.memory.rows import Buffer, up
 
@@ -89,7 +89,7 @@ class Bounds:
     def check(self, extent: Extent) -> None:
         pages = -(-extent.slots // PAGE)
         if self.length != extent.slots or {self._low.length, self._high.length} != {pages}:
-            raise Misfit(f"bounds are not of {extent.slots} slots")
+            raise ShapeError(f"bounds are not of {extent.slots} slots")
         if pages:
             form = (extent.lanes, pages, extent.key_dim)
             fits("bounds", self.high, form, fits("bounds", self.low, form).dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EvictedEntries, Piece
-from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
@@ -139,7 +139,7 @@ class Bank:
         extent.numbered("slots", self.slots, (lanes, None))
         within("columns", self.columns, 0, self.budget + 1)
         if extent.entries(self.keys, self.values, lanes) != self.columns + (tail if self.columns else 0):
-            raise Misfit("'slots' are not those of the keys")
+            raise ShapeError("'slots' are not those of the keys")
         for name, dtype in (("scores", torch.float32), ("extra", torch.float32), ("newest", torch.int32)):
             if getattr(self, name) is not None:
                 fits(name, getattr(self, name), (lanes, self.columns), dtype)
@@ -152,7 +152,7 @@ class Bank:
         twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~occupied).sum(1).sub(1).clamp(min=0).sum()
         vacant = int((~occupied[:, : self.used]).sum(1).max()) if self.used and lanes else 0
         if twice or bool(occupied[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
-            raise Misfit("'slots' are twice the same, or where none are used")
+            raise ShapeError("'slots' are twice the same, or where none are used")
 
     def recount(self) -> None:
         """Find out anew how many columns are in use, and how many of them are empty."""
@@ -327,8 +327,8 @@ class Banks:
             self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
 
     def check(self, extent: Extent, sinks: int | None) -> None:
-        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget; ``sinks``: whose keys
-        may be kept as they came."""
+        """Raise ShapeError where banks are not of all lanes of ``extent``, each within its budget; ``sinks``: whose
+        keys may be kept as they came."""
         if not self.banks and not extent.slots:
             return
         found: list[int] = []
@@ -341,7 +341,7 @@ class Banks:
         wanted = {lane: budgets[lane] for lane in range(extent.lanes)}
         homes = {lane: bank.budget for lane, (bank, _) in self._homes().items()}
         if sorted(found) != [*range(extent.lanes)] or homes != wanted or self.heads * self.ledger.batch != extent.lanes:
-            raise Misfit("resident entries are not of all KV heads")
+            raise ShapeError("resident entries are not of all KV heads")
 
 
 def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.memory.extent import Misfit, within
+from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.layer import Layer
@@ -125,7 +125,7 @@ class CachePositions:
             within("a layer's base", base, 0, self.base + 1)
         within("the gap behind the sinks", self._next, 0, length + 1)
         if len(self._next) not in (1, rows) or len(self._turned) not in (1, rows) or length - self.base > self.limit:
-            raise Misfit("the gap behind the sinks is not that of all rows")
+            raise ShapeError("the gap behind the sinks is not that of all rows")
 
     def holds_on_to(self, length: int) -> bool:
         """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""

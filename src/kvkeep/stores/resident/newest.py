@@ -11,7 +11,7 @@ from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit, within
+from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Ring, concatenated
 from kvkeep.step.plan import Destination, LayerStep, Span
@@ -130,6 +130,6 @@ class Newest(Resident):
         count = self._keys.length - self._keys.first
         within("resident entries", count, 0, min(extent.slots, self._keys.capacity) + 1)
         if count and extent.entries(self._keys.data, self._values.data) < count:
-            raise Misfit("resident entries are missing")
+            raise ShapeError("resident entries are missing")
         if self.store.taken not in (None, self.evicted):
-            raise Misfit("entries are missing or there twice")
+            raise ShapeError("entries are missing or there twice")

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
-from kvkeep.memory.extent import Extent, Misfit
+from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
@@ -259,7 +259,7 @@ class Paged(Resident):
 
     def check(self, extent: Extent) -> None:
         if self.length != extent.slots or len(self.table.rows) * self.heads != extent.lanes:
-            raise Misfit(f"resident entries are not of {extent.slots} slots")
+            raise ShapeError(f"resident entries are not of {extent.slots} slots")
         if self._pools:
             keys, values = self._pools
             extent.entries(keys, values, self.heads)

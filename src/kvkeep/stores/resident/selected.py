@@ -15,7 +15,7 @@ from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.memory.extent import Extent, Misfit
+from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
@@ -193,7 +193,7 @@ class Selected(WorkingSet):
                 return numbers.expand(len(keys), -1)
             return torch.where(visible[:, 0, 0, first : first + keys.shape[1]], numbers, -1)
 
-        return Arriving(keys, values, slots, first, self.ledger.whole(self.ledger.length - first), None)
+        return Arriving(keys, values, slots, first, self.ledger.all_tokens(self.ledger.length - first), None)
 
     def _of(self, bank: Bank, number: int, new: Arriving) -> Arriving:
         keys, values = bank.of(new.keys), bank.of(new.values)
@@ -351,4 +351,4 @@ class Selected(WorkingSet):
     def check(self, extent: Extent) -> None:
         self.banks.check(extent, self.selector.sinks_in_cache(True))
         if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
-            raise Misfit("'scores' are missing")
+            raise ShapeError("'scores' are missing")

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
+from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.generated import RulerQuestion
@@ -77,11 +77,11 @@ class Ruler(Task):
         facts = {"answers": question.answers, "some": family.some, "right": right, "new": new}
         return Sample(_prompt(tokenizer, question), facts)
 
-    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+    def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         facts = sample.facts
         answer = subject.examine(sample.ids, facts["right"], facts["new"])
         matched = string_match(answer.text, facts["answers"], some=facts["some"])
-        return Outcome({"match": matched, "loglik": fmean(answer.logs)}, answer.cost)
+        return TaskOutcome({"match": matched, "loglik": fmean(answer.logs)}, answer.cost)
 
 
 def string_match(text: str, answers: Sequence[str], *, some: bool) -> float:

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
 from kvkeep.models.blocks import quantised
-from kvkeep.models.gguf import Stored
+from kvkeep.models.gguf import GgufTensor
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
 from kvkeep.native.library import trim_memory
@@ -58,14 +58,14 @@ class Packer(HfQuantizer):
         """Return what receives each matrix."""
         return _Pack(self)
 
-    def pack(self, name: str, value: Tensor | Stored, expected: Tensor) -> bool:
+    def pack(self, name: str, value: Tensor | GgufTensor, expected: Tensor) -> bool:
         """Keep the matrix called ``name`` packed; return whether it has the shape of the one ``expected``."""
         if value.shape != expected.shape:
             self.misshapen.add(name)
             return False
         matrix = (
             value.blocks()
-            if isinstance(value, Stored)
+            if isinstance(value, GgufTensor)
             else quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
         )
         self.made[name.removesuffix(".weight")] = PackedLinear(matrix)
@@ -98,8 +98,8 @@ class Packer(HfQuantizer):
             mine, source = (self.made.get(one.removesuffix(".weight")) for one in (name, other))
             if mine is not None and source is not None and torch.equal(mine.data, source.data):
                 self.made[name.removesuffix(".weight")] = source
-        held = {id(self.places[name].weight): packed for name, packed in self.made.items()}
-        tied = {name: held.get(id(module.weight)) for name, module in self.places.items()}
+        by_weight = {id(self.places[name].weight): packed for name, packed in self.made.items()}
+        tied = {name: by_weight.get(id(module.weight)) for name, module in self.places.items()}
         return {name: packed for name, packed in tied.items() if packed is not None}
 
     @property
@@ -113,7 +113,9 @@ class Packer(HfQuantizer):
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise UsageError("Packed weights are not saved; keep the files they came from, or load them with weights float32.")
+    raise UsageError(
+        "Packed weights cannot be saved; keep the files that they came from, or load them with weights float32."
+    )
 
 
 class _Pack(ConversionOps):

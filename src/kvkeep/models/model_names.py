@@ -13,7 +13,7 @@ DEVICES = ("cpu", "cuda", "mps")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 
-def known(weights: str) -> str:
+def checked_format(weights: str) -> str:
     """Return the format as asked for. Raises UsageError, with the nearest name, for an unknown one."""
     if weights not in FORMATS:
         raise unknown("weight format", str(weights), FORMATS)
@@ -30,7 +30,7 @@ def place_of(text: str, revision: str | None = None) -> Path | None:
     """Return the folder or the GGUF file that ``text`` names, None for an embedded model or a hub id. Raises UsageError
     for a name that means nothing, ModelError for what holds no model."""
     if not text.strip():
-        raise UsageError("The name of the model is empty; give an embedded model, a GGUF file, a folder or a hub id.")
+        raise UsageError("The model's name is empty; give an embedded model, a GGUF file, a folder or a hub id.")
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
@@ -39,7 +39,7 @@ def place_of(text: str, revision: str | None = None) -> Path | None:
         return None
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
+            raise ModelError(f"The folder '{text}' is not a model: it has no config.json.")
         return path
     if path.is_file():
         _check_magic(text, path)

@@ -12,10 +12,10 @@ import torch
 
 from kvkeep.errors import ModelError
 from kvkeep.models.blocks import GROUP, KINDS, Kind
-from kvkeep.models.formats import Format, settled
-from kvkeep.models.gguf import Table
+from kvkeep.models.formats import Format, chosen_format
+from kvkeep.models.gguf import GgufTable
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
-from kvkeep.models.named import FORMATS
+from kvkeep.models.model_names import FORMATS
 from kvkeep.units import size
 
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
@@ -23,7 +23,7 @@ QUANTISED = {4: "Q4_1", 8: "Q8_0"}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class WeightTensor:
     """One tensor in memory. stored: its kind in a GGUF file (Q4_1), None elsewhere. bits: of an element's code. group:
     elements that share a scale, None without. nbytes: with scales."""
 
@@ -37,8 +37,8 @@ class Tensor:
 class Weights:
     """The weights of a model. asked: the format asked for. tensors: by the model's names, a shared one once."""
 
-    asked: str
-    tensors: dict[str, Tensor]
+    requested: str
+    tensors: dict[str, WeightTensor]
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +46,11 @@ class Weights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def weights(config: Any, asked: str, made: Format, table: Table | None = None) -> Weights:
+def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
     """Return what the weights of the model of ``config`` become. table: of its GGUF file. Raises UnsupportedModelError
     where transformers cannot build it."""
     if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
-        return Weights(asked, own_bits(table))
+        return Weights(requested, bits_of_file(table))
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
     kinds = {} if table is None else {entry.to: entry.kind for entry in table.entries}
@@ -60,10 +60,10 @@ def weights(config: Any, asked: str, made: Format, table: Table | None = None) -
         if made.bits in QUANTISED and place in places and weight.shape[1] % GROUP == 0:
             kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
         found[name] = _tensor(kinds.get(name), weight.numel(), 8 * weight.element_size(), kind)
-    return Weights(asked, found)
+    return Weights(requested, found)
 
 
-def own_bits(table: Table) -> dict[str, Tensor]:
+def bits_of_file(table: GgufTable) -> dict[str, WeightTensor]:
     """Return what becomes of a GGUF file's tensors that keep their bits, and the others in bfloat16."""
     made = {}
     for entry in table.entries:
@@ -72,28 +72,30 @@ def own_bits(table: Table) -> dict[str, Tensor]:
     return made
 
 
-def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> Tensor:
+def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> WeightTensor:
     """Return a tensor of ``count`` elements of so many bits, or in blocks of a kind."""
     if kind is None:
-        return Tensor(stored, bits, None, count * bits // 8)
-    return Tensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
+        return WeightTensor(stored, bits, None, count * bits // 8)
+    return WeightTensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
 
 
-def check_room(name: str, config: Any, needed: Weights, device: torch.device, table: Table | None) -> None:
+def check_memory(name: str, config: Any, needed: Weights, device: torch.device, table: GgufTable | None) -> None:
     """Raise ModelError, with a format that would fit, where there is less free memory than the weights need."""
     free = free_memory(torch.device("cpu"))
     if needed.nbytes <= free:
         return
     fitting = ""
-    for asked in ("bfloat16", "int8", "int4"):
-        if device.type == "cpu" or asked == "bfloat16":
-            other = weights(config, asked, settled(asked, device, table is not None, torch.bfloat16), table).nbytes
+    for requested in ("bfloat16", "int8", "int4"):
+        if device.type == "cpu" or requested == "bfloat16":
+            other = weight_memory(
+                config, requested, chosen_format(requested, device, table is not None, torch.bfloat16), table
+            ).nbytes
             if other <= free:
-                fitting = f"with weights {asked} it would take {size(other)}."
+                fitting = f"with weights {requested} it would take {size(other)}."
                 break
     raise ModelError(
-        f"The model '{name}' takes {size(needed.nbytes)} with weights {needed.asked}, and {size(free)} of memory are "
-        f"free; {fitting or 'it fits in none of ' + ', '.join(FORMATS[1:]) + '.'}"
+        f"The model '{name}' takes {size(needed.nbytes)} with weights {needed.requested}, and {size(free)} of memory "
+        f"are free; {fitting or 'it fits in none of ' + ', '.join(FORMATS[1:]) + '.'}"
     )
 
 

@@ -21,7 +21,7 @@ from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.blocks import KINDS, quantised
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.formats import settled
+from kvkeep.models.formats import chosen_format
 from kvkeep.models.loading import available, describe, load
 from kvkeep.models.matrices import matrices
 from kvkeep.models.packed import Packed, PackedEmbedding, PackedLinear
@@ -188,7 +188,7 @@ def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path])
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     weights = load_file(file)
     weight = weights.pop(name)
-    for others, sentence in (({}, "it comes without"), ({name: weight[:-1].clone()}, "with another shape of")):
+    for others, sentence in (({}, "it lacks"), ({name: weight[:-1].clone()}, "its config states another shape for")):
         save_file(weights | others, file, metadata={"format": "pt"})
         for asked in BITS:
             with pytest.raises(ModelError, match=f"{sentence} {name};"):
@@ -211,7 +211,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(
     assert (
         sorted(sizes.values(), reverse=True) == list(sizes.values()) and sizes["int4"] < 40_000 < sizes["int8"] < 50_000
     )
-    monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: free)
+    monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: free)
     monkeypatch.setattr("kvkeep.models.loading.read_weights", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ModelError) as refusal:
         load(model_folder, weights=asked, device="cpu")
@@ -220,20 +220,20 @@ def test_a_model_too_large_is_refused_before_it_is_read(
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_a_device_without_a_product_is_refused(asked: str) -> None:
-    with pytest.raises(UsageError, match=f"Weights in {asked} are multiplied on the cpu only, not on cuda:1; ask for"):
-        settled(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
+    with pytest.raises(UsageError, match=f"Weights in {asked} run on the cpu only, not on cuda:1; ask for"):
+        chosen_format(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
 
 
 def test_auto_keeps_what_the_file_says(kernels: None) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert settled("auto", cpu, True, torch.float32) == settled("auto", cpu, True, torch.bfloat16)
-    assert settled("auto", cpu, True, torch.float32).packed
+    assert chosen_format("auto", cpu, True, torch.float32) == chosen_format("auto", cpu, True, torch.bfloat16)
+    assert chosen_format("auto", cpu, True, torch.float32).packed
     for stated in (torch.float32, torch.float16):
-        assert settled("auto", cpu, False, stated).dtype == torch.float32
-        assert settled("auto", cuda, False, stated).dtype == stated
-    assert settled("auto", cpu, False, torch.bfloat16).dtype == torch.bfloat16
-    assert not settled("auto", cuda, True, torch.float32).packed
-    assert settled("auto", cuda, True, torch.float32).dtype == torch.bfloat16
+        assert chosen_format("auto", cpu, False, stated).dtype == torch.float32
+        assert chosen_format("auto", cuda, False, stated).dtype == stated
+    assert chosen_format("auto", cpu, False, torch.bfloat16).dtype == torch.bfloat16
+    assert not chosen_format("auto", cuda, True, torch.float32).packed
+    assert chosen_format("auto", cuda, True, torch.float32).dtype == torch.bfloat16
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_without_kernels_all_formats_work(without_kernels: None, model_folder: P
 def test_a_quantised_model_is_loaded_as_it_is(spoiled: Callable[..., Path]) -> None:
     own = tiny("llama").config.to_dict()
     folder = spoiled(config=own | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
-    with pytest.raises(UsageError, match="are quantised, and are loaded as they are: ask for auto"):
+    with pytest.raises(UsageError, match="are already quantised and are loaded as they are; ask for auto"):
         load(folder, weights="int8", device="cpu")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvkeep.models.quiet import quiet
+from kvkeep.models.silence import silenced
 
 
 @pytest.mark.parametrize("handled", [False, True])
@@ -16,7 +16,7 @@ def test_kvkeeps_warnings_are_told_once_and_bars_are_not(
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if handled else [])
     log = logging.getLogger("kvkeep.native.library")
-    with quiet():
+    with silenced():
         log.warning("Compiling ...")
         log.info("a detail")
         print("50 % of a bar", file=sys.stderr)

@@ -25,21 +25,21 @@ def without_warnings() -> Iterator[None]:
 @contextmanager
 def _shown() -> Iterator[None]:
     """Let kvkeep's own warnings go to the standard error of before the block, where no program handles them."""
-    own = standard.getLogger("kvkeep")
-    if own.hasHandlers():
+    logger = standard.getLogger("kvkeep")
+    if logger.hasHandlers():
         yield
         return
     handler = standard.StreamHandler(sys.stderr)
     handler.setLevel(standard.WARNING)
-    own.addHandler(handler)
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        own.removeHandler(handler)
+        logger.removeHandler(handler)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Silence transformers within the block; kvkeep's own warnings are still shown."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level

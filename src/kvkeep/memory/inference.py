@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def lasting(function: Callable[P, R]) -> Callable[P, R]:
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Run ``function`` without gradients and outside ``torch.inference_mode``."""
 
     @functools.wraps(function)
@@ -26,6 +26,6 @@ def lasting(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def lasts(tensor: Tensor) -> Tensor:
+def writable(tensor: Tensor) -> Tensor:
     """Return ``tensor`` without its graph; a copy of it if it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()

@@ -10,13 +10,13 @@ from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 
 
-def common(ids: Sequence[int], others: Sequence[int]) -> int:
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
     """Return how many of the first ids are the same."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((number for number, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
-class Past:
+class CachedText:
     """A cache, also one of transformers' own, and the token ids that it has processed."""
 
     def __init__(self, cache: Cache, ids: Sequence[int] = ()) -> None:
@@ -26,7 +26,7 @@ class Past:
         """Crop the cache to its common prefix with ``prompt`` (a template may close an answer differently from how it
         was generated), less the last prompt token. Without ``crops`` it is reset instead: what a lossy cache keeps
         depends on all that it has read."""
-        surplus = self.cache.get_seq_length() - common(self.ids, prompt[:-1])
+        surplus = self.cache.get_seq_length() - common_prefix(self.ids, prompt[:-1])
         try:
             if surplus and not crops:
                 self.cache.reset()
