@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache as memoised
@@ -166,7 +167,7 @@ def allocated(cache: KeepCache) -> int:
         value = walk.pop()
         if isinstance(value, Tensor):
             sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif id(value) in seen or value is None or isinstance(value, str | int):
+        elif id(value) in seen or value is None or isinstance(value, str | int | ctypes.Structure):
             continue
         seen[id(value)] = value
         if isinstance(value, dict):
