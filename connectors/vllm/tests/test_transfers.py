@@ -214,9 +214,9 @@ def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
         ({"codec": "int3"}, "Unknown codec 'int3'"),
         ({"quote": "1GB"}, "did you mean quota"),
         ({"quota": "25%"}, "The quota '25%' is not a number of bytes; give bytes"),
-        ({"quota": 0}, "A quota of '0'"),
-        ({"queue": "lots"}, "A queue of 'lots'"),
-        ({"quota": None}, "A quota of 'None'"),
+        ({"quota": 0}, "The quota '0'"),
+        ({"queue": "lots"}, "The queue 'lots'"),
+        ({"quota": None}, "The quota 'None'"),
     ):
         with pytest.raises(UsageError, match=said):
             ConnectorOptions.parse(wrong)
