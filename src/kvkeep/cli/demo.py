@@ -111,7 +111,7 @@ def demo(
         place = text.index(PLANTED) / len(text) if planted else None
         _print_head(len(ids), place, question, f"{model}, budget {budget}, greedy")
 
-    answers: list[Answer] = []
+    answers: list[MethodAnswer] = []
     for method in requests:
         try:
             cache = cache_of(method)
@@ -119,11 +119,11 @@ def demo(
                 made = generate(
                     loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance
                 )
-            answers.append(Answer(method, made, _process_memory()))
+            answers.append(MethodAnswer(method, made, _process_memory()))
         except UsageError as error:
             if method not in LOSSY:
                 raise
-            answers.append(Answer(method, refused=str(error)))
+            answers.append(MethodAnswer(method, refused=str(error)))
         if not json:
             _print_row(answers[-1], answers[-1].right(expect, answers[0]))
     full, exact = answers[0].made, answers[1].made
@@ -158,7 +158,7 @@ def plant(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MethodAnswer:
     """The answer of one method."""
 
     method: str
@@ -169,13 +169,13 @@ class Answer:
     refused: str = ""
     """Why the method refused the budget."""
 
-    def right(self, expect: str | None, full: Answer) -> bool:
+    def right(self, expect: str | None, full: MethodAnswer) -> bool:
         """Return whether the answer contains ``expect``; if that is None, whether its tokens are those of ``full``."""
         if self.made is None or full.made is None:
             return False
         return self.made.tokens == full.made.tokens if expect is None else expect.lower() in self.made.text.lower()
 
-    def as_json(self, expect: str | None, full: Answer) -> dict[str, Any]:
+    def as_json(self, expect: str | None, full: MethodAnswer) -> dict[str, Any]:
         """Return plain types for ``--json``."""
         if self.made is None:
             return {"method": self.method, "right": False, "refused": self.refused}
@@ -220,7 +220,7 @@ def _line(name: str, cache: str, away: str, process: str, speed: str) -> str:
     return f"{name:17}{cache:>10}{away:>10}{process:>10}{speed:>10}"
 
 
-def _print_row(answer: Answer, right: bool) -> None:
+def _print_row(answer: MethodAnswer, right: bool) -> None:
     """Print a method's line, and its answer below it."""
     made, process, numbers, words = answer.made, answer.process, ["-"] * 4, answer.refused
     if made is not None:
