@@ -98,15 +98,12 @@ class Bank:
 
     def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
         """Return where the entry of ``slot`` goes in each lane, the first column that is not in use unless the caller
-        gives ranks, and the first ``seen`` columns as attention reads them: the same objects every time."""
+        gives ranks, and the first ``seen`` columns as attention reads them: the same objects every time, without what
+        lies beside keys and values."""
         if self._next is None:
             self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
         step, span = self._next
-        if self.scores is not None:
-            self.scores = self.scores.contiguous()  # a selector may have given all lanes of a row one and the same
-        append, step.slot, span.stop = step.append, slot, seen
-        append.row, append.slots, append.scores = self.used, self.slots, self.scores
-        append.extra, append.newest = self.extra, self.newest
+        step.append.row, step.slot, span.stop = self.used, slot, seen
         return step, span
 
     def counts(self) -> Tensor:

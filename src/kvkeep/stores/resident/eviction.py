@@ -24,6 +24,9 @@ from kvkeep.stores.resident.banks import Bank, Banks
 # Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
 LOWEST, _STEP = -3e38, 1e33
 
+BESIDE = ("slots", "scores", "extra", "newest")
+"""What lies beside keys and values, in a bank as in the destination of a step."""
+
 
 @dataclass(frozen=True)
 class Arriving:
@@ -129,6 +132,10 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     if scores is not None or ranking.scored:
         bank.scored()
     step, _ = bank.next_step(new.first, bank.used)
+    if bank.scores is not None:
+        bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+    for name in BESIDE:
+        setattr(step.append, name, getattr(bank, name))
     step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
     step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
     left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
@@ -137,6 +144,8 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     keys, values = new.keys[:, 0], new.values[:, 0]
     executor = native if native.inserts(step, keys, values) else plain
     executor.insert(step, keys, values)
+    for name in BESIDE:  # which the bank may replace
+        setattr(step.append, name, None)
     step.ranks = step.new_scores = step.evict = None
     return left
 

@@ -167,7 +167,7 @@ class Selected(WorkingSet):
         evicted = self.store.plan(step, evicts)
         if evicted is None:
             return None
-        step.attend = [*evicted, span]
+        step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
         return step
 
     def commit(self) -> None:
