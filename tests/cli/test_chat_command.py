@@ -118,7 +118,7 @@ def test_a_session_that_cannot_be_saved_is_refused_before_anything_is_said(
 ) -> None:
     common = ("chat", "-m", str(model_folder), "--session", str(tmp_path / "session"))
     code, out, err = run(*common, "-x", "stock", stdin="the of\n")
-    sentence = "kvkeep: A session on transformers' own cache cannot be saved; use method 'full'.\n"
+    sentence = "kvkeep: A session with transformers' own cache cannot be saved; use method 'full'.\n"
     assert (code, out, err) == (1, "", sentence)
     code, _, err = run("chat", "-m", str(model_folder), "-x", "stock", "-n", "3", stdin="the of\n/memory\n")
     assert code == 0 and "exact: all" in err and "resident" in err

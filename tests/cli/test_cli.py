@@ -132,7 +132,7 @@ def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path)
     stdin = "the " * 600 + "\nthe of\n/reset\n/what\nwas it\n"
     code, out, err = run("chat", "-m", str(model_folder), "-n", "3", "--json", stdin=stdin)
     assert code == 1 and ["error" in turn for turn in json.loads(out)["turns"]] == [True, False, True, False]
-    assert "512 positions" in err and "forgotten" in err
+    assert "context only 512" in err and "forgotten" in err
 
 
 def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_folder: Path, text: str) -> None:

@@ -15,15 +15,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -93,9 +85,9 @@ class _Time(ProgressColumn):
 @contextmanager
 def loading(name: str) -> Iterator[None]:
     """Within the block, show on a terminal that a model is being loaded, and for how long."""
-    columns = (SpinnerColumn(), TextColumn(f"Loading {name} ..."), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Time())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task("")
+        progress.add_task(printable(f"Loading {name} ..."), total=None)
         yield
 
 
@@ -114,7 +106,7 @@ def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iter
         finally:
             timer.cancel()
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Time())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), _Time())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(line, total=None)
 

@@ -42,7 +42,7 @@ class Screen:
                 output.note("  ".join(row))
             return
         table = Table.grid(padding=(0, 2), pad_edge=False)
-        table.add_column(overflow="fold", ratio=2, max_width=28)
+        table.add_column(overflow="fold", ratio=2, max_width=30)
         table.add_column(overflow="fold", ratio=3)
         for row in rows:
             table.add_row(*(one.replace("[", r"\[") for one in row))
