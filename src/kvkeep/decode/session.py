@@ -49,13 +49,15 @@ _PAST: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Session:
-    """A cache, the token ids it has processed, JSON ``notes`` of the program, and the fingerprint of the tokenizer that
-    made the ids, if one did."""
+    """A cache and what has to be saved with it."""
 
     cache: KeepCache
     ids: list[list[int]]
+    """Of the tokens that the cache holds, by row."""
     notes: dict[str, Any] = field(default_factory=dict)
+    """JSON of the program."""
     tokenizer: str | None = None
+    """The fingerprint of the tokenizer that made the ids, if one did."""
 
 
 Where = str | os.PathLike[str] | SessionFile
