@@ -110,7 +110,7 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
     other = prompt(1, 40, seed=9)
     other[:, :3] = wanted[:, :3]
     other[:, 3] = (wanted[:, 3] + 1) % VOCABULARY
-    with pytest.raises(UsageError, match=r"has read \d+ tokens of another text"):
+    with pytest.raises(UsageError, match=r"already holds \d+ tokens of another text"):
         generate("llama", cache, other)
     with pytest.raises(UsageError, match="holds a batch of 1, and the input is a batch of 2"):
         generate("llama", cache, torch.cat([wanted, wanted]))
