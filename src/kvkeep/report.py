@@ -14,7 +14,7 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
-AT_ONCE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
+ONESHOT_NOTE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def describe(
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
         if layer.kind == "full" and request.method.oneshot:
-            note = f"{note}; {AT_ONCE}" if note else AT_ONCE
+            note = f"{note}; {ONESHOT_NOTE}" if note else ONESHOT_NOTE
         if (
             layer.kind == "full"
             and request.method.exactness is Exactness.EXACT

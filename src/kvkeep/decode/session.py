@@ -28,7 +28,7 @@ from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 
-_LONGEST = 2**31  # slots are int32
+_MAX_SLOTS = 2**31  # slots are int32
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
     "tokenizer": (str, type(None)),
@@ -179,7 +179,7 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
     past = about["past"]
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
-    if not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
+    if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
         raise _odd("its past has numbers out of range")
     try:
         if past["shares"] is not None:

@@ -23,7 +23,7 @@ from kvkeep.extras import optional
 from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.matrices import matrices
 
-AT_ONCE = 1 << 24
+DECODED_ELEMENTS = 1 << 24
 """Elements that are read and decoded at a time."""
 
 
@@ -212,7 +212,7 @@ def _values(file: Path, part: Entry) -> NDArray[Any]:
 def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of some rows after others, (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
-    width, step = part.size // count, max(1, AT_ONCE // part.shape[-1])
+    width, step = part.size // count, max(1, DECODED_ELEMENTS // part.shape[-1])
     for first in range(0, count, step):
         taken = min(step, count - first)
         data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)

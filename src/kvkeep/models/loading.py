@@ -25,7 +25,7 @@ from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 
 DEFAULT = "smollm2"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,9 @@ def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
     """Raise ModelError for an absurd number of layers, which transformers would allocate."""
     for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MOST_LAYERS):
+            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
                 raise ModelError(
-                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MOST_LAYERS}."
+                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MAX_LAYERS}."
                 )
 
 
