@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from kvkeep.files import STALE, owner, write_whole
+from kvkeep.files import STALE_S, owner, write_whole
 
 SLOW = """
 import os, sys, time
@@ -135,7 +135,7 @@ def test_what_others_write_is_left_to_them(tmp_path: Path) -> None:
     forgotten, another = ".file.saving-1-else-where-7", f".file2.saving-1-{owner().rsplit('-', 1)[0]}-{dead.pid}"
     for name in (alive, elsewhere, forgotten, another):
         (tmp_path / name).touch()
-    long_ago = time.time() - 2 * STALE
+    long_ago = time.time() - 2 * STALE_S
     os.utime(tmp_path / forgotten, (long_ago, long_ago))
     for text in (b"one", b"two"):  # a new file without a name needs none of theirs; one that is replaced does
         put(tmp_path / "file", text)

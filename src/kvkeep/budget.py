@@ -38,16 +38,15 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Budget:
-    """The cache budget of a model, as its user wrote it.
-
-    text: the user's spelling, stripped; ``str`` returns it. unit: "tokens" (entries per full layer), "bytes" (of the
-    whole cache: all layers, all rows of the batch) or "percent" (of the context, per full layer). amount: the number in
-    that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
-    """
+    """The cache budget of a model, as its user wrote it."""
 
     text: str
+    """The user's spelling, stripped; ``str`` returns it."""
     unit: Literal["tokens", "bytes", "percent"]
+    """Entries per full layer; bytes of the cache (all layers, all rows of the batch); percent of the context, per full
+    layer."""
     amount: Fraction
+    """The number in that unit. MB is 10**6 bytes, MiB is 2**20."""
 
     @overload
     @classmethod

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-STALE = 24 * 3600
+STALE_S = 24 * 3600
 """Seconds after which a temporary file is abandoned, whatever its host."""
 
-_LONGEST = 120  # bytes of the file's own name that a temporary one takes over; names end at 255
+_MAX_NAME_BYTES = 120  # bytes of the file's own name that a temporary one takes over; names end at 255
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
@@ -59,7 +59,7 @@ def owner() -> str:
 def abandoned(path: Path, mark: str) -> bool:
     """Return whether the process in ``mark``, from :func:`owner`, is dead or ``path`` is stale. Raises OSError or
     ValueError for a file or mark that cannot be read."""
-    return dead(mark) or time.time() - path.stat().st_mtime > STALE
+    return dead(mark) or time.time() - path.stat().st_mtime > STALE_S
 
 
 def dead(mark: str) -> bool:
@@ -81,7 +81,7 @@ def _mode(target: Path) -> int | None:
 
 
 def _prefix(target: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(target.name)[:_LONGEST])}.saving-"
+    return f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}.saving-"
 
 
 def _temporary(target: Path) -> Path:

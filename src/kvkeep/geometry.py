@@ -40,23 +40,23 @@ _WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The cached entries of one layer.
-
-    index: position among the decoder's layers. kind: "full" (every token), "sliding" (the last ``window - 1``),
-    "shared" (another layer's keys and values), or the transformers layer type of anything else ("chunked_attention",
-    "linear_attention", ...), which callers refuse by that name. kv_heads: heads that the cache holds (1 for latent
-    attention). key_dim, value_dim: elements of one key or value of one head, as cached. window: how far back the layer
-    attends, itself included; None where it sees everything. source: the layer whose keys and values this one reads;
-    itself unless shared.
-    """
+    """The cached entries of one layer."""
 
     index: int
+    """Among the decoder's layers."""
     kind: str
+    """"full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys and values), or
+    transformers' name of any other type ("chunked_attention", "linear_attention", ...), which callers refuse."""
     kv_heads: int
+    """Heads that the cache holds; 1 for latent attention."""
     key_dim: int
+    """Elements of one key of one head, as cached."""
     value_dim: int
+    """Elements of one value of one head, as cached."""
     window: int | None
+    """How far back the layer attends, the token itself included; None: it attends to everything."""
     source: int
+    """The layer whose keys and values this one reads; the layer itself unless shared."""
 
     @property
     def owns_entries(self) -> bool:
@@ -71,24 +71,25 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """The layers of one decoder, in order, and their bytes.
-
-    model_type: the transformers name of the decoder ("llama", "gemma3_text"). hidden_size: d, the width of the residual
-    stream. attention_heads: query heads (of the first layer, should they differ). vocab_size: token ids known to the
-    model. max_positions: the context the model was trained for; None where the config names none. dtype_bytes: b, bytes
-    per cached element. steady_positions: the tokens of a text up to which its rotary frequencies are always the same:
-    beyond them transformers chooses those of all tokens of a call by its last one; None where they never change.
-    """
+    """The layers of one decoder, in order, and their bytes. Fingerprints are made of its ``repr``."""
 
     model_type: str
+    """transformers' name of the decoder ("llama", "gemma3_text")."""
     hidden_size: int
+    """d, the width of the residual stream."""
     layers: tuple[LayerGeometry, ...]
     attention_heads: int
+    """Query heads (of the first layer, should they differ)."""
     vocab_size: int
+    """Token ids known to the model."""
     max_positions: int | None
+    """The context that the model was trained for; None where the config names none."""
     dtype_bytes: int
-    # Not in repr, which fingerprints are made of: they have the settings that it follows from.
+    """b, bytes per cached element."""
     steady_positions: int | None = field(default=None, repr=False)
+    """The number of tokens up to which the rotary frequencies of a text never change; None: they never do. For longer
+    texts transformers chooses the frequencies of all tokens of a call by its last one. It is not in ``repr``:
+    fingerprints have the settings that it follows from."""
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:

@@ -23,13 +23,13 @@ from kvkeep.extras import optional
 from kvkeep.files import dead, owner
 from kvkeep.plugins import first_line
 
-OBJECTS = 100 * 2**20
+OBJECT_STORE_BYTES = 100 * 2**20
 """Bytes of Ray's own object store, where it is started here; it wants 75 MiB."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # else anything else on the machine comes first
 }
-ANSWER_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Seconds in which the machine at an address has to answer; Ray itself tries for minutes."""
 _CLIENT_PORT = 10001
 """Of ``ray://HOST``."""
@@ -63,7 +63,7 @@ def connected(
             for name, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(name, value)
             settings = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
-            settings |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
+            settings |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES + data}
         ending.push(_shutdown)
         try:
             if address is not None:
@@ -84,7 +84,7 @@ def alive() -> bool:
     """Return whether the cluster that this process is the driver of answers."""
     try:
         host, _, port = optional("ray", "ray").get_runtime_context().gcs_address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True
@@ -110,7 +110,7 @@ def _reach(address: str) -> None:
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
     if parts.hostname is not None and port is not None:  # else Ray says what is wrong with it
-        socket.create_connection((parts.hostname, port), ANSWER_S).close()
+        socket.create_connection((parts.hostname, port), CONNECT_TIMEOUT_S).close()
 
 
 @contextmanager

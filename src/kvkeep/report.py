@@ -14,19 +14,12 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
-AT_ONCE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
+ONESHOT_NOTE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Requested and effective settings of one layer; ``note``: why they differ, or when the budget does not hold.
-    same_bits: logits have the bits of one token at a time through the unbounded cache, for any chunk, budget and batch:
-    the method is exact, attention the kernel's over entries in the order of the text, and a trial showed that the
-    model's products do not depend on the number of rows. Not so where latents are expanded in the step: attention is as
-    exact then, but adds in another order. Beyond 512 entries that is also so for rows of a batch that were answered in
-    rounds and accepted different numbers of tokens: what they did not accept stays as holes between their entries,
-    which have none alone. Nor where rotary frequencies change with the length of a text, unless the request's
-    ``context`` stays below that length."""
+    """Requested and effective settings of one layer."""
 
     layer: int
     kind: str
@@ -36,7 +29,16 @@ class LayerReport:
     entries: int | None
     exactness: str
     note: str
+    """Why requested and effective settings differ, or when the budget does not hold."""
     same_bits: bool
+    """Whether logits have the bits of the unbounded cache that reads one token at a time, for any chunk, budget and
+    batch. That requires an exact method, the kernel's attention over entries in the order of the text, and a model
+    whose products do not depend on the number of rows (a trial shows it).
+
+    It is False where latents are expanded in the step, which adds in another order, and where rotary frequencies change
+    with the length of a text, unless the request's ``context`` stays below that length. There is one exception to True:
+    rows of a batch that were answered in rounds and accepted different numbers of tokens have holes between their
+    entries, and beyond 512 entries their bits differ."""
 
 
 def describe(
@@ -68,7 +70,7 @@ def describe(
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
         if layer.kind == "full" and request.method.oneshot:
-            note = f"{note}; {AT_ONCE}" if note else AT_ONCE
+            note = f"{note}; {ONESHOT_NOTE}" if note else ONESHOT_NOTE
         if (
             layer.kind == "full"
             and request.method.exactness is Exactness.EXACT

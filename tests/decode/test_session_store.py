@@ -102,7 +102,7 @@ def test_a_window_takes_its_new_entries_only(tmp_path: Path) -> None:
 
 def test_what_is_dead_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lossy cache changes as a whole: its file stays about as large as what is alive in it."""
-    monkeypatch.setattr(session_file, "SLACK", 4000)
+    monkeypatch.setattr(session_file, "SLACK_BYTES", 4000)
     cache, sizes = saved_turns(tmp_path / "s", "h2o", 30, each=5, budget=16, chunk=8)
     assert max(sizes) < 3 * min(sizes[10:]) + 4000 and any(
         after < before for before, after in itertools.pairwise(sizes)

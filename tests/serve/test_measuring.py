@@ -38,7 +38,7 @@ class Bench:
 
         monkeypatch.setattr(measuring.subprocess, "Popen", started)
         monkeypatch.setattr(measuring, "IDLE_S", 0.0)
-        monkeypatch.setattr(measuring, "LOOK_S", 0.01)
+        monkeypatch.setattr(measuring, "IDLE_POLL_S", 0.01)
         monkeypatch.setattr(measuring, "_loaded", lambda: False)
 
     def measuring(self, *codes: str) -> Measuring:

@@ -40,7 +40,7 @@ _PAGE, LEASE, _TURN = b"page", b"leas", b"turn"
 NUMBER = struct.Struct("<Q")
 MARK = 16
 """Bytes of a writer's mark."""
-_PATIENCE_S = 0.1  # another process may hold the lock for a moment to look whether anyone does
+_LOCK_TIMEOUT_S = 0.1  # another process may hold the lock for a moment to look whether anyone does
 
 Pieces = Iterable[Any]  # objects with bytes
 
@@ -319,7 +319,7 @@ def open_for_writing(path: Path) -> bool:
 
 def _locked(path: Path) -> FileIO:
     """Open ``path``, which is made where it is not, and lock it. Raises OSError, and SessionError where another has."""
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+")
         try:
@@ -334,7 +334,7 @@ def _locked(path: Path) -> FileIO:
                 raise SessionBusy(
                     f"The session '{path}' is in use by another program; end that program, or name another session."
                 ) from error
-            time.sleep(_PATIENCE_S / 5)
+            time.sleep(_LOCK_TIMEOUT_S / 5)
         except BaseException:
             file.close()
             raise

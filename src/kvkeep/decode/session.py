@@ -28,7 +28,7 @@ from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 
-_LONGEST = 2**31  # slots are int32
+_MAX_SLOTS = 2**31  # slots are int32
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
     "tokenizer": (str, type(None)),
@@ -49,13 +49,15 @@ _PAST: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Session:
-    """A cache, the token ids it has processed, JSON ``notes`` of the program, and the fingerprint of the tokenizer that
-    made the ids, if one did."""
+    """A cache and what has to be saved with it."""
 
     cache: KeepCache
     ids: list[list[int]]
+    """Of the tokens that the cache holds, by row."""
     notes: dict[str, Any] = field(default_factory=dict)
+    """JSON of the program."""
     tokenizer: str | None = None
+    """The fingerprint of the tokenizer that made the ids, if one did."""
 
 
 Where = str | os.PathLike[str] | SessionFile
@@ -177,7 +179,7 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
     past = about["past"]
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
-    if not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
+    if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
         raise _odd("its past has numbers out of range")
     try:
         if past["shares"] is not None:

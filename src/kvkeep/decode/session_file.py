@@ -27,7 +27,7 @@ NAME_OF_IDS = "session.ids"
 """The tensor of the tokens' ids."""
 PAGE_BYTES = 1 << 17
 """Bytes of a full page, one row at least."""
-SLACK = 1 << 16
+SLACK_BYTES = 1 << 16
 """Dead bytes that are always allowed."""
 
 _NAMES = {
@@ -302,7 +302,7 @@ class SessionFile:
         living = sum(HEADER.size + journal.pages[place][0] for place in places) + len(journal.turns[-1])
         needed = sum(-(-stored.form.rows // stored.form.page_rows) for stored in self._table.values())
         return (
-            journal.end > 2 * living + SLACK
+            journal.end > 2 * living + SLACK_BYTES
             or sum(len(stored.spans) for stored in self._table.values()) > 4 * needed + 999
         )
 

@@ -27,27 +27,31 @@ _NAME = re.compile(rf"({_PART}/)?{_PART}")
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """One session of a store.
-
-    path: its file; bytes: of the file; used, created: seconds since 1970, ``used`` of the last time that it was opened
-    for writing or saved; held: a program has it open for writing; problem: why it cannot be read, with None and 0 for
-    all that follows; turns: how often it was saved; tokens: in the cache; family, method, budget: of model and
-    cache; mark: of the file's last writer.
-    """
+    """One session of a store."""
 
     name: str
     path: str
+    """Of its file."""
     bytes: int
+    """Of its file."""
     used: float
+    """When it was last saved or opened for writing, in seconds since 1970."""
     held: bool
+    """Whether a program has it open for writing."""
     problem: str | None = None
+    """Why it cannot be read; the fields below then have their defaults."""
     created: float | None = None
+    """Seconds since 1970."""
     turns: int = 0
+    """How often it was saved."""
     tokens: int = 0
+    """In the cache."""
     family: str | None = None
+    """Of the model."""
     method: str | None = None
     budget: str | None = None
     mark: str = ""
+    """Of the file's last writer."""
 
 
 def sessions_folder(named: str | os.PathLike[str] | None = None) -> Path:

@@ -38,7 +38,7 @@ TAKEN = ".taken"
 """The folder of files that were taken, beside the sessions; empty but for moments, so that looking into it is cheap."""
 _SCANS = 2
 """A name that is changed while a folder is listed may be missing in the list."""
-_COPIED = 1 << 20
+_COPY_BYTES = 1 << 20
 
 
 class SharedWriter(Writer):
@@ -171,8 +171,8 @@ class SharedWriter(Writer):
         copy = FileIO(str(name), "x+")
         try:
             lock(copy)
-            for start in range(0, self.end, _COPIED):
-                data = memoryview(self._read(start, min(_COPIED, self.end - start)))
+            for start in range(0, self.end, _COPY_BYTES):
+                data = memoryview(self._read(start, min(_COPY_BYTES, self.end - start)))
                 while data:
                     data = data[copy.write(data) :]
         except BaseException:

@@ -15,12 +15,15 @@ class ShapeError(Exception):
 
 @dataclass(frozen=True)
 class Extent:
-    """The lanes of a layer (KV heads of all rows), its slots, and the elements of one key and one value."""
+    """The sizes of one layer."""
 
     lanes: int
+    """KV heads of all rows."""
     slots: int
     key_dim: int
+    """Elements of one key."""
     value_dim: int
+    """Elements of one value."""
 
     def entries(self, keys: Tensor | None, values: Tensor | None, lanes: int | None = None) -> int:
         """Return n of keys and values (lanes, n, dim), which must have one floating dtype. lanes: by default all."""

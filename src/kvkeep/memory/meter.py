@@ -23,19 +23,18 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 @dataclass
 class Meter:
-    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging and of reading a text once more.
-
-    workspace: temporary tensors of recall (rebuilt pages, residuals between layers).
-    peak_cache: the peak of resident, compressed and pending entries together.
-    merging_s: seconds spent merging entries; on a GPU, seconds of launching that work.
-    reconstruction_s: seconds of reading a text once more, to choose what stays.
-    """
+    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging and of reading a text once
+    more."""
 
     workspace: int = 0
+    """Bytes of temporary tensors of recall: rebuilt pages, residuals between layers."""
     peak_workspace: int = 0
     peak_cache: int = 0
+    """The peak of resident, compressed and pending entries together, in bytes."""
     merging_s: float = 0.0
+    """Seconds of merging entries; on a GPU, of launching that work."""
     reconstruction_s: float = 0.0
+    """Seconds of reading a text once more, to choose the entries that stay."""
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -68,21 +67,22 @@ class Meter:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a cache, measured from its tensors.
-
-    resident_bytes: entries attention reads directly. compressed_bytes: entries in a smaller form. checkpoint_bytes:
-    data from which evicted entries are rebuilt, by place. bookkeeping_bytes: positions, tables. peak_cache_bytes: the
-    peak of resident, compressed and pending entries. peak_workspace_bytes: the peak of temporary tensors of recall.
-    process_bytes: what the whole process has in memory, the model included; None where the system does not say.
-    """
+    """Bytes of a cache, measured from its tensors."""
 
     resident_bytes: int = 0
+    """Entries that attention reads directly."""
     compressed_bytes: int = 0
+    """Entries in a smaller form."""
     checkpoint_bytes: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
+    """Data from which evicted entries are rebuilt, by place."""
     bookkeeping_bytes: int = 0
+    """Positions and tables."""
     peak_cache_bytes: int = 0
+    """The peak of resident, compressed and pending entries."""
     peak_workspace_bytes: int = 0
+    """The peak of temporary tensors of recall."""
     process_bytes: int | None = None
+    """Memory of the whole process, the model included; None where the system does not say."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""

@@ -13,12 +13,14 @@ from kvkeep.native.library import trim_memory
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of a process in memory. pss: its own, and its share of what others have mapped, too. anonymous: without a
-    file. mapped: of files, the model's and checkpoints'."""
+    """Bytes of a process in memory."""
 
     pss: int
+    """Private memory, and this process's share of memory that others map as well."""
     anonymous: int
+    """Memory without a file."""
     mapped: int
+    """Memory of mapped files: the model's and checkpoints'."""
 
     def __sub__(self, other: ProcessMemory) -> ProcessMemory:
         """Return what is held above ``other``."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvkeep.memory.places import Place
 
 BLOCK = 256
-LARGEST = 1024
+MAX_PAGE_ROWS = 1024
 """Rows of the largest page."""
 
 
@@ -216,7 +216,7 @@ class PagedRows:
     """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
     allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
 
-    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = LARGEST) -> None:
+    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         self.home = home
         self.smallest = smallest
         self.largest = largest
@@ -302,7 +302,7 @@ def ring_rows(needed: int, capacity: int, block: int = BLOCK) -> int:
     return min(capacity, up(needed, block))
 
 
-def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = LARGEST) -> int:
+def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> int:
     """Return the rows of the next page, given ``allocated`` rows and ``missing`` more."""
     return min(largest, max(-(-missing // smallest), allocated // (8 * smallest)) * smallest)
 

@@ -41,8 +41,7 @@ class _Take:
 
 
 class Adapter:
-    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence. latent: its attention
-    caches less than it multiplies."""
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
@@ -54,6 +53,7 @@ class Adapter:
             self._rotary is not None and "layer_type" in inspect.signature(type(self._rotary).forward).parameters
         )
         self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
+        """Whether its attention caches latents, which are smaller than its keys and values."""
         self._checked: dict[str, str | None] = {}
         self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))

@@ -11,7 +11,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.packed import Packed
 from kvkeep.native.library import library
 
-ROWS = (2, 3, 7, 13)
+TRIAL_ROWS = (2, 3, 7, 13)
 """Rows of a trial, which products take in other ways than one: in tiles, and written out first."""
 
 
@@ -25,11 +25,11 @@ def row_independent(model: Any) -> bool:
     if known is None and not _by_kernels(model):
         known = model._kvkeep_row_independent = False
     if known is None:
-        count = max(ROWS)
+        count = max(TRIAL_ROWS)
         vocabulary = ModelGeometry.from_config(model.config).vocab_size
         ids = torch.randint(0, vocabulary, (count, 1), generator=torch.Generator().manual_seed(3)).to(model.device)
         single = torch.cat([model(row[None], use_cache=False).logits for row in ids])
-        known = all(torch.equal(model(ids[:rows], use_cache=False).logits, single[:rows]) for rows in ROWS)
+        known = all(torch.equal(model(ids[:rows], use_cache=False).logits, single[:rows]) for rows in TRIAL_ROWS)
         model._kvkeep_row_independent = known
     return known
 

@@ -17,7 +17,7 @@ from kvkeep.extras import optional
 
 HALF_MAXIMUM = 65504.0
 """The greatest number in float16, in which scales and offsets are kept."""
-AT_ONCE = 1 << 22
+DECODED_ELEMENTS = 1 << 22
 """Elements that are decoded or quantised at a time: the steps take several times their memory."""
 
 
@@ -55,7 +55,7 @@ class Blocks:
         """Return the weights, (outputs, inputs)."""
         outputs, inputs = self.shape
         made = torch.empty(outputs, inputs, dtype=dtype)
-        step = max(1, AT_ONCE // inputs)
+        step = max(1, DECODED_ELEMENTS // inputs)
         for first in range(0, outputs, step):
             made[first : first + step] = _decoded(self.kind, self.rows[first : first + step]).to(dtype)
         return made
@@ -71,7 +71,7 @@ def quantised(weight: Tensor, bits: int) -> Blocks:
     weights that are too large for a scale or an offset in float16, or infinite or NaN."""
     if bits == 16 or weight.shape[1] % GROUP:
         return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
-    step, encode = max(1, AT_ONCE // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
+    step, encode = max(1, DECODED_ELEMENTS // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
     parts = [encode(_finite(rows.detach().float(), bits).unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
     return Blocks("Q8_0" if bits == 8 else "Q4_1", torch.cat(parts))
 

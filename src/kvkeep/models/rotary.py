@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvkeep.native.library import kernels, library
 
-TRIAL = (0, 1, 77, 1000, 4095)
+TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 """Positions at which a module's own cosines and sines are compared."""
 
 
@@ -76,7 +76,7 @@ def _kinds(module: Any) -> list[str | None]:
 
 @torch.no_grad()
 def _agrees(ours: Rotary, kind: str | None) -> bool:
-    x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([TRIAL])
+    x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([TRIAL_POSITIONS])
     given = (x, positions) if kind is None else (x, positions, kind)
     try:
         found, wanted = ours(*given), type(ours.module).forward(ours.module, *given)

@@ -24,21 +24,26 @@ QUANTISED = {4: "Q4_1", 8: "Q8_0"}
 
 @dataclass(frozen=True)
 class WeightTensor:
-    """One tensor in memory. stored: its kind in a GGUF file (Q4_1), None elsewhere. bits: of an element's code. group:
-    elements that share a scale, None without. nbytes: with scales."""
+    """One tensor in memory."""
 
     stored: str | None
+    """Its kind in a GGUF file (Q4_1); None elsewhere."""
     bits: int
+    """Of an element's code."""
     group: int | None
+    """Elements that share a scale; None: there are no scales."""
     nbytes: int
+    """Bytes, with scales."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model. asked: the format asked for. tensors: by the model's names, a shared one once."""
+    """The weights of a model."""
 
     requested: str
+    """The format, as the user named it."""
     tensors: dict[str, WeightTensor]
+    """By the model's names; a shared tensor is listed once."""
 
     @property
     def nbytes(self) -> int:

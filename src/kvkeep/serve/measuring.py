@@ -23,14 +23,14 @@ from kvkeep.serve.engine import Engine
 
 IDLE_S = 60.0
 """Seconds without an answer before a measurement begins."""
-LOOK_S = 1.0
+IDLE_POLL_S = 1.0
 """Seconds between looks whether the server is idle."""
-YIELD_S = 0.05
+REQUEST_POLL_S = 0.05
 """Seconds between looks whether a request has come while the machine is measured."""
 TIMEOUT_S = 900.0
-TRIES = 5
+MAX_ATTEMPTS = 5
 """Measurements that requests may interrupt before the server leaves it."""
-NEEDED = 4 * 10**9
+NEEDED_BYTES = 4 * 10**9
 """Bytes that have to be free; a measurement takes less than half of it."""
 
 
@@ -61,7 +61,7 @@ class Measuring:
 
     def _run(self) -> None:
         try:
-            for _ in range(TRIES):
+            for _ in range(MAX_ATTEMPTS):
                 if not self._wait_until_idle() or not self._needed() or self._measure():
                     return
         except (OSError, KvkeepError) as error:
@@ -78,7 +78,7 @@ class Measuring:
     def _wait_until_idle(self) -> bool:
         """Wait until nothing was asked for a while and the machine has room; return False when stopped."""
         since = time.monotonic()
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(IDLE_POLL_S):
             if self._busy() or _loaded():
                 since = time.monotonic()
             elif time.monotonic() - since >= IDLE_S:
@@ -98,7 +98,7 @@ class Measuring:
             try:
                 deadline = time.monotonic() + TIMEOUT_S
                 while process.poll() is None and time.monotonic() < deadline:
-                    if self._stop.wait(YIELD_S):
+                    if self._stop.wait(REQUEST_POLL_S):
                         return True
                     if self._busy():
                         return False
@@ -128,4 +128,4 @@ class Measuring:
 
 def _loaded() -> bool:
     """Return whether other programs keep the machine busy, or too little memory is free."""
-    return busy() or free_memory(torch.device("cpu")) < NEEDED
+    return busy() or free_memory(torch.device("cpu")) < NEEDED_BYTES

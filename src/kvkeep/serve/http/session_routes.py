@@ -86,7 +86,7 @@ def _saved(store: SessionStore | None, owner: str, name: str | None) -> list[Ses
     return []
 
 
-NEVER, DAMAGED = "Its first turn was never saved.", "The file cannot be read."
+NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The file cannot be read."
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:
@@ -102,5 +102,5 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "memory_bytes": 0,
         "used": info.used,
-        "note": info.problem and (NEVER if info.problem == UNSAVED else DAMAGED),
+        "note": info.problem and (NEVER_SAVED if info.problem == UNSAVED else UNREADABLE),
     }
