@@ -44,7 +44,7 @@ HARD = Scenario(
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["M/D/1", "M/M/1"])
-def test_one_replica_is_the_queue_of_the_textbook(fixed: bool) -> None:
+def test_one_replica_behaves_as_the_textbook_queue(fixed: bool) -> None:
     """Processor sharing: the mean stay is E[S] / (1 - rho), whatever the lengths' distribution."""
     served, load = 201 * STEP, 0.7  # the prompt, and a step for each token but the first
     given = Scenario(1, load / served, turns=1, first=1, answer=201, fixed=fixed, disk=1e18, link=1e18, seconds=4000)
@@ -74,7 +74,7 @@ class Logged(Simulation):
         super()._end(replica, session)
 
 
-def test_single_answers_take_what_their_parts_take() -> None:
+def test_the_time_of_an_answer_is_the_sum_of_its_parts() -> None:
     """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
     pace = replace(BUSY, memory=1e9, longest=10**9, stored=Line(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
     given = Scenario(
@@ -102,7 +102,7 @@ def test_single_answers_take_what_their_parts_take() -> None:
             assert took == pytest.approx(fetch + read + written), (how, past)
 
 
-def test_nothing_is_lost_and_nothing_comes_twice() -> None:
+def test_sessions_and_memory_are_conserved_when_replicas_fail() -> None:
     """In a fleet without room, on a slow disk, where replicas fail: answers, memory, Little's law, and the seed."""
     for route in ("hash", "bounded", "least"):
         one = Simulation(BUSY, replace(HARD, route=route, warmup=0))
@@ -130,7 +130,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         assert again == found != simulate(BUSY, replace(HARD, route=route, warmup=0, seed=1))
 
 
-def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
+def test_the_ring_moves_only_the_sessions_of_a_dead_replica() -> None:
     one = Simulation(SHARED, Scenario(replicas=10))
     ring, places = Ring(one.replicas), [Session(number).hash for number in range(4000)]
     before = [ring.pick(place) for place in places]
@@ -147,7 +147,9 @@ def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
     assert ring.pick(places[0]) is None
 
 
-def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_the_fleet_command_prints_a_row_for_each_setting(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     path = tmp_path / "pace.json"
     path.write_text(json.dumps(BUSY.as_dict()))
     small = ("--rate", "0.5", "--seconds", "40", "--warmup", "10", "--disk", "1MB", "--link", "0.01", "--mtbf", "60")
@@ -198,7 +200,7 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
         ({"chunk": 0.5}, "'chunk' is a whole number above 0"),
     ],
 )
-def test_a_pace_that_is_none_is_refused_in_a_sentence(wrong: Any, sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_pace_file_is_refused(wrong: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "pace.json"
     path.write_text(json.dumps(BUSY.as_dict() | wrong if wrong else wrong))
     with pytest.raises(UsageError, match=sentence):
@@ -221,7 +223,7 @@ ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.d
 
 @pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
 @pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
-def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: float | None) -> None:
+def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float | None) -> None:
     """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
     machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
@@ -251,7 +253,7 @@ def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
     assert sum(fuller) * 101 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
 
 
-def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_too() -> None:
+def test_a_burst_starts_when_the_previous_one_has_ended() -> None:
     pace, alive = replace(BUSY, longest=5000), list[int]()
 
     class Watched(Simulation):
@@ -274,7 +276,7 @@ def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_to
         Simulation(replace(pace, memory=4800.0), given)
 
 
-def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
+def test_the_load_bound_counts_the_replicas_known_to_be_alive() -> None:
     """After the warm-up, too, and also where one is back before anybody noticed."""
     one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
     pick, counts = one.ring.pick, Counter[int]()
@@ -309,7 +311,7 @@ def test_every_route_sends_to_a_replica_that_is_down_until_it_is_noticed() -> No
         assert down in [one._route(session) for session in sessions], route
 
 
-def test_the_replicas_by_load_are_no_more_than_a_few_for_each() -> None:
+def test_the_queue_of_least_loaded_replicas_stays_small() -> None:
     """And the one that is asked is always one of the fewest answers, of those that the router knows."""
     one = Simulation(BUSY, replace(HARD, route="least"))
     route, sizes = one._route, list[int]()

@@ -75,7 +75,7 @@ def replayed(trace: Trace) -> list[torch.Tensor]:
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))
-def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: float) -> None:
+def test_encoded_changes_decode_to_the_same_states(lanes: int, tokens: int, seed: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     before, other = torch.randint(0, 6, (2, lanes, tokens), generator=generator, dtype=torch.int8)
     now = torch.where(torch.rand(lanes, tokens, generator=generator) < share, other, before)
@@ -86,7 +86,9 @@ def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: flo
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", ["full", "kv-direct", "streaming-llm", "h2o", "h2o+checkpoint"])
-def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recording_equals_the_states_of_the_cache(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorders: list[Watched] = []
     monkeypatch.setattr(
         "kvkeep_lab.inspection.Recorder", lambda cache: recorders.append(Watched(cache)) or recorders[0]
@@ -109,7 +111,7 @@ def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypa
         assert all(int((lanes[layer] == EntryState.RESIDENT).sum(1).max()) <= 32 for layer in full)
 
 
-def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not() -> None:
+def test_an_interrupted_answer_is_kept_and_an_interrupted_prompt_raises() -> None:
     model = tiny("llama")
     written: list[str] = []
     cache = KeepCache(model, "kv-direct", 32)
@@ -127,7 +129,7 @@ def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not(
         inspect(model, tokenizer(), PROMPT, KeepCache(model, "kv-direct", 32), interrupted=lambda: True)
 
 
-def test_texts_joined_are_the_text() -> None:
+def test_texts_of_tokens_join_to_the_text() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -179,7 +181,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_nothing_in_a_text_is_markup() -> None:
+def test_texts_are_escaped_on_the_page() -> None:
     trace = a_trace([2, 1], [10, 15], 8)
     given = an_inspection(trace, [*HOSTILE, "end"], 10)
     page = render(replace(given, model="<img src=x>", generation=replace(given.generation, method="</title>&")))
@@ -195,7 +197,7 @@ def test_nothing_in_a_text_is_markup() -> None:
     assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
 
 
-def test_pages_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = check_output(tmp_path / "cache.html")
     write_page(target, "old")
     (tmp_path / "link.html").symlink_to(target)
@@ -229,7 +231,7 @@ def browsed(page: Path, fragment: str) -> Elements:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: install chromium, or set KVKEEP_BROWSER to one's path")
-def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
+def test_a_browser_shows_the_recorded_states(tmp_path: Path) -> None:
     steps = [12, 24, 30, 31, 32, 33]
     texts = ["<b>", "two\nlines", " ", "</script><script>document.body.dataset.error='run'</script>"]
     texts += [f" word{number}" for number in range(30)]

@@ -42,7 +42,7 @@ class Killed(Match):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_two_workers_of_which_one_is_killed(
+def test_a_killed_ray_worker_loses_no_cell(
     tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
@@ -89,16 +89,14 @@ def scores(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
         run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
-def test_a_cluster_that_cannot_be_had_is_a_sentence(
-    tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 
     def refuse(*given: object, **own: object) -> None:
@@ -117,7 +115,7 @@ def test_a_cluster_that_cannot_be_had_is_a_sentence(
                 run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
 
 
-def test_data_keep_their_places(tmp_path: Path) -> None:
+def test_data_files_keep_their_relative_paths(tmp_path: Path) -> None:
     for name in ("data/a.txt", "data/inner/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -125,7 +123,7 @@ def test_data_keep_their_places(tmp_path: Path) -> None:
     assert files == {"inner/a.txt": b"data/inner/a.txt", "a.txt": b"data/a.txt"} and _contents([]) == {}
 
 
-def test_cores_are_shared_as_machines_allow() -> None:
+def test_cores_are_shared_among_workers_by_machine() -> None:
     assert cores([8], 1) == 8 and cores([8], 3) == 2 and cores([8, 8], 2) == 8 and cores([3, 5], 2) == 3
     assert cores([16, 2, 0], 3) == 5
     with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):

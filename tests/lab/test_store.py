@@ -28,7 +28,7 @@ def cell(key: str) -> Cell:
     return Cell(key, "s", "m", 0, "h2o", "25%")
 
 
-def test_what_was_appended_is_read_and_only_once(tmp_path: Path) -> None:
+def test_appended_records_are_read_once(tmp_path: Path) -> None:
     store = Store(tmp_path / "new" / "results.jsonl")
     store.refresh()  # there is none yet
     assert store.records == [] and not store.unfinished
@@ -45,7 +45,7 @@ def test_what_was_appended_is_read_and_only_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 40, 10_000])
-def test_a_torn_last_line_is_skipped_told_and_closed(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "results.jsonl"
     store = Store(path)
     store.append(row("a"))
@@ -61,7 +61,7 @@ def test_a_torn_last_line_is_skipped_told_and_closed(tmp_path: Path, cut: int) -
     assert torn.torn == (cut > 1) == stored(path).torn
 
 
-def test_lines_of_something_else_are_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "weather"}\nnot json\n\n')
     Store(path).append(row("a"))
@@ -112,13 +112,13 @@ def test_a_cell_is_claimed_once_and_a_killed_process_is_counted(tmp_path: Path) 
     assert [Store(path).claim(cell(key)) for key in "abc"] == [1, 1, 1]
 
 
-def test_a_cell_locked_and_never_begun_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lock_without_a_begun_cell_is_removed(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl.a.lock").touch()  # its process was killed between the two
     Store(tmp_path / "results.jsonl").forget([cell("a"), cell("b")])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cell_with_a_record_is_not_free_and_one_of_before_is(tmp_path: Path) -> None:
+def test_a_cell_recorded_since_the_start_cannot_be_claimed(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     Store(path).append(row("a"))
     store = Store(path, path.stat().st_size)
@@ -129,7 +129,7 @@ def test_a_cell_with_a_record_is_not_free_and_one_of_before_is(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir() if path.suffix in (".begun", ".lock")] == ["results.jsonl.lock"]
 
 
-def test_a_store_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+def test_an_unusable_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         Store(tmp_path / "file" / "results.jsonl").append(row("a"))

@@ -113,7 +113,7 @@ def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypa
     assert [len(layer._forward_pre_hooks) for layer in own.model.layers] == [1] * 4
 
 
-def test_what_observes_is_given_every_query_whatever_logits_are_wanted() -> None:
+def test_selectors_see_every_query_whatever_logits_are_kept() -> None:
     """Layers that share keys are given the last queries alone by transformers, where only their logits are wanted."""
     caches = [KeepCache(tiny("gemma4"), "h2o", 16, chunk=16) for _ in "ab"]
     for cache, keep in zip(caches, (0, 20), strict=True):
@@ -149,7 +149,7 @@ def test_prompts_longer_than_a_chunk_are_compiled() -> None:
 
 
 @pytest.mark.parametrize(("method", "budget"), WAYS)
-def test_what_inference_mode_read_is_continued_outside(method: str, budget: int | None) -> None:
+def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budget: int | None) -> None:
     model, results = tiny("llama"), []
     for mode in (torch.inference_mode, torch.no_grad):
         cache = KeepCache(model, method, budget)
@@ -174,7 +174,7 @@ def test_gradient_checkpointing_is_refused(own: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "residual", "residual:2", "tokens"])
-def test_what_is_rebuilt_is_not_among_hidden_states(kind: str) -> None:
+def test_hidden_states_exclude_rebuilt_tokens(kind: str) -> None:
     model, cache, stock = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind), DynamicCache()
     results = []
     for one in (cache, stock):
@@ -186,7 +186,7 @@ def test_what_is_rebuilt_is_not_among_hidden_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["argument", "config"])
-def test_what_layers_hand_out_needs_one_chunk(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_logits_need_an_input_of_one_chunk(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3_moe")
     options = {"output_router_logits": True} if by == "argument" else {}
     monkeypatch.setattr(model.config, "output_router_logits", by == "config")
@@ -209,7 +209,7 @@ class TestMasks:
 
     @pytest.mark.parametrize("options", [{"checkpoint": "kv"}, {"checkpoint": "residual"}], ids=str)
     @pytest.mark.parametrize("method", ["kv-direct", "h2o+checkpoint", "snapkv+verified", "h2o+pages:all", "paged"])
-    def test_exact_methods_obey_them_chunk_by_chunk(self, method: str, options: dict[str, str]) -> None:
+    def test_exact_methods_follow_a_custom_mask(self, method: str, options: dict[str, str]) -> None:
         model = tiny("llama")
         cache = KeepCache(model, method) if method == "paged" else KeepCache(model, method, 16, **options)
         expected = forward(model, DynamicCache(), TEXT, attention_mask=self.mask).logits
@@ -218,13 +218,13 @@ class TestMasks:
         )
 
     @pytest.mark.parametrize("kind", ["residual:2", "tokens"])
-    def test_what_runs_the_model_again_refuses_them(self, kind: str) -> None:
+    def test_checkpoints_that_rerun_the_model_refuse_custom_masks(self, kind: str) -> None:
         model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind)
         with pytest.raises(UsageError, match="runs the model again by its own masks"):
             forward(model, cache, TEXT, attention_mask=self.mask)
         assert cache.get_seq_length() == 0
 
-    def test_of_another_size_are_refused(self) -> None:
+    def test_a_mask_of_the_wrong_size_is_refused(self) -> None:
         model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 60, chunk=60)
         with pytest.raises(UsageError, match="The attention mask covers 99 entries; there are 60"):
             forward(model, cache, TEXT, attention_mask=torch.ones(1, 1, 60, 99, dtype=torch.bool))

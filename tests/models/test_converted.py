@@ -44,7 +44,7 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path) -> None:
     assert torch.equal(first.model(ids).logits, second.model(ids).logits)
 
 
-def test_the_copy_holds_what_the_file_holds(gguf_file: Path) -> None:
+def test_the_converted_copy_equals_the_file(gguf_file: Path) -> None:
     from gguf import GGUFReader
 
     loaded = load(gguf_file, weights="float32", device="cpu")
@@ -59,7 +59,7 @@ def test_the_copy_holds_what_the_file_holds(gguf_file: Path) -> None:
     assert not hasattr(loaded.model.config, "quantization_config")
 
 
-def test_a_file_of_other_content_gets_a_copy_of_its_own(gguf_file: Path) -> None:
+def test_a_changed_file_gets_another_copy(gguf_file: Path) -> None:
     make(gguf_file)
     data = bytearray(gguf_file.read_bytes())
     data[-3] ^= 1  # within the last tensor
@@ -71,7 +71,7 @@ def test_a_file_of_other_content_gets_a_copy_of_its_own(gguf_file: Path) -> None
 @pytest.mark.parametrize(
     "spoil", ["cut", "flip", "flip unseen", "remove", "no manifest", "odd manifest", "odd files", "empty"]
 )
-def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_converted_again(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     """But not one that was only touched."""
     make(gguf_file)
     (folder,) = copies()
@@ -99,7 +99,7 @@ def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, MemoryError])
-def test_an_interrupted_conversion_leaves_nothing(
+def test_an_interrupted_conversion_leaves_no_files(
     gguf_file: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
     write = converted._write
@@ -115,7 +115,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert copies() == []
 
 
-def test_what_killed_processes_left_is_swept(gguf_file: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(gguf_file: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     models, host = cache_folder() / "converted", socket.gethostname()
@@ -129,7 +129,7 @@ def test_what_killed_processes_left_is_swept(gguf_file: Path) -> None:
     assert [folder.exists() for folder in (killed, living, elsewhere, forgotten)] == [False, True, True, False]
 
 
-def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_overtaken_by_another_uses_its_copy(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = converted._write
 
     def overtaken(model: Any, tokenizer: Any, held: Any, folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypat
     assert (folder / "tensors.json").stat().st_ino == first[0]
 
 
-def test_processes_that_convert_at_once_do_not_disturb_each_other(gguf_file: Path) -> None:
+def test_simultaneous_conversions_make_one_copy(gguf_file: Path) -> None:
     processes = [multiprocessing.get_context("fork").Process(target=make, args=(gguf_file,)) for _ in range(3)]
     for process in processes:
         process.start()
@@ -184,7 +184,7 @@ def test_a_spoiled_file_is_refused(gguf_file: Path, spoil: Callable[[bytes], byt
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length"])
 @pytest.mark.parametrize("value", [0, 2**20 + 1, 2**31])
-def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
+def test_a_header_larger_than_the_file_is_refused_at_once(
     gguf_file: Path, key: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything of that size is made."""
@@ -198,7 +198,7 @@ def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
 
 
 @pytest.mark.parametrize("fault", ["the disk is full", "no folder can be made"])
-def test_a_cache_that_cannot_be_written_is_not_called_a_damaged_model(
+def test_an_unwritable_cache_folder_is_reported_as_such(
     gguf_file: Path, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -214,13 +214,13 @@ def test_a_cache_that_cannot_be_written_is_not_called_a_damaged_model(
     assert copies() == [] and ("No space left" in str(refusal.value)) == (fault == "the disk is full")
 
 
-def test_a_cache_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_may_be_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVKEEP_CACHE", "~/x")
     assert cache_folder() == tmp_path / "x"
 
 
-def test_a_checksum_is_taken_again_only_when_the_file_changed(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_is_computed_again_only_after_a_change(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Path] = []
     real = checksum.sha256
     monkeypatch.setattr(checksum, "sha256", lambda path: taken.append(path) or real(path))

@@ -20,7 +20,7 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import available, load
 
 
-def test_a_folder_is_read_as_it_is(model_folder: Path) -> None:
+def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
     loaded = load(model_folder, device="cpu")
     stored = load_file(model_folder / "model.safetensors")
     for name, weight in loaded.model.state_dict().items():
@@ -32,7 +32,7 @@ def test_a_folder_is_read_as_it_is(model_folder: Path) -> None:
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]  # no copy is made of a folder
 
 
-def test_loading_prints_nothing_and_leaves_logging_as_it_was(
+def test_loading_prints_nothing_and_restores_logging(
     model_folder: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers.utils import logging
@@ -76,7 +76,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
         ),
     ],
 )
-def test_a_name_of_nothing_is_refused(name: str, kind: type[KvkeepError], sentence: str) -> None:
+def test_an_unknown_model_is_refused(name: str, kind: type[KvkeepError], sentence: str) -> None:
     with pytest.raises(kind) as refusal:
         load(name)
     assert sentence in str(refusal.value)
@@ -90,7 +90,7 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert said == ["Asking the Hugging Face hub for some/model ..."]
 
 
-def test_no_name_is_no_folder() -> None:
+def test_an_empty_name_is_refused() -> None:
     with pytest.raises(UsageError, match="name of the model is empty"):
         load("")
 
@@ -118,7 +118,7 @@ def test_a_folder_that_lacks_a_file_is_refused(spoiled: Callable[..., Path], wit
         ("config.json", 1, "damaged or incomplete .*not a valid JSON"),
     ],
 )
-def test_a_file_cut_short_is_refused(spoiled: Callable[..., Path], name: str, keep: int, sentence: str) -> None:
+def test_a_truncated_file_is_refused(spoiled: Callable[..., Path], name: str, keep: int, sentence: str) -> None:
     file = spoiled() / name
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match=sentence):
@@ -126,7 +126,7 @@ def test_a_file_cut_short_is_refused(spoiled: Callable[..., Path], name: str, ke
 
 
 @pytest.mark.parametrize(("rows", "sentence"), [(0, "it comes without"), (-1, "with another shape of")])
-def test_a_weight_that_does_not_fit_is_never_made_up(spoiled: Callable[..., Path], rows: int, sentence: str) -> None:
+def test_a_missing_or_misshapen_weight_is_refused(spoiled: Callable[..., Path], rows: int, sentence: str) -> None:
     """Transformers fills it with random numbers."""
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     weights = load_file(file)
@@ -137,12 +137,12 @@ def test_a_weight_that_does_not_fit_is_never_made_up(spoiled: Callable[..., Path
 
 
 @pytest.mark.parametrize("family", ["bert", "camembert", "t5", "bart", "vit", "whisper"])
-def test_what_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
+def test_a_model_that_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"is a '{family}' model, which is not a decoder"):
         load(spoiled(config={"model_type": family}))
 
 
-def test_a_models_own_code_is_not_run(
+def test_code_in_a_model_folder_is_not_run(
     spoiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Transformers would ask on the terminal; here nobody is asked and nothing runs."""
@@ -165,7 +165,7 @@ def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeyp
         load(model_folder, device="cpu")
 
 
-def test_available_counts_what_lies_on_disk(model_folder: Path) -> None:
+def test_available_counts_the_files_on_disk(model_folder: Path) -> None:
     """In an empty cache that is nothing."""
     rows = {row.name: row for row in available()}
     assert {"smollm2", "gemma3-270m"} <= set(rows)
@@ -196,7 +196,7 @@ def test_the_default_model_answers(smollm2: object) -> None:
 
 
 @pytest.mark.real
-def test_the_default_models_weights_are_the_files(smollm2: object) -> None:
+def test_the_default_models_weights_equal_the_file(smollm2: object) -> None:
     """Against gguf's own dequantisation; the rows of query and key lie in another order there, so not those."""
     from gguf import GGUFReader
     from gguf.quants import dequantize

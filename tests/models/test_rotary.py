@@ -36,7 +36,7 @@ def moved(frequencies: torch.Tensor, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6, 5e6, 8e6, 1e8])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_frequencies_are_those_of_the_config(kind: str, theta: float, dim: int) -> None:
+def test_frequencies_follow_from_the_config(kind: str, theta: float, dim: int) -> None:
     own = module(theta, dim, **KINDS[kind])
     found = [_frequencies(_parameters(own, None), moved(own.inv_freq, steps)) for steps in (-2, 0, 2)]
     assert found[0] is not None and found[1] is not None and found[2] is not None
@@ -51,7 +51,7 @@ def test_frequencies_of_another_kind_are_the_modules() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_it_says_whether_frequencies_are_computed_here() -> None:
+def test_a_replaced_module_says_whether_kvkeep_computes_its_frequencies() -> None:
     for kind, parameters in [*KINDS.items(), ("yarn", {"rope_type": "yarn", "factor": 4.0})]:
         own = module(1e4, 64, **parameters, **({} if kind != "yarn" else {"original_max_position_embeddings": 1024}))
         replace_rotary(own)
@@ -60,7 +60,7 @@ def test_it_says_whether_frequencies_are_computed_here() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
-def test_angles_are_those_of_the_module(kind: str) -> None:
+def test_angles_equal_those_of_the_module(kind: str) -> None:
     own = module(5e6, 128, **KINDS[kind])
     x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([[0, 3, 500, 8000]])
     wanted = own(x, positions)

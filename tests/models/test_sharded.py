@@ -57,7 +57,9 @@ def half(rank: int, folder: str, port: int) -> None:
     distributed.destroy_process_group()
 
 
-def test_heads_split_over_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_with_heads_split_over_two_processes_work_or_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny("llama").save_pretrained(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +81,7 @@ def test_heads_split_over_two_processes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("method", ["full", "kv-direct", "revive", "kvzip"])
-def test_layers_that_are_offloaded_or_on_several_devices(method: str, tmp_path: Path) -> None:
+def test_offloaded_layers_work_and_several_devices_are_refused(method: str, tmp_path: Path) -> None:
     """Offloaded layers run on the first device; the second accelerator is made up, as nothing is to run there."""
     tiny("llama").save_pretrained(tmp_path / "model")
     parts = ["embed_tokens", *(f"layers.{number}" for number in range(3)), "norm", "rotary_emb"]
@@ -108,7 +110,7 @@ def test_layers_that_are_offloaded_or_on_several_devices(method: str, tmp_path: 
         KeepCache(model, method, budget)
 
 
-def test_what_asks_for_one_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_and_sessions_refuse_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(tiny("llama")), "tp_size", 2)
     with pytest.raises(UnsupportedModelError, match="tensor parallel"):
         Engine(small("llama"), 10**9)

@@ -65,7 +65,7 @@ def least(name: str, bits: int) -> int:
     return max(8, bits) if name.startswith(("model.embed_tokens", "lm_head")) else bits
 
 
-def test_packed_weights_are_those_of_the_folder(model_folder: Path) -> None:
+def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
     stored = load_file(model_folder / "model.safetensors")
     for asked, bits in BITS.items():
         model = load(model_folder, weights=asked, device="cpu").model
@@ -83,7 +83,7 @@ def test_packed_weights_are_those_of_the_folder(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("asked", ["bfloat16", "int8"])
-def test_every_family_is_packed(family: str, asked: str, tmp_path: Path) -> None:
+def test_packed_weights_of_every_family_give_the_same_logits(family: str, asked: str, tmp_path: Path) -> None:
     """Its logits are those of the plain model with the weights that were packed; all matrices are there."""
     loaded = load(family_folder(family, tmp_path), weights=asked, device="cpu")
     model, plain = loaded.model, copy.deepcopy(tiny(family))
@@ -138,7 +138,7 @@ def test_a_matrix_that_a_folder_holds_twice_is_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q2_K"])
-def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
+def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> None:
     """Against transformers' own reading of the file: every packed weight to the bit, others in bfloat16."""
     from transformers import AutoModelForCausalLM
 
@@ -166,7 +166,7 @@ def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["float32", "float16", "bfloat16", "int8", "int4"])
-def test_a_file_in_another_format(asked: str, tmp_path: Path) -> None:
+def test_a_gguf_file_can_be_loaded_in_another_format(asked: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     file = tmp_path / "own.gguf"
@@ -219,12 +219,12 @@ def test_a_model_too_large_is_refused_before_it_is_read(
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
-def test_a_device_without_a_product_is_refused(asked: str) -> None:
+def test_integer_weights_are_refused_on_an_accelerator(asked: str) -> None:
     with pytest.raises(UsageError, match=f"Weights in {asked} are multiplied on the cpu only, not on cuda:1; ask for"):
         settled(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
 
 
-def test_auto_keeps_what_the_file_says(kernels: None) -> None:
+def test_auto_weights_follow_the_file_and_the_device(kernels: None) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert settled("auto", cpu, True, torch.float32) == settled("auto", cpu, True, torch.bfloat16)
     assert settled("auto", cpu, True, torch.float32).packed
@@ -256,7 +256,7 @@ def test_without_kernels_all_formats_work(without_kernels: None, model_folder: P
     assert isinstance(load(tmp_path / "own.gguf", device="cpu").model.lm_head, PackedLinear)
 
 
-def test_a_quantised_model_is_loaded_as_it_is(spoiled: Callable[..., Path]) -> None:
+def test_other_weights_than_auto_are_refused_for_a_quantised_model(spoiled: Callable[..., Path]) -> None:
     own = tiny("llama").config.to_dict()
     folder = spoiled(config=own | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
     with pytest.raises(UsageError, match="are quantised, and are loaded as they are: ask for auto"):
@@ -269,7 +269,7 @@ def test_packed_weights_are_not_saved(model_folder: Path, tmp_path: Path) -> Non
     assert not any(tmp_path.iterdir())
 
 
-def test_the_fingerprint_covers_codes(model_folder: Path) -> None:
+def test_the_fingerprint_covers_packed_weights(model_folder: Path) -> None:
     models = [load(model_folder, weights=asked, device="cpu").model for asked in BITS]
     assert len({fingerprint(model) for model in models}) == len(BITS)
     model = models[1]
@@ -279,7 +279,7 @@ def test_the_fingerprint_covers_codes(model_folder: Path) -> None:
     assert fingerprint(model) != before
 
 
-def test_a_cast_keeps_codes(model_folder: Path) -> None:
+def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:
     model, ids = load(model_folder, weights="int8", device="cpu").model, torch.tensor([[1, 5, 9]])
     before, expected = dense(model), model(ids).logits
     wide = copy.deepcopy(model).float()
@@ -288,7 +288,7 @@ def test_a_cast_keeps_codes(model_folder: Path) -> None:
     assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.997
 
 
-def test_available_says_what_becomes_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_lists_the_packed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkeep.models import embedded
 
     file = tmp_path / "own.gguf"

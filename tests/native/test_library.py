@@ -64,7 +64,7 @@ def normed(rows: int = 64) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_path_is_the_default_and_any_other_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.path() == paths()[0] and "plain" in paths()
     expected = normed()
     for name in paths():
@@ -75,7 +75,7 @@ def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("kernels")
-def test_without_a_wish_the_best_path_is_taken_whatever_was_chosen_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_choice_of_path_does_not_persist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_CPU", "plain")
     assert native.path() == "plain"
     monkeypatch.delenv("KVKEEP_CPU")
@@ -96,7 +96,7 @@ def test_a_path_without_a_library_says_what_is_missing(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["nonsense", "\udcff"])  # the second is a byte that is no UTF-8
-def test_a_path_that_is_not_here_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_the_processor_lacks_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [*paths(), "torch"]
     forget()
     monkeypatch.setenv("KVKEEP_CPU", name)
@@ -107,7 +107,7 @@ def test_a_path_that_is_not_here_is_refused_by_name(name: str, monkeypatch: pyte
             call()
 
 
-def test_the_command_line_refuses_it_before_anything_heavy_is_loaded() -> None:
+def test_the_command_line_refuses_an_unknown_path_before_importing_torch() -> None:
     program = "import sys; from kvkeep.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     command = [sys.executable, "-c", program, "generate", "--prompt", "x"]
     environment = {**os.environ, "KVKEEP_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -118,9 +118,7 @@ def test_the_command_line_refuses_it_before_anything_heavy_is_loaded() -> None:
     )
 
 
-def test_without_the_library_by_choice_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_choosing_torch_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVKEEP_CPU", "torch")
     native.check_environment()
     assert native.library() is None and native.path() == "torch" and not caplog.text
@@ -129,7 +127,7 @@ def test_without_the_library_by_choice_nothing_is_said(
 # ---- a library that cannot be used -----------------------------------------------------------------------------------
 
 
-def test_a_missing_library_is_said_once_and_torch_does_all(
+def test_a_missing_library_is_logged_once_and_torch_computes(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
@@ -147,7 +145,7 @@ def test_a_missing_library_is_said_once_and_torch_does_all(
     assert not any(report.same_bits for report in cache.describe())
 
 
-def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
+def test_a_library_that_cannot_be_loaded_is_logged_and_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "libkvkeep.so"
@@ -231,7 +229,7 @@ def declared_structures() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_structures_are_those_of_the_header() -> None:
+def test_structures_equal_those_of_the_header() -> None:
     """Those of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
     expected = declared_structures()
     by_name = {structure.__name__: structure for structure in (*structures.STRUCTURES, structures.KvField)}
@@ -242,14 +240,14 @@ def test_structures_are_those_of_the_header() -> None:
         assert listed == ([] if name in REPORTED else [*fields]), name
 
 
-def test_constants_are_those_of_the_header() -> None:
+def test_constants_equal_those_of_the_header() -> None:
     declared = {
         name for body in re.findall(r"enum \w+ \{(.*?)\}", DECLARED, re.DOTALL) for name in re.findall(r"KV_\w+", body)
     }
     assert {*structures.CONSTANTS} == {*re.findall(r"NUMBER\((KV_\w+)\)", LAYOUT)} == declared - {"KV_KINDS"}
 
 
-def test_signatures_are_those_of_the_header() -> None:
+def test_signatures_equal_those_of_the_header() -> None:
     letters = {"int64_t": "l", "int": "i", "float": "f", "void": ""}
     declared = {}
     for result, name, arguments in re.findall(
@@ -275,7 +273,7 @@ def test_every_field_and_function_of_the_header_is_explained() -> None:
         assert re.search(rf"\*/\n[^\n]*\b{function}\(", HEADER), function
 
 
-def test_no_structure_takes_a_field_that_it_does_not_have() -> None:
+def test_an_unknown_field_of_a_structure_cannot_be_set() -> None:
     for structure in structures.STRUCTURES:
         with pytest.raises(AttributeError):
             structure().nonsense = 1  # type: ignore[attr-defined]
@@ -285,7 +283,7 @@ def test_no_structure_takes_a_field_that_it_does_not_have() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_threads_change_no_bit() -> None:
+def test_the_number_of_threads_changes_no_bit() -> None:
     loaded, expected = native.kernels(), normed(400)
     try:
         loaded.kvkeep_use_openmp(None, None)
@@ -326,7 +324,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("threads", ["torch", "own"])
-def test_a_child_of_fork_has_threads_again(threads: str) -> None:
+def test_a_forked_child_can_use_threads(threads: str) -> None:
     """The parent's are not there in the child, which would wait for them forever. (Torch's own operations do, from some
     30,000 elements on: here are fewer.)"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -337,7 +335,7 @@ def test_a_child_of_fork_has_threads_again(threads: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows", [1, 400])
-def test_subnormal_numbers_are_kept_whatever_a_program_has_set(rows: int) -> None:
+def test_subnormal_numbers_are_kept_whatever_the_programs_float_mode(rows: int) -> None:
     """The sum of squares is normal, and what is written is not."""
     x = torch.full((rows, 16), 2.0**-20).bfloat16()
     weight, out = torch.full((16,), 2.0**-130), torch.empty_like(x)

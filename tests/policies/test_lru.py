@@ -113,12 +113,12 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 2),
 )
-def test_does_what_the_reference_does(
+def test_lru_keeps_and_recalls_what_the_reference_does(
     budget: int, chunks: list[int], threshold: float, limit: int, seed: int, rows: int
 ) -> None:
     method = f"lru:threshold={threshold}+fetch-on-miss:limit={limit},threshold={threshold}"
     replayed(method, budget, [*chunks, *[1] * 6, 3, *[1] * 4], seed, limit, threshold, rows)
 
 
-def test_the_named_method_recalls_64_at_most_and_does() -> None:
+def test_kv_lru_recalls_at_most_64_entries() -> None:
     assert replayed("kv-lru", 160, [250, *[1] * 8], seed=1, limit=64, threshold=0.0, rows=1) == 64

@@ -59,7 +59,7 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_second_derivatives_are_the_papers(seed: int) -> None:
+def test_curvatures_equal_the_second_derivatives(seed: int) -> None:
     """Eqs. 20-22: h = (E c) q q^T / d."""
     case = Case(seed)
     (own, both), (_, other) = case.hessian(case.gradient)
@@ -70,7 +70,7 @@ def test_the_second_derivatives_are_the_papers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_residuals_are_parallel_the_closed_form_is_the_best_share(seed: int) -> None:
+def test_the_closed_form_is_the_best_share_if_residuals_are_parallel(seed: int) -> None:
     """There Eq. 32 holds exactly. Tried by brute force: of the second-order loss, with Hessians by automatic
     differentiation, and of the loss of Eq. 1 itself, the squared change of the output when both keys are replaced."""
     case = Case(seed, entries=40, line=True)
@@ -89,7 +89,7 @@ def test_where_residuals_are_parallel_the_closed_form_is_the_best_share(seed: in
     assert share == pytest.approx(replaced, abs=0.05)  # the first derivatives weigh by a, not by a (1 - 2 a)
 
 
-def test_where_the_output_lies_between_the_values_the_closed_form_is_off() -> None:
+def test_the_closed_form_is_wrong_if_the_output_lies_between_the_values() -> None:
     """Eq. 32 takes both residuals to have the same angle with the gradient. Where they point apart, the best share is
     outside [0, 1], which no average of the two keys can be, and norms do not see it."""
     case = Case(1, entries=40, line=True)
@@ -101,7 +101,7 @@ def test_where_the_output_lies_between_the_values_the_closed_form_is_off() -> No
     assert 0 < float(KVSlimmer().share(case.pairs())) < 1
 
 
-def test_shares_leave_the_segment_where_one_has_most_of_the_attention() -> None:
+def test_shares_leave_the_segment_if_one_entry_has_most_attention() -> None:
     case = Case(2, line=True)
     pairs = case.pairs()
     most, nothing = (

@@ -285,7 +285,9 @@ RULES: dict[str, Rule] = {
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 2),
 )
-def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: int, seed: int, rows: int) -> None:
+def test_every_selector_keeps_what_its_reference_keeps(
+    method: str, chunks: list[int], budget: int, seed: int, rows: int
+) -> None:
     cache = KeepCache(model(), method, budget)
     cache.stream.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
     steps = watched(cache)
@@ -336,7 +338,9 @@ def pyramid(entries: int, window: int, beta: float, layers: int) -> list[int]:
         ("pyramidkv:window=5,kernel=3,beta=1", 17, 5, 3, 1.0),  # beta 1: no pyramid
     ],
 )
-def test_pyramidkv(text: str, entries: int, window: int, kernel: int, beta: float) -> None:
+def test_pyramidkv_keeps_what_its_reference_keeps(
+    text: str, entries: int, window: int, kernel: int, beta: float
+) -> None:
     cache = KeepCache(model(), text, entries, chunk=16)
     budgets = pyramid(entries, window, beta, LAYERS)
     steps = watched(cache)
@@ -347,7 +351,7 @@ def test_pyramidkv(text: str, entries: int, window: int, kernel: int, beta: floa
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(layers=st.integers(1, 60), entries=st.integers(1, 300), window=st.integers(1, 64), beta=st.floats(1, 50))
-def test_pyramidkv_spends_what_it_has_and_narrows_its_window_to_half_the_budget(
+def test_pyramidkv_spends_the_budget_and_limits_its_window_to_half_of_it(
     layers: int, entries: int, window: int, beta: float
 ) -> None:
     geometry = ModelGeometry.from_config(LlamaConfig(num_hidden_layers=layers))
@@ -400,7 +404,7 @@ def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> No
     assert len({tuple(np.argsort(row)) for row in rows}) == len(rows)  # not one order shifted
 
 
-def test_random_draws_are_even() -> None:
+def test_random_draws_are_uniform() -> None:
     """Mean and spread of uniform numbers in [0, 1), within four standard errors; first and last slots alike."""
     drawn = np.stack([layer for seed in range(20) for layer in draws(seed, [60])]).reshape(-1, 60)
     assert drawn.min() >= 0 and drawn.max() < 1
@@ -415,7 +419,7 @@ def test_random_draws_are_even() -> None:
 # -- h2o with a half-life ------------------------------------------------------------------------------
 
 
-def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
+def test_a_half_life_makes_scores_independent_of_arrival() -> None:
     """Each entry is given as much by every query that can see it: its mark is that, from a chunk on or from a step."""
     selector, given, scores = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
     for low, high in [(0, 30), (30, 70), *((slot, slot + 1) for slot in range(70, 120))]:
@@ -427,7 +431,7 @@ def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
         torch.testing.assert_close(scores, given[:, :high])
 
 
-def test_with_a_half_life_attention_of_long_ago_fades() -> None:
+def test_a_half_life_halves_old_attention() -> None:
     selector, slots, scores = H2O(halflife=50), torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
     for step in range(500, 550):
         scores = selector.observe(Candidates(slots, scores, 0, step, 1, 2, 1, 0), torch.tensor([[0.0, 1.0]]), 1)

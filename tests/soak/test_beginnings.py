@@ -23,7 +23,7 @@ KINDS: list[dict[str, Any]] = [{"method": "full"}, {"method": "kv-direct", "budg
 @pytest.mark.parametrize(
     "kind", [{"method": "full"}, {"method": "kv-direct", "budget": 256}], ids=["full", "kv-direct"]
 )
-def test_a_system_prompt_is_read_once(kind: dict[str, Any], real: Loaded, say: Any, tmp_path: Path) -> None:
+def test_a_shared_system_prompt_is_read_once(kind: dict[str, Any], real: Loaded, say: Any, tmp_path: Path) -> None:
     dice = random.Random(0)
     system = dice.choices(range(1000, 20_000), k=SYSTEM)
     prompts = [[*system, *dice.choices(range(1000, 20_000), k=OWN)] for _ in range(CLIENTS)]

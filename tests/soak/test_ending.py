@@ -112,9 +112,7 @@ class Talk:
 
 
 @pytest.mark.soak(3)
-def test_kills_in_the_middle_of_answers_lose_nothing_that_was_told(
-    model_folder: Path, tmp_path: Path, say: Any
-) -> None:
+def test_kills_during_answers_lose_no_finished_turn(model_folder: Path, tmp_path: Path, say: Any) -> None:
     folder, loaded, kills = tmp_path / "s", kvkeep.load(str(model_folder)), 20
     options = ["--model", str(model_folder), "--memory", "8MB", "-x", "full", "--sessions", str(folder)]
     talks, dice, answering = [Talk(number, loaded) for number in range(8)], random.Random(3), 0

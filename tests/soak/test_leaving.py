@@ -79,7 +79,7 @@ class Leaving:
 
 
 @pytest.mark.parametrize("cycles", [12, pytest.param(1000, marks=pytest.mark.soak(5))])
-def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
+def test_clients_that_disconnect_leave_nothing_behind(
     cycles: int, say: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two at a time: the memory is one answer's, so that the second waits behind the first."""
@@ -164,7 +164,7 @@ MEASURED, TOKENS, SLOW, ENDLESS, ROUNDS = 4, 48, 2, 20, 7
 
 @pytest.mark.real
 @pytest.mark.soak(6)
-def test_clients_that_never_read_or_never_end_a_header_slow_nobody(say: Any, tmp_path: Path) -> None:
+def test_slow_clients_do_not_slow_others(say: Any, tmp_path: Path) -> None:
     """In both halves of a round as many answers are written; in one, some of their readers are slow."""
     options = ["--memory", "500MB", "-x", "h2o", "-b", "128", "--sessions", str(tmp_path)]
     ratios, read = list[float](), list[int]()

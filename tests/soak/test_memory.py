@@ -68,7 +68,7 @@ class Watch:
 
 @pytest.mark.real
 @pytest.mark.soak(2)
-def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
+def test_a_hundred_sessions_run_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
     kinds = [kind for kind, _ in zip(itertools.cycle(METHODS), range(SESSIONS), strict=False)]
     tokens = PROMPT + (TURNS - 1) * MORE + TURNS * NEW
     each = [peak_bytes(KeepCache(real.model, **kind), tokens) for kind in METHODS]

@@ -51,7 +51,7 @@ def asking(question: str) -> dict[str, Any]:
 
 @pytest.mark.real
 @pytest.mark.soak(1)
-def test_openais_client_is_told_all_that_it_asks_for(real: Loaded, say: Any, tmp_path: Path) -> None:
+def test_openais_client_gets_correct_answers_and_typed_errors(real: Loaded, say: Any, tmp_path: Path) -> None:
     alone = {}
     for question in QUESTIONS:
         ids = encode(real.tokenizer, asking(question)["messages"])
@@ -148,7 +148,7 @@ def errors(folder: Path) -> list[str]:
 
 
 @pytest.mark.soak(7)
-def test_what_is_wrong_is_refused_by_its_status_and_name(say: Any) -> None:
+def test_wrong_requests_are_refused_with_their_status_and_field(say: Any) -> None:
     engine = Engine(small(), 10**8, waiting=8)
     seen = Counter[int]()
     with serving(engine=engine, limits=Limits(answers=5)) as (address, _):
@@ -265,7 +265,7 @@ def of_wrong_types() -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.mark.soak(8)
-def test_keys_know_nothing_of_each_other(say: Any, tmp_path: Path) -> None:
+def test_sessions_of_one_key_are_invisible_to_others(say: Any, tmp_path: Path) -> None:
     keys = [f"key-{number}" for number in range(20)]
     names, turns = ["talk", "notes"], 3
     engine = Engine(small(), 10**8, store=SessionStore(tmp_path))

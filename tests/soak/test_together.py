@@ -23,7 +23,7 @@ from kvkeep.serve.engine import Engine
 
 
 @pytest.mark.soak(10)
-def test_sessions_of_every_method_and_family_come_and_go(say: Any) -> None:
+def test_batched_sessions_of_every_method_equal_single_ones(say: Any) -> None:
     """Eight at a time; one in four is cancelled at some step."""
     whole = cut = tokens = 0
     names = set[str]()
@@ -60,7 +60,7 @@ LEAST = 2.0
 
 
 @pytest.mark.parametrize("arrivals", [[1, 28], pytest.param(range(1, 29), marks=pytest.mark.soak(11))])
-def test_short_prompts_pass_long_ones(arrivals: Iterable[int], say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_overtake_long_ones(arrivals: Iterable[int], say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """arrivals: chunks of a prompt of 29 that are read when the short one comes."""
     for module in (batch, job):
         monkeypatch.setattr(module, "CHUNK", 16)
@@ -84,7 +84,7 @@ def test_short_prompts_pass_long_ones(arrivals: Iterable[int], say: Any, monkeyp
 
 @pytest.mark.real
 @pytest.mark.soak(11)
-def test_eight_together_are_faster_than_one_by_one(say: Any, tmp_path: Path) -> None:
+def test_eight_sessions_at_once_are_faster_than_one_by_one(say: Any, tmp_path: Path) -> None:
     seconds: dict[str, list[float]] = {"processor": [], "wall": []}
     with program("--memory", "1GB", "-x", "full", "--sessions", str(tmp_path)) as running:
         asyncio.run(answers(running, SESSIONS, 4))

@@ -18,7 +18,7 @@ def asked(seed: int, queries: int = 100, entries: int = 9) -> Queries:
     return Queries(draw(2, queries, DIM), draw(2, entries, DIM), draw(2, entries, DIM), bias, real, SCALE, block=64)
 
 
-def test_gradients_are_the_papers() -> None:
+def test_asymkv_gradients_follow_equation_12() -> None:
     """Eq. 12, summed over queries, with E the layer's own output."""
     given = asked(0)
     weights = given.weights(given.keys)
@@ -28,7 +28,7 @@ def test_gradients_are_the_papers() -> None:
     torch.testing.assert_close(AsymKV().clues(given), expected.square().to(given.keys.dtype))
 
 
-def test_exact_sensitivities_are_sums_over_queries() -> None:
+def test_exact_sensitivities_are_sums_over_all_queries() -> None:
     given, found = asked(1), KVSlimmerExact().clues(asked(1))
     weights = given.weights(given.keys)
     output = weights @ given.values
@@ -43,7 +43,7 @@ def test_exact_sensitivities_are_sums_over_queries() -> None:
             torch.testing.assert_close(found[lane, first].double(), totals, atol=1e-4, rtol=1e-4)
 
 
-def test_the_energys_gradient_is_the_output() -> None:
+def test_the_gradient_of_the_energy_is_the_output() -> None:
     output = torch.randn(3, 5, requires_grad=True)
     (gradient,) = torch.autograd.grad(energy(output), output)
     torch.testing.assert_close(gradient, output.detach())

@@ -167,7 +167,7 @@ class Published:
 
 @pytest.mark.parametrize("cap", [0, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_equals_the_published_protocol_in_plain_loops(name: str, cap: int) -> None:
+def test_logits_entries_and_counts_equal_the_published_protocol(name: str, cap: int) -> None:
     """Logits of every chunk and token, entries and counts of every layer, until the answer has no room."""
     model, ids = tiny("llama"), prompt(1, 6 * CHUNK + SLACK - 1)
     cache = KeepCache(model, f"{name}:sinks={SINKS},cap={cap},slack={SLACK}", BUDGET, chunk=CHUNK)
@@ -192,7 +192,7 @@ def test_equals_the_published_protocol_in_plain_loops(name: str, cap: int) -> No
 
 @pytest.mark.parametrize("cap", [0, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_after_a_rollback_positions_are_those_of_what_is_left(name: str, cap: int) -> None:
+def test_after_a_rollback_positions_follow_from_the_remaining_entries(name: str, cap: int) -> None:
     """One of two tokens, and one that reaches into merged entries, whose other tokens go with it."""
     model, ids = tiny("llama"), prompt(1, 100)
     cache = KeepCache(model, f"{name}:sinks={SINKS},cap={cap},slack={SLACK}", BUDGET, chunk=CHUNK)
@@ -213,7 +213,7 @@ def test_after_a_rollback_positions_are_those_of_what_is_left(name: str, cap: in
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_prompt_read_at_once_is_read_in_such_chunks(name: str) -> None:
+def test_a_long_prompt_is_read_in_chunks(name: str) -> None:
     one, other = (KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK) for _ in range(2))
     ids = prompt(2, 5 * CHUNK)
     whole = step("llama", one, ids, logits_to_keep=0)
@@ -223,7 +223,7 @@ def test_a_prompt_read_at_once_is_read_in_such_chunks(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_neither_gradients_nor_marks_are_left_behind(name: str, mode: Any) -> None:
+def test_no_gradient_or_graph_is_left_behind(name: str, mode: Any) -> None:
     """Whatever mode the caller is in, weights are as they were and nothing has a graph."""
     model, cache = tiny("llama"), KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK)
     flags = [parameter.requires_grad for parameter in model.parameters()]
@@ -240,7 +240,7 @@ def test_neither_gradients_nor_marks_are_left_behind(name: str, mode: Any) -> No
     assert (cache.memory().peak_workspace_bytes > 50_000) == (name == "asymkv-published")
 
 
-def test_a_token_without_room_looks_ahead_too() -> None:
+def test_a_token_without_free_slots_merges_entries_too() -> None:
     """And makes room for as many as ``slack``."""
     cache, ids = KeepCache(tiny("llama"), "kvslimmer-published:sinks=2,slack=3", BUDGET, chunk=CHUNK), prompt(1, 60)
     step("llama", cache, ids[:, :40])
@@ -251,7 +251,7 @@ def test_a_token_without_room_looks_ahead_too() -> None:
     assert used == [23, 24, 22, 23, 24, 22, 23, 24, 22, 23]
 
 
-def test_an_interrupted_look_leaves_the_cache_as_it_was() -> None:
+def test_an_interrupted_lookahead_leaves_the_cache_unchanged() -> None:
     model, ids = tiny("llama"), prompt(1, 40)
     cache, other = (KeepCache(model, "asymkv-published:sinks=2,slack=3", BUDGET, chunk=CHUNK) for _ in range(2))
     for each in (cache, other):
@@ -268,7 +268,7 @@ def test_an_interrupted_look_leaves_the_cache_as_it_was() -> None:
     torch.testing.assert_close(*(step("llama", each, ids[:, 24:32]) for each in (cache, other)))
 
 
-def test_costs_are_the_papers_and_pairs_may_overlap() -> None:
+def test_pair_costs_follow_the_paper_and_chosen_pairs_may_overlap() -> None:
     """Two KV heads of one row; the first entry is a sink."""
     attention, counts = torch.rand(2, 6), torch.tensor([[1.0, 2, 1, 3, 1, 1]]).expand(2, -1)
     seen = Seen(attention, torch.zeros(2, 6, 1), torch.tensor([[False] + [True] * 5]).expand(2, -1))
@@ -281,7 +281,7 @@ def test_costs_are_the_papers_and_pairs_may_overlap() -> None:
     assert not cheapest(found, torch.tensor([[0]])).any()
 
 
-def test_the_loss_is_of_the_tokens_of_a_row_after_real_ones() -> None:
+def test_the_lookahead_loss_ignores_padding() -> None:
     logits, ids = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     real = torch.tensor([[True] * 5, [False, False, True, True, True]])
     entropy = torch.nn.functional.cross_entropy
@@ -314,12 +314,12 @@ def test_padded_rows_merge_as_alone() -> None:
         (UsageError, "asymkv-published+verified", {"budget": 64}, "read twice"),
     ],
 )
-def test_refusals(error: Any, method: str, given: dict[str, Any], words: str) -> None:
+def test_unsupported_combinations_are_refused(error: Any, method: str, given: dict[str, Any], words: str) -> None:
     with pytest.raises(error, match=words):
         KeepCache(tiny("llama"), method, **given)
 
 
-def test_a_loss_needs_ids_and_windows_cannot_be_taken_back() -> None:
+def test_embeddings_and_sliding_windows_are_refused() -> None:
     cache = KeepCache(tiny("llama"), "asymkv-published:sinks=2,slack=3", BUDGET, chunk=CHUNK)
     step("llama", cache, prompt(1, 8))
     with pytest.raises(UsageError, match="of token ids"), torch.no_grad():
@@ -334,7 +334,7 @@ PEERS = Path(os.environ.get("KVKEEP_MERGING_PEERS", "none"))
 
 @pytest.mark.skipif(not PEERS.is_dir(), reason="KVKEEP_MERGING_PEERS names no folder with the authors' code")
 @pytest.mark.parametrize("name", METHODS)
-def test_keeps_what_the_authors_code_keeps(name: str, tmp_path: Path) -> None:
+def test_counts_and_logits_equal_the_authors_code(name: str, tmp_path: Path) -> None:
     model, ids = tiny("llama"), prompt(1, 10 * CHUNK)
     save_file({key: part.clone() for key, part in model.state_dict().items()}, tmp_path / "weights.safetensors")
     size = BUDGET - CHUNK - SLACK + 1

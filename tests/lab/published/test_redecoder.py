@@ -78,7 +78,7 @@ def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tens
 
 @pytest.mark.parametrize("selector", ["lru", "h2o", "window"])
 @torch.no_grad()
-def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> None:
+def test_redecoded_entries_equal_a_decode_over_the_resident_entries(selector: str) -> None:
     """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
     cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
     ids, (hook,) = prompt(1, 60), cache.stream.pass_hooks
@@ -125,7 +125,7 @@ def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> N
 
 
 @pytest.mark.parametrize("family", ADVANCING)
-def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: str) -> None:
+def test_redecoding_over_the_complete_text_restores_the_original_entries(family: str) -> None:
     """Whatever left, as long as what came before it is resident or decoded again with it."""
     cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
     step(family, cache, ids)
@@ -143,7 +143,7 @@ def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: 
                 torch.testing.assert_close(value, one[slot][1], atol=1e-3, rtol=1e-3)
 
 
-def test_what_it_cannot_serve_is_said() -> None:
+def test_redecode_refuses_windows_embeddings_and_custom_masks() -> None:
     for family in ("gemma3", "gemma4"):
         with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
             KeepCache(tiny(family), "lru+redecode", 32)

@@ -18,7 +18,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.loading import load
 
 
-def test_prompts_are_of_every_kind_and_length(words: str) -> None:
+def test_prompts_have_every_kind_and_length(words: str) -> None:
     made = prompts(tokenizer(), words, [40, 80], 16)
     assert [prompt.kind for prompt in made[:4]] == list(KINDS)
     assert len({tuple(prompt.ids) for prompt in made}) == 16
@@ -28,7 +28,7 @@ def test_prompts_are_of_every_kind_and_length(words: str) -> None:
         prompts(tokenizer(), words, [900], 1)
 
 
-def test_what_a_case_takes() -> None:
+def test_cases_combine_methods_budgets_and_checkpoints() -> None:
     methods = ["stock", "full", "h2o", "h2o+verified"]
     study = Prove(methods=methods, budgets=["16", "25%"], checkpoints=["kv", "tokens"], where=["host", "disk"])
     placed = (("kv", "host"), ("kv", "disk"), ("tokens", "host"))
@@ -63,7 +63,7 @@ def test_exact_caches_give_identical_answers() -> None:
     assert rows[1].tokens_a_round is not None and rows[1].tokens_a_round >= 1 and rows[0].right is None
 
 
-def test_a_difference_is_found_and_measured() -> None:
+def test_a_lossy_method_is_found_to_differ() -> None:
     """A method that drops goes wrong, and by far more than rounding."""
     found = proof("window", new=9)
     wrong = [answer for answer in found.answers if answer.differs_at is not None]
@@ -74,7 +74,7 @@ def test_a_difference_is_found_and_measured() -> None:
     assert found.rows[0].identical == 2 - len(wrong)
 
 
-def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_answers_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stopped run had measured is not measured again, a torn line is, and another setting has its own."""
     store = tmp_path / "proof.jsonl"
 
@@ -100,12 +100,12 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
     assert len(run()[1]) == 6
 
 
-def test_a_refusal_is_a_row() -> None:
+def test_a_refused_case_has_a_row_with_its_reason() -> None:
     found = proof("snapkv+verified", family="gemma4", checkpoints=["tokens"])
     assert not found.answers and "gemma4" in found.rows[0].error
 
 
-def test_bits_are_compared_with_kvkeeps_own_cache(model_folder: Path, kernels: None) -> None:
+def test_bits_option_compares_logits_with_the_full_cache(model_folder: Path, kernels: None) -> None:
     """Nothing differs where kernels compute all; in float32 what differs is told as it is."""
     study = Prove(methods=["kv-direct", "snapkv+verified"], budgets=["16"], where=["host"], new=6, bits=True)
     packed = study.answer(load(model_folder, weights="bfloat16", device="cpu"), asked(), quiet)

@@ -76,7 +76,7 @@ def computed(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_path_gives_the_same_receipt(folder: Path) -> None:
+def test_every_processor_path_gives_the_same_receipt(folder: Path) -> None:
     paths = library.kernels().kvkeep_paths().decode().split()
     plain = computed(folder, PLAIN)
     known = [row for row in plain["rows"] if row["logits"]]
@@ -141,14 +141,14 @@ SEEN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_operations_that_depend_on_it_are_seen(name: str) -> None:
+def test_the_detector_finds_operations_that_depend_on_the_processor(name: str) -> None:
     """Among them those with several results."""
     with Operations() as used:
         SEEN[name]()
     assert name in used.found
 
 
-def test_exact_rows_are_those_of_full(folder: Path) -> None:
+def test_exact_methods_have_the_digests_of_full(folder: Path) -> None:
     loaded = load(folder, weights="bfloat16", device="cpu")
     asked = prompts(loaded, text())
     assert [len(prompt) for prompt in asked] == list(LENGTHS)
@@ -168,7 +168,9 @@ def test_prompts_are_the_beginning_of_the_licence() -> None:
     assert len(receipts.text()) > 3000 and (ROOT / "LICENSE").read_text().startswith(receipts.text())
 
 
-def test_a_table_and_its_markdown(folder: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_receipt_is_printed_as_a_table_and_as_markdown(
+    folder: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
     named = f"-m {folder} -f {folder}/text.txt"
     arguments = f"prove --receipt {named} --weights int8 -x full".split()
     code, out, err = run(*arguments)
@@ -190,12 +192,14 @@ def test_a_table_and_its_markdown(folder: Path, run: Callable[..., tuple[int, st
         ("--markdown", "add --receipt"),
     ],
 )
-def test_what_is_refused(folder: Path, run: Callable[..., tuple[int, str, str]], options: str, sentence: str) -> None:
+def test_unsuitable_options_are_refused(
+    folder: Path, run: Callable[..., tuple[int, str, str]], options: str, sentence: str
+) -> None:
     code, out, err = run("prove", "-m", str(folder), "-f", str(folder / "text.txt"), *options.split())
     assert code and not out.strip("\n") and sentence in err, (out, err)
 
 
-def test_short_texts_and_torch_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receipt_refuses_short_texts_and_a_missing_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(folder, weights="int8", device="cpu")
     with pytest.raises(UsageError, match="has 3 tokens"):
         prompts(loaded, "the of and")
@@ -238,7 +242,7 @@ def test_the_page_has_a_row_for_every_method() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
-def test_exact_rows_are_those_of_the_page(model: str) -> None:
+def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     loaded = _embedded(model)
     asked, section = prompts(loaded, receipts.text()), tables()[model]
     begun, known = start(loaded, asked), printed(section)
@@ -255,7 +259,7 @@ def tool(name: str) -> Any:
     return module
 
 
-def test_tables_of_other_models_stay_on_the_page() -> None:
+def test_updating_one_model_keeps_the_tables_of_others() -> None:
     page = PAGE.read_text("utf-8")
     made = tool("receipts").updated(page, {"smollm2": "### smollm2\n\nNew.\n"})
     assert "### smollm2\n\nNew.\n\n<!-- end of tables -->" in made
@@ -263,13 +267,13 @@ def test_tables_of_other_models_stay_on_the_page() -> None:
     assert page[start:end] in made and tool("receipts").updated(page, {}) == page
 
 
-def test_a_row_that_was_not_computed_is_no_row_that_is_the_same() -> None:
+def test_a_row_that_was_not_computed_is_an_error() -> None:
     row = Row("full", "exact", True, error="no space left")
     with pytest.raises(SystemExit, match="smollm2: 'full' was not computed: no space left"):
         tool("receipts")._merged("smollm2", (row, row))
 
 
-def test_a_line_without_a_hash_is_a_failure() -> None:
+def test_a_line_without_a_hash_is_an_error() -> None:
     read = tool("kernel_hash").read
     assert read("rows bf16     0f255f3cdc0b866d\n") == {"rows bf16": "0f255f3cdc0b866d"}
     for line in ("rows bf16     0f255f3cdc0b866d THREADS DIFFER", "product: 3 ROWS DIFFER", "x 0f255f3c", ""):

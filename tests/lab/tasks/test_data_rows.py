@@ -26,7 +26,7 @@ ROWS: list[dict[str, Any]] = [{"text": "one\u2028line"}, {"text": "two"}, {"text
     ],
     ids=["lines", "separators", "list", "indented"],
 )
-def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
+def test_rows_are_read_from_json_and_json_lines(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert rows(tmp_path / "a.json", "text") == ROWS
     (tmp_path / "a.json").write_text(json.dumps({"data": ROWS}, indent=1))
@@ -42,13 +42,13 @@ def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
         ("", "is empty"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(UsageError, match=sentence):
         rows(tmp_path / "a.jsonl", "text")
 
 
-def test_files_are_found_in_the_folder_or_given(tmp_path: Path) -> None:
+def test_a_source_is_a_file_or_in_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with pytest.raises(UsageError, match="There is no file .*a.jsonl'; give the folder that holds a.jsonl"):
         source(tmp_path, "a.jsonl", Hub("some/set"))
@@ -58,7 +58,7 @@ def test_files_are_found_in_the_folder_or_given(tmp_path: Path) -> None:
         source(None, "a.jsonl")
 
 
-def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
@@ -74,7 +74,7 @@ def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(asked) == 2
 
 
-def test_a_hub_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="give the folder .* or install the package 'datasets'"):
         source(None, "a.jsonl", Hub("some/set"))
