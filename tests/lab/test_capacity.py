@@ -65,10 +65,10 @@ def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
     assert not found["full"].single.moved and not found["kv-direct residual@device"].single.moved
     (few,) = capacities(shape, H100, 10**6, 8192, ["full"])
     assert few.sessions == few.rate == 0 and few.shared is None and few.fixed_share is None
-    told: list[str] = []
-    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, tell=told.append)]
-    assert names == ["full"] and len(told) == len(CACHES) - 1  # others need no budget of 1,024 for 512 tokens
-    assert all("left out at 512 tokens: a budget of 1,024 entries holds all of them" in line for line in told)
+    messages: list[str] = []
+    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, tell=messages.append)]
+    assert names == ["full"] and len(messages) == len(CACHES) - 1  # others need no budget of 1,024 for 512 tokens
+    assert all("left out at 512 tokens: a budget of 1,024 entries holds all of them" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", [*CACHES, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])
@@ -94,8 +94,8 @@ def test_host_checkpoints_count_where_the_host_shares_the_devices_memory(shape: 
 def test_break_even_points_balance_entries_with_weights_and_links_with_projections(shape: Shape) -> None:
     for sessions in (1, 16):
         tokens = round(balance(shape, H100, parse("full"), sessions))
-        held = sizes(shape.geometry, parse("full"), tokens, None, shared=False)
-        one = cost(shape, parse("full"), held, H100, 1.0, sessions)
+        planned = sizes(shape.geometry, parse("full"), tokens, None, shared=False)
+        one = cost(shape, parse("full"), planned, H100, 1.0, sessions)
         assert one.step == pytest.approx(2 * one.fixed, rel=1e-3)
     short, long = (rebuilding(shape, H100, parse("kv-direct residual@device"), tokens) for tokens in (1024, 4096))
     assert long.seconds == pytest.approx(4 * short.seconds) and long.pays_below == pytest.approx(short.pays_below)

@@ -72,7 +72,8 @@ def test_means_and_intervals_are_over_measured_passages_only() -> None:
         [row("a", 0.2, 0.5), row("b", 0, error=INTERRUPTED)],
     ]
     passages = [
-        Passage("t", seed, Comparison(40, 2, row("stock", 0.4, 1.0, None), own, 24)) for seed, own in enumerate(rows)
+        Passage("t", seed, Comparison(40, 2, row("stock", 0.4, 1.0, None), measured_rows, 24))
+        for seed, measured_rows in enumerate(rows)
     ]
     found = Comparisons(passages, 5)
     one, other = found.lines

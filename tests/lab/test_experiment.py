@@ -48,8 +48,8 @@ def test_packaged_experiments_load() -> None:
     for name in packaged():
         experiment = load_experiment(name)
         assert experiment.name == name and (experiment.paper is None) == (name in OURS)
-        whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
-        assert 0 < smoke <= whole and (isinstance(experiment, StudyExperiment) or 1 < smoke < whole)
+        all_cells, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
+        assert 0 < smoke <= all_cells and (isinstance(experiment, StudyExperiment) or 1 < smoke < all_cells)
 
 
 def test_an_experiment_has_a_cell_for_each_combination_and_the_baseline(tmp_path: Path) -> None:

@@ -29,14 +29,14 @@ from kvkeep.plan.sizes import grant, sizes
 
 MACHINES = Path(__file__).parents[2] / "docs" / "machines"
 STEP = 1e-3
-NONE, ALIKE = Line(((0, 0.0),)), Line(((0, 0.0), (1, 1.0)))
+NONE, PROPORTIONAL = Line(((0, 0.0),)), Line(((0, 0.0), (1, 1.0)))
 SHARED = Pace("a processor that is shared", Line(((1, STEP), (2, 2 * STEP))), NONE, NONE, NONE, NONE, NONE, 1e18)
 """Any number of sessions write together as many tokens a second as one: each has its share. A prompt is one step."""
 
 BUSY = Pace(
     "a small replica", step=Line(((1, 2e-3), (8, 4e-3))), past=Line(((0, 0.0), (1000, 1e-4))),
-    prompt=Line(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=ALIKE, granted=Line(((0, 100.0), (1000, 1200.0))),
-    stored=ALIKE, memory=13_000.0, longest=9_000,
+    prompt=Line(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=PROPORTIONAL, granted=Line(((0, 100.0), (1000, 1200.0))),
+    stored=PROPORTIONAL, memory=13_000.0, longest=9_000,
 )  # fmt: skip
 HARD = Scenario(
     replicas=4, rate=0.5, think=2.0, disk=30e3, link=20e3, mtbf=20.0, restart=3.0, notice=0.5, seconds=120, warmup=20,
@@ -94,12 +94,12 @@ def test_the_time_of_an_answer_is_the_sum_of_its_parts() -> None:
         found = one.run()
         assert found.turns[again] == found.turns["new"] == found.failures == 1 and found.turns["in memory"] > 5
         assert len(one.log) == found.answered
-        for how, past, took in one.log:
+        for how, past, elapsed in one.log:
             new = 100 if past else 1000
             read = pace.reading(0, past + new) if how == "read again" else pace.reading(past, new)
             fetch = pace.stored(past) / link if how == "fetched" else 0.0
             written = 50 * (pace.step(1) + pace.past(past + new + 51 / 2))
-            assert took == pytest.approx(fetch + read + written), (how, past)
+            assert elapsed == pytest.approx(fetch + read + written), (how, past)
 
 
 def test_sessions_and_memory_are_conserved_when_replicas_fail() -> None:
@@ -229,16 +229,16 @@ def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float 
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
     pace = Pace.planned(shape, machine, 10**11, name, 4096)
     for tokens in (3_000, 9_000, 45_000, 120_000):
-        own = None if candidate.keeps_all else 4096
-        held = sizes(shape.geometry, candidate, tokens, own, shared=machine.shared)
-        one, many = (cost(shape, candidate, held, machine, ACCEPTANCE, count) for count in (1, 24))
+        budget_of = None if candidate.keeps_all else 4096
+        planned = sizes(shape.geometry, candidate, tokens, budget_of, shared=machine.shared)
+        one, many = (cost(shape, candidate, planned, machine, ACCEPTANCE, count) for count in (1, 24))
         near = partial(pytest.approx, rel=0.1)
         assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.fixed)
         assert pace.step(24) + 24 * pace.past(tokens) == near(many.step) and pace.prompt(tokens) == near(one.prefill)
-        resting = held.resident + held.compressed
-        assert pace.held(tokens) == near(resting + held.device + (held.host if machine.shared else 0))
-        assert pace.stored(tokens) == near(resting + held.checkpoints)
-        budget = tokens if name == "static" else own
+        resting = planned.resident + planned.compressed
+        assert pace.held(tokens) == near(resting + planned.device + (planned.host if machine.shared else 0))
+        assert pace.stored(tokens) == near(resting + planned.checkpoints)
+        budget = tokens if name == "static" else budget_of
         assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=machine.shared))
 
 
@@ -281,11 +281,11 @@ def test_the_load_bound_counts_the_replicas_known_to_be_alive() -> None:
     one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
     pick, counts = one.ring.pick, Counter[int]()
 
-    def watched(place: int, most: float) -> Replica | None:
+    def watched(place: int, bound: float) -> Replica | None:
         there = sum(replica.seen for replica in one.replicas)
-        assert most == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
+        assert bound == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
         counts[there] += one.now > HARD.warmup
-        return pick(place, most)
+        return pick(place, bound)
 
     one.ring.pick = watched  # type: ignore[assignment, method-assign]
     one.run()

@@ -60,8 +60,8 @@ def test_likelihoods_equal_those_of_decoding_token_by_token(method: str, family:
     one = subject(method, "16", family)
     ids = one.tokenizer(CONTEXT).input_ids
     tails = [one.tokenizer(ending).input_ids for ending in ENDINGS]
-    told, cost = one.weigh(ids, tails)
-    for tokens, found in zip(tails, told, strict=True):
+    weighed, cost = one.weigh(ids, tails)
+    for tokens, found in zip(tails, weighed, strict=True):
         cache = cache_for(one.loaded.model, method, "16", len(ids) + max(map(len, tails)))
         steps = [logits for logits, _ in read(one.loaded.model, torch.tensor([ids]), cache, len(tokens), tokens)]
         logs = [float(logits.double().log_softmax(-1)[token]) for logits, token in zip(steps, tokens, strict=True)]
@@ -70,7 +70,7 @@ def test_likelihoods_equal_those_of_decoding_token_by_token(method: str, family:
     assert cost.entries == 16 and cost.token_s is not None and cost.prompt_tokens == len(ids)
     full, free = subject("full", None, family).weigh(ids, tails)
     assert free.token_s is None and free.memory["resident_bytes"] > cost.memory["resident_bytes"]
-    assert full[0].logs != pytest.approx(told[0].logs, abs=1e-3)
+    assert full[0].logs != pytest.approx(weighed[0].logs, abs=1e-3)
 
 
 def test_greedy_is_true_for_the_models_greedy_continuation() -> None:
@@ -83,10 +83,10 @@ def test_greedy_is_true_for_the_models_greedy_continuation() -> None:
 
 def test_long_texts_are_cut_at_their_beginning() -> None:
     short = KeepLM(subject(), max_length=8)
-    whole = KeepLM(subject())
+    unlimited = KeepLM(subject())
     cut = " ".join(CONTEXT.split()[-6:])
     (found,) = short.loglikelihood(requests((CONTEXT, ENDINGS[1] + " man")), disable_tqdm=True)  # three tokens
-    (expected,) = whole.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
+    (expected,) = unlimited.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
     assert found[0] == pytest.approx(expected[0], abs=1e-5) and short.costs[0].prompt_tokens == 6
     with pytest.raises(UsageError, match=r"has \d\d tokens, and the model has 8 positions"):
         short.loglikelihood(requests(("we", " " + CONTEXT)), disable_tqdm=True)
@@ -96,10 +96,10 @@ def test_long_texts_are_cut_at_their_beginning() -> None:
 
 def test_answers_end_at_stop_strings() -> None:
     model = KeepLM(subject("h2o", "16"))
-    whole = model.subject.write(model.tok_encode(CONTEXT), 12).text
-    word = whole.split()[4]
+    answer = model.subject.write(model.tok_encode(CONTEXT), 12).text
+    word = answer.split()[4]
     (found,) = model.generate_until(requests((CONTEXT, {"until": [word], "max_gen_toks": 12})), disable_tqdm=True)
-    assert found == whole.split(word)[0] and len(whole.split()) > len(found.split())
+    assert found == answer.split(word)[0] and len(answer.split()) > len(found.split())
     with pytest.raises(UsageError, match="answers greedily"):
         model.generate_until(requests((CONTEXT, {"do_sample": True, "temperature": 1.0})), disable_tqdm=True)
 

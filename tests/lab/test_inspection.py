@@ -270,8 +270,10 @@ def test_a_browser_shows_the_recorded_states(tmp_path: Path) -> None:
                 assert others[fate] == others.max() and ("a" in classes) == (resident > 0)
         counted = {code.name.lower(): int((state == code).sum()) for code in EntryState}
         fates = [one.attributes for one in shown.all if "data-fate" in one.attributes]
-        told = {one["data-fate"]: int(one["data-count"]) for one in fates}
-        assert all(told.get(name, 0) == count for name, count in counted.items()) and set(told) <= set(counted)
+        shown_fates = {one["data-fate"]: int(one["data-count"]) for one in fates}
+        assert all(shown_fates.get(name, 0) == count for name, count in counted.items()) and set(shown_fates) <= set(
+            counted
+        )
         before = arrived(states[step - 2][lanes], steps[step - 1]) if step > 1 else torch.ones_like(state)
         left = ((before == EntryState.RESIDENT) & (state != EntryState.RESIDENT)).any(0)
         assert int(body["data-left"]) == int(left.sum())

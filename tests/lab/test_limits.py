@@ -32,9 +32,9 @@ def after(method: str, tokens: int, rows: int = 1) -> int:
     cache = new_cache(tiny("llama"), method, **METHODS[method])
     step("llama", cache, prompt(rows, tokens - 1))
     step("llama", cache, prompt(rows, tokens)[:, -1:])
-    held = memory_of(cache)
+    memory = memory_of(cache)
     counted = entry_bytes(cache, tokens, rows)
-    assert method == "kv-direct" or counted <= held.resident_bytes + held.compressed_bytes
+    assert method == "kv-direct" or counted <= memory.resident_bytes + memory.compressed_bytes
     return counted
 
 

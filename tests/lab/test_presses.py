@@ -36,8 +36,8 @@ class EvenPress(ScorerPress):
     def score(self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         assert attentions is None and "position_embeddings" in kwargs and keys.shape[:3] == values.shape[:3]
         cos, _ = module.rotary_emb(hidden, torch.zeros(1, 1))  # what a press would take for position 0
-        own = {"hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio}
-        SEEN.append({"layer": module.layer_idx} | own)
+        notes = {"hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio}
+        SEEN.append({"layer": module.layer_idx} | notes)
         return self.sign * keys[..., 0]
 
 
@@ -161,14 +161,14 @@ def test_scores_follow_rollbacks_and_reordered_rows() -> None:
     """After a rollback heads hold different numbers of entries; rows are reordered with their scores. With a checkpoint
     what follows is exact."""
     tokens, more, cache, twin = prompt(2, 40), prompt(2, 20), new("even"), new("even+checkpoint:kv")
-    for own in (cache, twin):
-        step("llama", own, tokens)
-        own.crop(-15)
+    for each in (cache, twin):
+        step("llama", each, tokens)
+        each.crop(-15)
     cache.reorder_cache(torch.tensor([1, 0]))
     step("llama", cache, more)
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
-    whole = expected("llama", torch.cat([tokens[:, :25], more], 1))
-    assert_near(step("llama", twin, more)[:, -1], whole[:, -1])
+    unbounded = expected("llama", torch.cat([tokens[:, :25], more], 1))
+    assert_near(step("llama", twin, more)[:, -1], unbounded[:, -1])
 
 
 def test_a_model_is_hooked_once_and_no_running_cache_remains() -> None:

@@ -83,9 +83,9 @@ def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeyp
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loaded = load(str(model_folder), device="cpu")
     study = Bench(contexts=[80], budget="32", steps=4, process=True, only=["verified"])
-    told: list[str] = []
-    found = study.measure(Trial(loaded, progress=lambda what, done, total: told.append(what)))
-    assert [row.label for row in found.processes] == ["stock", "snapkv+verified kv@disk"] and len(told) == 2
+    labels: list[str] = []
+    found = study.measure(Trial(loaded, progress=lambda what, done, total: labels.append(what)))
+    assert [row.label for row in found.processes] == ["stock", "snapkv+verified kv@disk"] and len(labels) == 2
     assert not any(row.error for row in found.processes) and found.rows == []
     assert found.processes[1].per_pass is not None and found.processes[1].per_pass >= 1
     (table,) = study.tables(found)

@@ -53,11 +53,11 @@ def test_a_killed_ray_worker_loses_no_cell(
     task = {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")}
     sizes = {"methods": ["h2o", "kv-direct", "static"], "budgets": ["25%"], "seeds": [0, 1]}
     experiment = small(model_folder, task=task, **sizes)
-    told: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     before, processes = descendants(os.getpid()), set[int]()
 
     def progress(label: str, done: int, total: int) -> None:
-        told.append((done, total))
+        steps.append((done, total))
         processes.update(descendants(os.getpid()) - before)
 
     killed = Path(tempfile.mkdtemp(prefix="kvkeep-", dir="/tmp" if Path("/tmp").is_dir() else None))
@@ -72,7 +72,7 @@ def test_a_killed_ray_worker_loses_no_cell(
         tally = run(experiment, store, tmp_path, workers=2, ray="local", progress=progress)
         assert ray.is_initialized()
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
-    assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
+    assert (tmp_path / "killed").exists() and steps[-1] == (8, 8)
     assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
     assert not ray.is_initialized() and len(processes) > 3 and not killed.exists()
     until(lambda: not processes & living())
@@ -99,7 +99,7 @@ def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypat
 def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 
-    def refuse(*given: object, **own: object) -> None:
+    def refuse(*given: object, **options: object) -> None:
         raise RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
 
     monkeypatch.setattr(ray, "init", refuse)

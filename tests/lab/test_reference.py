@@ -38,8 +38,8 @@ def test_exact_methods_equal_the_reference() -> None:
         assert row.prefill_s and row.tokens_per_s
     assert found.rows[1].kl == [0.0] * 12  # the same cache again: the same bits
     assert (found.context, found.rows[3].entries, found.rows[4].entries) == (72, 16, 36)
-    held = [row.held_bytes for row in found.rows]
-    assert held[3] < held[4] < found.reference.held_bytes
+    bytes_of_rows = [row.held_bytes for row in found.rows]
+    assert bytes_of_rows[3] < bytes_of_rows[4] < found.reference.held_bytes
 
 
 @pytest.mark.parametrize("method", ["h2o", "streaming-llm", "window"])
@@ -59,9 +59,9 @@ def test_free_running_and_teacher_forced_kl_part_where_the_texts_part() -> None:
     same = row.differs_at + 1  # the first different token was chosen after the same text
     assert row.kl_free[:same] == row.kl[:same] and row.kl_free[same:] != row.kl[same:]
     ids, cache = torch.tensor([PROMPT]), KeepCache(model, "window", 16, context=72)
-    whole = torch.tensor([PROMPT + reference.tokens])
+    complete = torch.tensor([PROMPT + reference.tokens])
     with torch.no_grad():
-        expected = model(whole[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
+        expected = model(complete[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
         for position, token in enumerate(row.tokens):
             q = model(ids, past_key_values=cache).logits[0, -1].double().log_softmax(-1)
             by_hand = float((expected[position].exp() * (expected[position] - q)).sum())

@@ -33,8 +33,8 @@ def experiment(model_folder: Path) -> Experiment:
 
 
 def test_a_row_records_scores_costs_and_versions(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
+    steps: list[tuple[str, int, int]] = []
+    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: steps.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
     store = stored(tmp_path / "r.jsonl")
     rows = {(row.method, row.budget): row for row in store.records}
@@ -51,7 +51,7 @@ def test_a_row_records_scores_costs_and_versions(experiment: Experiment, data: P
     failed = rows["static", "25%"]
     assert failed.status == "failed" and failed.error.endswith(".") and not failed.scores
     assert store.definitions[0].experiment == experiment.model_dump(mode="json")
-    assert told[0][1:] == (0, 14) and told[-1] == ("static 24 (length 76)", 14, 14)
+    assert steps[0][1:] == (0, 14) and steps[-1] == ("static 24 (length 76)", 14, 14)
 
 
 def test_a_second_run_measures_missing_and_failed_cells_only(
@@ -72,17 +72,17 @@ def test_a_second_run_measures_missing_and_failed_cells_only(
 
 @pytest.mark.slow
 def test_two_workers_measure_the_same_as_one(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+    steps: list[int] = []
     found = []
     for workers in (1, 2):
         store = Store(tmp_path / f"{workers}.jsonl")
-        tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: told.append(done))
+        tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: steps.append(done))
         rows = stored(store.path).records
         assert tally.done == 5 and len(rows) == 7 and {row.machine["workers"] for row in rows} == {workers}
         found.append({row.cell: (row.scores, row.error) for row in rows})
     assert found[0] == found[1]
-    half = told.index(14) + 1
-    assert all(part == sorted(part) and (part[0], part[-1]) == (0, 14) for part in (told[:half], told[half:]))
+    half = steps.index(14) + 1
+    assert all(part == sorted(part) and (part[0], part[-1]) == (0, 14) for part in (steps[:half], steps[half:]))
 
 
 def test_changed_data_make_new_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:

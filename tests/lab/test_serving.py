@@ -55,7 +55,7 @@ def test_a_served_bench_measures_what_clients_see(run: Run, model_folder: Path) 
 
 def test_an_interrupt_or_a_fault_keeps_the_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of servers that are not started: one has a fault, one does not start, the last one is interrupted."""
-    asked: list[tuple[str, int, int]] = []
+    requests: list[tuple[str, int, int]] = []
 
     @contextmanager
     def running(server: Ours) -> Iterator[Running]:
@@ -65,10 +65,10 @@ def test_an_interrupt_or_a_fault_keeps_the_finished_rows(monkeypatch: pytest.Mon
 
     def answers(server: Ours, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
         if steps > 2:
-            asked.append((server.method, context, count))
+            requests.append((server.method, context, count))
             if count == 2:
                 raise RuntimeError("a fault\nof a server")
-            if len(asked) == stops_at:
+            if len(requests) == stops_at:
                 raise KeyboardInterrupt
         return [Stream(0.0, [1.0, 2.0], 2)], 10
 
@@ -88,7 +88,7 @@ def test_an_interrupt_or_a_fault_keeps_the_finished_rows(monkeypatch: pytest.Mon
     assert [row.error for row in rows] == [
         *("", fault, "", fault), *["OSError: no port."] * 4, *("", fault, INTERRUPTED, INTERRUPTED),
     ]  # fmt: skip
-    asked.clear()
+    requests.clear()
     stops_at = 1
     with pytest.raises(KeyboardInterrupt) as nothing:
         study.measure(trial)

@@ -91,7 +91,7 @@ def test_conditional_entropy_equals_its_definition() -> None:
     """By its definition: the entropy of the outcomes of each thing given, weighed by how often that is."""
     draw = torch.Generator().manual_seed(0)
     for things, values in ((1, 4), (5, 3), (40, 2), (3, 1)):
-        given, outcomes = (torch.randint(most, (60, 2), generator=draw) for most in (things, values))
+        given, outcomes = (torch.randint(limit, (60, 2), generator=draw) for limit in (things, values))
         expected = 0.0
         for thing, often in Counter(map(tuple, given.tolist())).items():
             rows = (tuple(row) for row, of in zip(outcomes.tolist(), given.tolist(), strict=True) if tuple(of) == thing)

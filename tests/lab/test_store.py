@@ -49,10 +49,10 @@ def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> No
     path = tmp_path / "results.jsonl"
     store = Store(path)
     store.append(row("a"))
-    whole = path.stat().st_size
+    first_size = path.stat().st_size
     store.append(row("b"))
     size = path.stat().st_size
-    os.truncate(path, max(whole + 1, size - cut))  # a kill in the middle of the write
+    os.truncate(path, max(first_size + 1, size - cut))  # a kill in the middle of the write
     torn = stored(path)
     assert torn.done() == {"a"} and torn.unfinished and torn.torn == 0
     torn.append(row("c"))

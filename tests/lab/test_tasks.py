@@ -176,19 +176,19 @@ def test_articles_are_read_in_every_form_and_drawn_by_seed(tmp_path: Path) -> No
 @pytest.mark.parametrize("file", HUBS)
 def test_without_data_articles_come_from_the_hub(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form = SUMMARIES[1] if "cnn" in file else SUMMARIES[2]
-    asked = []
+    requests = []
 
     class Datasets:
         @staticmethod
         def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
-            asked.append((repository, part, split))
+            requests.append((repository, part, split))
             return ({form.article: " ".join(WORDS[:number]), form.summary: "so"} for number in range(1, 600))
 
     monkeypatch.setattr(rows, "find_spec", lambda name: object())
     monkeypatch.setattr(rows, "import_module", lambda name: Datasets)
     task = Summary(file=file, samples=3)
     sources = task.sources(None)
-    assert len(articles(sources[0])) == 500 and asked == [(HUBS[file].repository, HUBS[file].part, "test")]
+    assert len(articles(sources[0])) == 500 and requests == [(HUBS[file].repository, HUBS[file].part, "test")]
     found = task.prepare(tokenizer(), sources, {}, 0)
     assert [len(sample.ids) for sample in found] == sorted({len(sample.ids) for sample in found})
     assert {sample.facts["summary"] for sample in found} == {"so"}

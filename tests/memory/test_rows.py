@@ -63,9 +63,9 @@ def test_every_store_of_rows_equals_a_plain_tensor(name: str, place: str, operat
             assert torch.equal(rows.pick(lane, slot), twin[lane, 0, slot])
         if isinstance(rows, Ring):
             assert rows.data is None or rows.data.shape[2] <= rows.capacity
-            whole = rows.everything()
-            if whole is not None:
-                assert sorted(whole[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
+            stored = rows.everything()
+            if stored is not None:
+                assert sorted(stored[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
 
 
 def test_pages_are_as_long_as_the_appended_chunks() -> None:
@@ -113,12 +113,14 @@ def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[t
             owners[who] = SharedRows(block=4)
             twins[who] = twins[who - 1][:, :, : value + 1]
             owners[who].share(owners[who - 1], twins[who].shape[2])
-            whole = [part.data_ptr() for part in owners[who].head]
-            assert whole == [part.data_ptr() for part in owners[who - 1].head][: len(whole)]
+            stored = [part.data_ptr() for part in owners[who].head]
+            assert stored == [part.data_ptr() for part in owners[who - 1].head][: len(stored)]
             assert owners[who].settled == twins[who].shape[2] // 4 * 4
-        for own, twin in zip(owners, twins, strict=True):
-            assert own.length == twin.shape[2]
-            assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in own.head)
-            if own.length:
-                assert torch.equal(own.view(), twin)
-                assert torch.equal(concatenated(own, own.length // 2, own.length), twin[:, :, own.length // 2 :])
+        for owner, twin in zip(owners, twins, strict=True):
+            assert owner.length == twin.shape[2]
+            assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in owner.head)
+            if owner.length:
+                assert torch.equal(owner.view(), twin)
+                assert torch.equal(
+                    concatenated(owner, owner.length // 2, owner.length), twin[:, :, owner.length // 2 :]
+                )

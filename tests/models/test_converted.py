@@ -78,11 +78,11 @@ def test_a_damaged_copy_is_converted_again(gguf_file: Path, spoil: str, caplog: 
     (folder / "tensors.json").touch()
     assert not make(gguf_file)
     table, manifest = folder / "tensors.json", folder / "kvkeep.json"
-    whole, stat = table.read_bytes(), table.stat()
+    intact, stat = table.read_bytes(), table.stat()
     if spoil == "cut":
-        table.write_bytes(whole[:-4])
+        table.write_bytes(intact[:-4])
     elif spoil.startswith("flip"):
-        table.write_bytes(whole[:-4] + bytes(byte ^ 255 for byte in whole[-4:]))
+        table.write_bytes(intact[:-4] + bytes(byte ^ 255 for byte in intact[-4:]))
         if spoil == "flip unseen":  # a disk's own fault changes no time
             os.utime(table, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     elif spoil == "remove":
@@ -94,7 +94,7 @@ def test_a_damaged_copy_is_converted_again(gguf_file: Path, spoil: str, caplog: 
         assert make(gguf_file)
     assert "is damaged; converting again" in caplog.text
     assert copies() == [folder]
-    assert table.read_bytes() == whole
+    assert table.read_bytes() == intact
     assert not make(gguf_file)
 
 
@@ -104,8 +104,8 @@ def test_an_interrupted_conversion_leaves_no_files(
 ) -> None:
     write = converted._write
 
-    def interrupted(model: Any, tokenizer: Any, held: Any, folder: Path) -> None:
-        write(model, tokenizer, held, folder)
+    def interrupted(model: Any, tokenizer: Any, contents: Any, folder: Path) -> None:
+        write(model, tokenizer, contents, folder)
         assert any(copies())  # so there is something to leave behind
         raise stop
 
@@ -132,11 +132,11 @@ def test_leftovers_of_killed_processes_are_removed(gguf_file: Path) -> None:
 def test_a_conversion_overtaken_by_another_uses_its_copy(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = converted._write
 
-    def overtaken(model: Any, tokenizer: Any, held: Any, folder: Path) -> None:
+    def overtaken(model: Any, tokenizer: Any, contents: Any, folder: Path) -> None:
         monkeypatch.setattr(converted, "_write", write)
         make(gguf_file)  # another process, as it were
         first.append(os.stat(copies()[-1] / "tensors.json").st_ino)
-        write(model, tokenizer, held, folder)
+        write(model, tokenizer, contents, folder)
 
     first: list[int] = []
     monkeypatch.setattr(converted, "_write", overtaken)

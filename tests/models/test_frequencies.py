@@ -85,8 +85,8 @@ def test_same_bits_are_promised_only_within_a_context_of_constant_frequencies(na
     within = cache(LENGTH).describe()
     assert all(one.same_bits and not one.note for one in within)
     text = TEXT[:, : LENGTH - PADDING]  # beside a row of the whole length
-    alone = one_at_a_time(model, text, KeepCache(model, "full"))
-    assert greatest_difference(model, text, alone, lambda: cache(LENGTH), seed=1) == (0.0, 0.0)
+    reference = one_at_a_time(model, text, KeepCache(model, "full"))
+    assert greatest_difference(model, text, reference, lambda: cache(LENGTH), seed=1) == (0.0, 0.0)
 
 
 def test_other_models_have_constant_frequencies() -> None:

@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def fused(model: Any) -> list[FusedLayer]:
-    return [own for part in model.modules() if isinstance(own := vars(part).get("forward"), FusedLayer)]
+    return [forward for part in model.modules() if isinstance(forward := vars(part).get("forward"), FusedLayer)]
 
 
 @torch.no_grad()
@@ -105,8 +105,8 @@ def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
     """Where it differs, that is: not a bit of it is a fused layer's."""
     model, other = made(family), plain(made(family))
     for part, norm in zip(model.modules(), other.modules(), strict=True):
-        if isinstance(own := vars(part).get("forward"), FusedNorm):
-            vars(norm)["forward"] = own
+        if isinstance(forward := vars(part).get("forward"), FusedNorm):
+            vars(norm)["forward"] = forward
     found = logits(model)
     assert torch.isfinite(found).all()
     assert torch.equal(found, logits(other)) if family != "smollm3" else len(fused(model)) < 4
@@ -166,13 +166,13 @@ def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytes
     assert not any("forward" in vars(part) for part in model.modules()) and library() is not None
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("library_threads", [False, True], ids=["torch", "library"])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, own: bool, made: Any) -> None:
+def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, library_threads: bool, made: Any) -> None:
     model, before = made("qwen3", weights), torch.get_num_threads()
     ids, found = IDS.repeat(1, 5), []
     try:
-        if own:
+        if library_threads:
             kernels().kvkeep_use_openmp(None, None)
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -200,7 +200,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def whole(model: Any) -> bool:
+def fully_native(model: Any) -> bool:
     return is_whole(model, layers_of(decoder_of(model)))
 
 
@@ -211,15 +211,17 @@ def test_a_model_whose_angles_torch_computes_is_not_fully_native(kind: str, tmp_
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     model = load(tmp_path, weights="bfloat16", device="cpu").model
-    assert len(fused(model)) == 4 and whole(model) is (kind in ("default", "linear", "llama3"))
+    assert len(fused(model)) == 4 and fully_native(model) is (kind in ("default", "linear", "llama3"))
 
 
 def test_a_model_is_fully_native_if_the_library_computes_every_layer_and_logits(made: Any) -> None:
-    assert all(whole(made(family)) for family in FUSED)
-    assert not any(whole(made(family)) for family in [*OTHERS, "phi3", "gpt2", "qwen3_moe"] if family != "granite")
+    assert all(fully_native(made(family)) for family in FUSED)
+    assert not any(
+        fully_native(made(family)) for family in [*OTHERS, "phi3", "gpt2", "qwen3_moe"] if family != "granite"
+    )
     capped = copy.deepcopy(made("gemma3"))
     capped.config.get_text_config().final_logit_softcapping = 30.0
-    assert not whole(capped)
+    assert not fully_native(capped)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +243,8 @@ def test_matrices_of_wrong_shapes_are_refused_before_a_kernel_reads_them(
 ) -> None:
     layer = copy.deepcopy(made("llama")).model.layers[0]
     block = getattr(layer, part)
-    own = getattr(block, name)
-    assert (own.out_features, own.in_features) != (outputs, inputs)
+    matrix = getattr(block, name)
+    assert (matrix.out_features, matrix.in_features) != (outputs, inputs)
     setattr(block, name, PackedLinear(quantised(torch.randn(outputs, inputs), 16)))
     with pytest.raises(TypeError, match="shapes"):
         FusedLayer(layer)
@@ -251,13 +253,13 @@ def test_matrices_of_wrong_shapes_are_refused_before_a_kernel_reads_them(
 def test_models_can_be_loaded_simultaneously(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of one model's layer begins and ends within another's."""
     (one, *_), (other, *_) = fused(copy.deepcopy(made("llama"))), fused(copy.deepcopy(made("qwen3")))
-    own, tried = fusing.sdpa_attention_forward, []
+    original, tried = fusing.sdpa_attention_forward, []
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         if not tried:
             tried.append(other)
             assert fusing._agrees(other)
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(fusing, "sdpa_attention_forward", attention)
     assert fusing._agrees(one) and tried

@@ -146,8 +146,8 @@ def test_code_in_a_model_folder_is_not_run(
     spoiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Transformers would ask on the terminal; here nobody is asked and nothing runs."""
-    own = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
-    folder = spoiled(config={"model_type": "frobnicator", **own})
+    custom_code = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    folder = spoiled(config={"model_type": "frobnicator", **custom_code})
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     with pytest.raises(UnsupportedModelError, match="is a 'frobnicator' model, a family that transformers"):

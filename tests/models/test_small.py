@@ -49,7 +49,7 @@ def dense(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def held(model: Any) -> int:
+def packed_bytes(model: Any) -> int:
     """Bytes of parameters, and of codes and scales without the padding of panels."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for module in model.modules():
@@ -67,8 +67,8 @@ def least(name: str, bits: int) -> int:
 
 def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
     stored = load_file(model_folder / "model.safetensors")
-    for asked, bits in BITS.items():
-        model = load(model_folder, weights=asked, device="cpu").model
+    for requested, bits in BITS.items():
+        model = load(model_folder, weights=requested, device="cpu").model
         names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, PackedLinear)}
         expected = {
             name: quantised(weight, least(name, bits)).dense() if name in names else weight.bfloat16().float()
@@ -78,14 +78,14 @@ def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
         found = dense(model)
         assert found.keys() == expected.keys()
         for name, weight in expected.items():
-            assert torch.equal(found[name], weight), (asked, name)
+            assert torch.equal(found[name], weight), (requested, name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("asked", ["bfloat16", "int8"])
-def test_packed_weights_of_every_family_give_the_same_logits(family: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["bfloat16", "int8"])
+def test_packed_weights_of_every_family_give_the_same_logits(family: str, requested: str, tmp_path: Path) -> None:
     """Its logits are those of the plain model with the weights that were packed; all matrices are there."""
-    loaded = load(family_folder(family, tmp_path), weights=asked, device="cpu")
+    loaded = load(family_folder(family, tmp_path), weights=requested, device="cpu")
     model, plain = loaded.model, copy.deepcopy(tiny(family))
     assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
     written, expected = dense(model), dict(plain.named_parameters())
@@ -96,13 +96,13 @@ def test_packed_weights_of_every_family_give_the_same_logits(family: str, asked:
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours, theirs = model(ids).logits.float(), plain(ids).logits
-    alike = torch.cosine_similarity(ours, theirs, dim=-1)
-    assert alike.median() > 0.998  # rounding may make a router choose another expert for single tokens
-    assert hasattr(plain.config, "num_experts_per_tok") or alike.min() > 0.99
+    cosines = torch.cosine_similarity(ours, theirs, dim=-1)
+    assert cosines.median() > 0.998  # rounding may make a router choose another expert for single tokens
+    assert hasattr(plain.config, "num_experts_per_tok") or cosines.min() > 0.99
     packed = [module for module in model.modules() if isinstance(module, Packed)]
     assert packed if matrices(plain) else not packed
     assert not any(parameter.is_meta for parameter in [*model.parameters(), *model.buffers()])
-    assert loaded.weights is not None and loaded.weights.nbytes == held(model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(model)
     assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
     assert KeepCache(model).geometry.dtype_bytes == 2
 
@@ -148,7 +148,7 @@ def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> No
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found, expected = dense(loaded.model), {name: weight.float() for name, weight in theirs.state_dict().items()}
     assert found.keys() == expected.keys()
-    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
     assert loaded.weights.tensors.keys() == expected.keys() - {"lm_head.weight"}
     matrix = loaded.weights.tensors["model.layers.0.self_attn.q_proj.weight"]
     about = KINDS.get(kind)
@@ -165,22 +165,22 @@ def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> No
     assert again.weights == loaded.weights and again.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("asked", ["float32", "float16", "bfloat16", "int8", "int4"])
-def test_a_gguf_file_can_be_loaded_in_another_format(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["float32", "float16", "bfloat16", "int8", "int4"])
+def test_a_gguf_file_can_be_loaded_in_another_format(requested: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     file = tmp_path / "own.gguf"
     written(file, "Q8_0")
-    loaded = load(file, weights=asked, device="cpu")
+    loaded = load(file, weights=requested, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found = dense(loaded.model)
-    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
     for name, weight in theirs.named_parameters():
-        kind = torch.float32 if asked == "float32" else torch.float16 if asked == "float16" else torch.bfloat16
-        matrix = weight.ndim == 2 and asked.startswith("int")
+        kind = torch.float32 if requested == "float32" else torch.float16 if requested == "float16" else torch.bfloat16
+        matrix = weight.ndim == 2 and requested.startswith("int")
         expected = weight.detach().to(kind).float()
         if matrix:
-            expected = quantised(weight.detach(), least(name, BITS[asked])).dense()
+            expected = quantised(weight.detach(), least(name, BITS[requested])).dense()
         assert torch.equal(found[name], expected), name
 
 
@@ -190,13 +190,13 @@ def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path])
     weight = weights.pop(name)
     for others, sentence in (({}, "it comes without"), ({name: weight[:-1].clone()}, "with another shape of")):
         save_file(weights | others, file, metadata={"format": "pt"})
-        for asked in BITS:
+        for requested in BITS:
             with pytest.raises(ModelError, match=f"{sentence} {name};"):
-                load(file.parent, weights=asked, device="cpu")
+                load(file.parent, weights=requested, device="cpu")
 
 
 @pytest.mark.parametrize(
-    ("free", "asked", "sentence"),
+    ("free", "requested", "sentence"),
     [
         (0, "auto", "weights auto, and 0 B of memory are free; it fits in none of float32, bfloat16"),
         (80_000, "float32", "with weights bfloat16 it would take 74.4 KB."),
@@ -205,7 +205,7 @@ def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path])
     ],
 )
 def test_a_model_too_large_is_refused_before_it_is_read(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, asked: str, sentence: str
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, requested: str, sentence: str
 ) -> None:
     sizes = {kind: describe(model_folder, weights=kind).weights.nbytes for kind in ("float32", *BITS)}
     assert (
@@ -214,14 +214,16 @@ def test_a_model_too_large_is_refused_before_it_is_read(
     monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: free)
     monkeypatch.setattr("kvkeep.models.loading.read_weights", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ModelError) as refusal:
-        load(model_folder, weights=asked, device="cpu")
+        load(model_folder, weights=requested, device="cpu")
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("asked", ["int8", "int4"])
-def test_integer_weights_are_refused_on_an_accelerator(asked: str) -> None:
-    with pytest.raises(UsageError, match=f"Weights in {asked} are multiplied on the cpu only, not on cuda:1; ask for"):
-        settled(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
+@pytest.mark.parametrize("requested", ["int8", "int4"])
+def test_integer_weights_are_refused_on_an_accelerator(requested: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"Weights in {requested} are multiplied on the cpu only, not on cuda:1; ask for"
+    ):
+        settled(requested, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
 
 
 def test_auto_weights_follow_the_file_and_the_device(kernels: None) -> None:
@@ -250,15 +252,15 @@ def test_without_kernels_all_formats_work(without_kernels: None, model_folder: P
     plain = load(model_folder, weights="bfloat16", device="cpu").model
     assert type(plain.lm_head) is nn.Linear
     reference = tiny("llama")(ids).logits
-    for asked in ("bfloat16", "int8", "int4"):
-        logits = load(model_folder, weights=asked, device="cpu").model(ids).logits.float()
-        assert torch.cosine_similarity(logits, reference, dim=-1).min() > 0.95, asked
+    for requested in ("bfloat16", "int8", "int4"):
+        logits = load(model_folder, weights=requested, device="cpu").model(ids).logits.float()
+        assert torch.cosine_similarity(logits, reference, dim=-1).min() > 0.95, requested
     assert isinstance(load(tmp_path / "own.gguf", device="cpu").model.lm_head, PackedLinear)
 
 
 def test_other_weights_than_auto_are_refused_for_a_quantised_model(spoiled: Callable[..., Path]) -> None:
-    own = tiny("llama").config.to_dict()
-    folder = spoiled(config=own | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+    settings = tiny("llama").config.to_dict()
+    folder = spoiled(config=settings | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
     with pytest.raises(UsageError, match="are quantised, and are loaded as they are: ask for auto"):
         load(folder, weights="int8", device="cpu")
 
@@ -270,7 +272,7 @@ def test_packed_weights_are_not_saved(model_folder: Path, tmp_path: Path) -> Non
 
 
 def test_the_fingerprint_covers_packed_weights(model_folder: Path) -> None:
-    models = [load(model_folder, weights=asked, device="cpu").model for asked in BITS]
+    models = [load(model_folder, weights=requested, device="cpu").model for requested in BITS]
     assert len({fingerprint(model) for model in models}) == len(BITS)
     model = models[1]
     before = fingerprint(model)

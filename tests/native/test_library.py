@@ -162,16 +162,16 @@ def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
     """Loading a file cut short would end the process by a signal."""
     data = native.FILE.read_bytes()
     half = len(data) // 2
-    whole = tmp_path / native.FILE.name
-    whole.write_bytes(data[:half] + bytes(4096) + data[half + 4096 :] if damage == "zeros" else damage(data))
-    whole.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")
+    damaged = tmp_path / native.FILE.name
+    damaged.write_bytes(data[:half] + bytes(4096) + data[half + 4096 :] if damage == "zeros" else damage(data))
+    damaged.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")
     program = (
         "import pathlib, sys; from kvkeep.native import library as native\n"
         "native.FILE = pathlib.Path(sys.argv[1]); print(native.path())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", program, str(whole)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", program, str(damaged)], capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.stdout.strip() == "torch" and "its file is damaged" in done.stderr, done
 

@@ -79,29 +79,29 @@ class Lane:
 
 def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int, threshold: float, rows: int) -> int:
     """Hold every layer and lane against the reference after every step; return the most that came back at once."""
-    model, most = tiny("llama"), 0
+    model, largest = tiny("llama"), 0
     cache = KeepCache(model, method, budget, checkpoint="kv")
     cache.stream.chunk = 1000
     heads = 2
     lanes = [[Lane(budget, limit, threshold) for _ in range(rows * heads)] for _ in cache.layers]
-    own, generator = cache.stream.attend, torch.Generator().manual_seed(seed)
+    honest, generator = cache.stream.attend, torch.Generator().manual_seed(seed)
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
-        nonlocal most
-        output, index = own(module, query, key, value, mask, scaling), module.layer_idx
+        nonlocal largest
+        output, index = honest(module, query, key, value, mask, scaling), module.layer_idx
         grouped = query.unflatten(1, (heads, -1)).flatten(0, 1).double().numpy()
-        held = cache.layers[index].resident.resident_slots()
+        flags = cache.layers[index].resident.resident_slots()
         for number, lane in enumerate(lanes[index]):
             lane.step(grouped[number], key.flatten(0, 1)[number].double().numpy(), scaling)
             where = f"layer {index}, lane {number}, {len(lane.keys)} slots"
-            assert held[number].nonzero().flatten().tolist() == sorted(lane.used), where
-            most = max(most, lane.returned)
+            assert flags[number].nonzero().flatten().tolist() == sorted(lane.used), where
+            largest = max(largest, lane.returned)
         return output
 
     cache.stream.attend = attend
     for count in chunks:
         forward(model, cache, torch.randn(rows, count, 32, generator=generator) * 0.3)
-    return most
+    return largest
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)

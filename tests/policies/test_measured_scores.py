@@ -66,7 +66,7 @@ def test_layers_share_the_budget_by_information(tmp_path: Path) -> None:
     scores = tmp_path / "scores.txt"
     scores.write_text("8\n4\n3\n1\n")
     cache = KeepCache(tiny("llama"), f"h2o-fisher:least=0.2,scores={scores}", 100)
-    assert [own for (own,) in cache.budgets or ()] == [180, 100, 80, 40]
+    assert [budget_of for (budget_of,) in cache.budgets or ()] == [180, 100, 80, 40]
     cache = KeepCache(tiny("llama"), f"h2o-fisher:scores={scores}+sketch:0.2,swap=1.1", 100, chunk=20)
     step("llama", cache, prompt(1, 200))
     memory = cache.memory()
@@ -108,9 +108,9 @@ def test_budgets_of_heads_follow_the_score_file(tmp_path: Path) -> None:
     assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
     assert cache.describe()[0].note == f"by head: {many}, {few}"
     step("llama", cache, prompt(1, 120))
-    held = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
-    assert held == sum(map(sum, cache.budgets)) <= 40 * 8
-    assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
+    entries = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
+    assert entries == sum(map(sum, cache.budgets)) <= 40 * 8
+    assert cache.resident_bytes() == entries * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
         files = ("taught",)
         taught: str = ""
 
-    class Told(Drop):
-        files = ("told",)
-        told: str = ""
+    class Noted(Drop):
+        files = ("note",)
+        note: str = ""
 
     register("taught", dataclass(frozen=True)(Taught))
-    register("told", dataclass(frozen=True)(Told))
+    register("note", dataclass(frozen=True)(Noted))
     words = {"checkpoint": {"kind"}, "merge": {"by"}, "sketch": {"estimate", "by", "keys"}, "tiers": {"without"}}
     words |= {"streaming-llm": {"positions"}, "kvpress": {"press"}}
     marked = set()
@@ -77,7 +77,7 @@ def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
             marked |= {(name, one) for one in part.files}
     marked -= {("kvpress", "options")}  # of the lab, for a package that need not be here
     scores = {(name, "scores") for name in ("duo-attention", "h2o-fisher")}
-    assert marked == scores | {("taught", "taught"), ("told", "told")}
+    assert marked == scores | {("taught", "taught"), ("note", "note")}
     for name, one in marked:
         spec = f"h2o+{name}" if name in FATES else name
         with pytest.raises(UsageError, match=f"The '{one}' of '{name}' may name a file"):

@@ -59,16 +59,16 @@ class Step:
     value: Array
     output: Array
     scaling: float
-    held: Array
+    kept_flags: Array
 
 
 def watched(cache: KeepCache) -> list[list[Step]]:
     """Record the attention calls of every layer."""
     steps: list[list[Step]] = [[] for _ in cache.layers]
-    own = cache.stream.attend
+    honest = cache.stream.attend
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
-        output, index = own(module, query, key, value, mask, scaling), module.layer_idx
+        output, index = honest(module, query, key, value, mask, scaling), module.layer_idx
         parts = (part.double().numpy() for part in (query, key, value, output))
         steps[index].append(Step(*parts, scaling, cache.layers[index].resident.resident_slots().numpy()))
         return output
@@ -93,7 +93,7 @@ class Rule:
 
     ties = 0.0
 
-    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+    def inspect(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
         """Look at a step, and at all keys and values so far, (kv_heads, slots, dim), before :meth:`observe`."""
 
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
@@ -164,7 +164,7 @@ class Expected(Rule):
     def __init__(self, future: int, sinks: int, epsilon: float = 0.0) -> None:
         self.future, self.sinks, self.epsilon = future, sinks, epsilon
 
-    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+    def inspect(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
         self.fresh, slots, query = None, keys.shape[1], step.query[row]
         first, dim = slots - query.shape[1], keys.shape[2]
         asking = [place for place in range(first, slots) if place >= self.sinks]
@@ -177,17 +177,17 @@ class Expected(Rule):
             before = np.stack([rotation(place, dim).T @ query[head, place - first] for place in asking])
             mean = mean_rotation @ before.mean(0)
             covariance = mean_rotation @ np.cov(before.T, bias=True) @ mean_rotation.T
-            own = head // group
-            scored = [slot for slot in range(self.sinks, slots) if kept[own, slot]]
+            kv_head = head // group
+            scored = [slot for slot in range(self.sinks, slots) if kept[kv_head, slot]]
             exponents = np.array(
                 [
-                    mean @ keys[own, slot] * step.scaling
-                    + keys[own, slot] @ covariance @ keys[own, slot] * step.scaling**2 / 2
+                    mean @ keys[kv_head, slot] * step.scaling
+                    + keys[kv_head, slot] @ covariance @ keys[kv_head, slot] * step.scaling**2 / 2
                     for slot in scored
                 ]
             )
             weights = np.exp(exponents - exponents.max())
-            self.fresh[own, scored] += weights / weights.sum() / group
+            self.fresh[kv_head, scored] += weights / weights.sum() / group
         self.fresh = (self.fresh + self.epsilon) * np.sqrt((values**2).sum(-1))
 
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
@@ -236,13 +236,13 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
         scores, kept = (np.pad(rows, ((0, 0), (0, new))) for rows in (scores, kept))
         slots = keys.shape[1]
         lanes = slice(row * heads, (row + 1) * heads)
-        nudge = 1 + rule.ties * step.held[lanes]
+        nudge = 1 + rule.ties * step.kept_flags[lanes]
         if new == 1:  # a single token takes its place before it attends
             kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget - 1)
         kept[:, slots - new :] = True
         causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
         weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
-        rule.look(step, row, keys, values, kept)
+        rule.inspect(step, row, keys, values, kept)
         scores = rule.observe(scores, weights.mean(1), kept)
         if new > 1:
             kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget)
@@ -250,13 +250,13 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
 
 
 def assert_follows(cache: KeepCache, steps: list[list[Step]], rule: Rule, budgets: list[int]) -> None:
-    for index, (layer, own) in enumerate(zip(cache.layers, steps, strict=True)):
+    for index, (layer, layer_steps) in enumerate(zip(cache.layers, steps, strict=True)):
         for row in range(layer.rows):
             lanes = slice(row * layer.heads, (row + 1) * layer.heads)
-            found = zip(own, followed(rule, own, row, budgets[index]), strict=True)
+            found = zip(layer_steps, followed(rule, layer_steps, row, budgets[index]), strict=True)
             for number, (step, (kept, output)) in enumerate(found):
                 where = f"layer {index}, row {row}, step {number}"
-                np.testing.assert_array_equal(step.held[lanes], kept, where)
+                np.testing.assert_array_equal(step.kept_flags[lanes], kept, where)
                 np.testing.assert_allclose(step.output[row], output, atol=2e-5, rtol=2e-4, err_msg=where)
 
 
@@ -304,7 +304,7 @@ def test_keeps_what_the_reference_keeps_between_short_and_long_chunks(method: st
     read(cache, [5, 30, *[1] * 15, 9, 2, *[1] * 6], seed=3, rows=2)
     assert [step.key.shape[2] for step in steps[0][:3]] == [5, 14, 16]  # taken in chunks
     assert_follows(cache, steps, RULES[method], [18] * LAYERS)
-    assert steps[0][-1].held.sum(1).tolist() == [18] * 4
+    assert steps[0][-1].kept_flags.sum(1).tolist() == [18] * 4
     if method != "window":
         with pytest.raises(AssertionError, match="layer"):
             assert_follows(cache, steps, RULES["window"], [18] * LAYERS)
@@ -346,7 +346,7 @@ def test_pyramidkv_keeps_what_its_reference_keeps(
     steps = watched(cache)
     read(cache, [7, 40, *[1] * 20], seed=5)  # the chunk is longer than the last layer's budget
     assert_follows(cache, steps, Votes(window, kernel), budgets)
-    assert [int(own[-1].held[0].sum()) for own in steps] == budgets
+    assert [int(layer_steps[-1].kept_flags[0].sum()) for layer_steps in steps] == budgets
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -355,7 +355,7 @@ def test_pyramidkv_spends_the_budget_and_limits_its_window_to_half_of_it(
     layers: int, entries: int, window: int, beta: float
 ) -> None:
     geometry = ModelGeometry.from_config(LlamaConfig(num_hidden_layers=layers))
-    budgets = [own for (own,) in PyramidKV(window=window, beta=beta).budgets(None, geometry, entries)]
+    budgets = [entry_count for (entry_count,) in PyramidKV(window=window, beta=beta).budgets(None, geometry, entries)]
     assert budgets == sorted(budgets, reverse=True) and budgets[-1] >= min(window, entries // 2)
     assert entries * layers - layers <= sum(budgets) <= entries * layers
     if layers > 1:
@@ -383,9 +383,9 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
     cache = KeepCache(model(), "random:seed=4", 16)
     steps = watched(cache)
     read(cache, [33, 7, *[1] * 20], seed=9, rows=2)  # another text, other chunks, more rows: the same draws
-    for own, scores in zip(steps, by_layer, strict=True):
+    for layer_steps, scores in zip(steps, by_layer, strict=True):
         length, previous = 0, np.zeros((4, 0), dtype=bool)
-        for step in own:
+        for step in layer_steps:
             before, length = length, length + step.key.shape[2]
             kept = np.pad(previous, ((0, 0), (0, length - before)))
             rank = np.tile(scores[:, :length], (2, 1))
@@ -393,7 +393,7 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
                 kept = best(rank, kept, 15)
             kept[:, before:] = True
             previous = best(rank, kept, 16)
-            assert (step.held == previous).all()
+            assert (step.kept_flags == previous).all()
 
 
 def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> None:

@@ -203,7 +203,7 @@ async def gaps(running: Program, count: int, more: int) -> list[float]:
     async with httpx.AsyncClient(headers=bearer(), timeout=120) as client:
         every = await asyncio.gather(*(one(client, number) for number in range(count + more)))
     begun = max(times[0] for times in every)
-    return [after - before for own in every[:count] for before, after in pairwise(own) if before >= begun]
+    return [after - before for times in every[:count] for before, after in pairwise(times) if before >= begun]
 
 
 def body(running: Program, number: int) -> dict[str, Any]:
@@ -232,8 +232,8 @@ def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for number in range(SLOW):
-            own = stack.enter_context(raw(running.address, body(running, MEASURED + number), TEXT))
-            threads.append(threading.Thread(target=reads, args=(own,)))
+            reader = stack.enter_context(raw(running.address, body(running, MEASURED + number), TEXT))
+            threads.append(threading.Thread(target=reads, args=(reader,)))
         threads += [threading.Thread(target=asks) for _ in range(ENDLESS)]
         for thread in threads:
             thread.start()

@@ -103,8 +103,8 @@ def by_hand(model: Any, kept: int, unseen: int = 0, sinks: int = 2) -> list[floa
 
 def test_kvpress_without_pruning_equals_the_full_cache(subjects: Any) -> None:
     ours, theirs = subjects("full"), subjects("peer-kvpress:full")
-    expected, told = ours.examine(IDS, RIGHT, 5), theirs.examine(IDS, RIGHT, 5)
-    assert told.logs == pytest.approx(expected.logs, abs=1e-5) and told.text == expected.text
+    expected, found = ours.examine(IDS, RIGHT, 5), theirs.examine(IDS, RIGHT, 5)
+    assert found.logs == pytest.approx(expected.logs, abs=1e-5) and found.text == expected.text
     answer = theirs.write(IDS, 5)
     assert answer.tokens == ours.write(IDS, 5).tokens and answer.text == expected.text
     assert (answer.cost.exactness, answer.cost.entries, answer.cost.prompt_tokens) == ("exact", None, 60)
@@ -122,19 +122,19 @@ def test_kvpress_without_pruning_equals_the_full_cache(subjects: Any) -> None:
 @pytest.mark.parametrize("unseen", [0, 4])
 def test_a_press_keeps_the_budget_and_equals_pruning_by_hand(subjects: Any, unseen: int) -> None:
     pruned = subjects(f"peer-kvpress:ends,unseen={unseen}", str(BUDGET))
-    told = pruned.examine(IDS, RIGHT, 4)
-    assert told.logs == pytest.approx(by_hand(pruned.loaded.model, BUDGET - unseen, unseen), abs=1e-4)
-    assert (told.cost.entries, told.cost.exactness) == (BUDGET, "lossy")
+    found = pruned.examine(IDS, RIGHT, 4)
+    assert found.logs == pytest.approx(by_hand(pruned.loaded.model, BUDGET - unseen, unseen), abs=1e-4)
+    assert (found.cost.entries, found.cost.exactness) == (BUDGET, "lossy")
     row, layers = 2 * 2 * 8 * 4, 4  # bytes of a token in one layer
-    memory = told.cost.memory
+    memory = found.cost.memory
     assert memory["resident_bytes"] == layers * row * (BUDGET + len(RIGHT) - 1)
     seen = 60 - unseen
     assert memory["peak_cache_bytes"] == row * max(seen + 3 * (BUDGET - unseen), layers * (BUDGET + len(RIGHT) - 1))
 
 
 def test_parameters_reach_the_press(subjects: Any) -> None:
-    told = subjects("peer-kvpress:EndsPress,n_sink=9", str(BUDGET)).examine(IDS, RIGHT, 4)
-    assert told.logs == pytest.approx(by_hand(subjects("full").loaded.model, BUDGET, sinks=9), abs=1e-4)
+    found = subjects("peer-kvpress:EndsPress,n_sink=9", str(BUDGET)).examine(IDS, RIGHT, 4)
+    assert found.logs == pytest.approx(by_hand(subjects("full").loaded.model, BUDGET, sinks=9), abs=1e-4)
 
 
 def test_an_answer_ends_at_the_end_of_text_token(subjects: Any) -> None:
@@ -226,8 +226,8 @@ def test_any_process_that_follows_the_protocol_can_be_the_peer(
     assert (answer.cost.prefill_s, answer.cost.token_s) == (0.25, 0.25)
     memory = answer.cost.memory
     assert [memory[f"{name}_bytes"] for name in ("resident", "peak_cache", "peak_workspace")] == [5, 9, 2]
-    told = peer.examine(IDS, [20, 21], 4)
-    assert told.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
+    found = peer.examine(IDS, [20, 21], 4)
+    assert found.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
     first, second = (iter_reader(peer) for _ in range(2))
     first.step(torch.tensor([IDS]))
     second.step(torch.tensor([IDS]))

@@ -62,14 +62,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("surplus", "tries"), [(0, 1), (3, 2)])
 def test_llmlingua_keeps_both_ends_of_the_prompt_within_the_budget(package: Any, surplus: int, tries: int) -> None:
-    asked = package(surplus).asked
+    requested = package(surplus).asked
     answer = subject(METHOD, "30").write(IDS, 4)
-    assert len(asked) == tries and asked[0] == 18
-    kept = 30 if surplus == 0 else 12 + int(asked[-1]) + surplus
+    assert len(requested) == tries and requested[0] == 18
+    kept = 30 if surplus == 0 else 12 + int(requested[-1]) + surplus
     assert kept <= 30 == answer.cost.entries
     expected = subject("stock")
     middle = IDS[6:-6]
-    step = len(middle) / (asked[-1] + surplus)
+    step = len(middle) / (requested[-1] + surplus)
     short = [*IDS[:6], *(middle[int(step * number)] for number in range(kept - 12)), *IDS[-6:]]
     assert answer.tokens == expected.write(short, 4).tokens
     row = 4 * 2 * 2 * 8 * 4
@@ -79,9 +79,9 @@ def test_llmlingua_keeps_both_ends_of_the_prompt_within_the_budget(package: Any,
 
 
 def test_llmlingua_does_not_change_a_prompt_within_the_budget(package: Any) -> None:
-    asked = package(0).asked
+    requested = package(0).asked
     full = subject("stock")
-    assert subject(METHOD, "100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and asked == []
+    assert subject(METHOD, "100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and requested == []
 
 
 def test_llmlingua_failures_are_one_sentence(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +99,8 @@ def test_llmlingua_failures_are_one_sentence(package: Any, monkeypatch: pytest.M
 def test_the_real_llmlingua_package_compresses_to_the_budget() -> None:
     answer = subject(METHOD, "40").write([*IDS, *IDS, *IDS, *IDS], 4)
     row = 4 * 2 * 2 * 8 * 4
-    held, most = (answer.cost.memory[f"{name}_bytes"] for name in ("resident", "peak_cache"))
-    assert row * 33 < held <= row * 43 and most == row * 308
+    resident, peak = (answer.cost.memory[f"{name}_bytes"] for name in ("resident", "peak_cache"))
+    assert row * 33 < resident <= row * 43 and peak == row * 308
 
 
 def logits(method: str, new: int = 6) -> tuple[list[Any], Any]:
@@ -129,8 +129,8 @@ def test_stock_static_is_exact_and_allocated_at_once() -> None:
     expected, stock = logits("stock")
     got, cache = logits("stock-static")
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True))
-    held, room = memory_of(stock).resident_bytes, memory_of(cache).resident_bytes
-    assert held == room * 65 // 66  # the last token is not read
+    resident, allocated = memory_of(stock).resident_bytes, memory_of(cache).resident_bytes
+    assert resident == allocated * 65 // 66  # the last token is not read
 
 
 def test_stock_offloaded_is_refused_on_a_cpu() -> None:

@@ -56,10 +56,10 @@ class Published:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         hidden, found, new = self.model.model.embed_tokens(ids), [], []
         for number, block in enumerate(self.model.model.layers):
-            x, own = block.input_layernorm(hidden), block.self_attn
+            x, mine = block.input_layernorm(hidden), block.self_attn
             query, key, value = (
                 part(x).view(n, count, -1).transpose(0, 1)
-                for part, count in ((own.q_proj, heads), (own.k_proj, kv_heads), (own.v_proj, kv_heads))
+                for part, count in ((mine.q_proj, heads), (mine.k_proj, kv_heads), (mine.v_proj, kv_heads))
             )
             new.append((key.detach(), value.detach()))
             past = self.layers[number] if self.layers else None
@@ -75,7 +75,7 @@ class Published:
             weights = scores.exp() / (scores.exp() * torch.tensor([*counts, *[1] * n])).sum(-1, keepdim=True)
             found.append(weights[..., : len(counts)])
             output = weights @ values.repeat_interleave(heads // kv_heads, 0)
-            hidden = hidden + own.o_proj(output.transpose(0, 1).reshape(n, -1))
+            hidden = hidden + mine.o_proj(output.transpose(0, 1).reshape(n, -1))
             hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
         return self.model.lm_head(self.model.model.norm(hidden)), found, new
 
@@ -148,14 +148,14 @@ class Published:
                 # The norms are found back from what is averaged, with this chunk's attention.
                 norms = [local[:, each] / (alpha[:, each] * (1 - 2 * alpha[:, each])) for each in (at, at + 1)]
                 both = alpha[:, at] * alpha[:, at + 1] * (norms[0] + norms[1])
-                own, other = ((local[:, each] - both)[:, None] for each in (at, at + 1))
+                mine, other = ((local[:, each] - both)[:, None] for each in (at, at + 1))
             else:
-                own, other = gradient[:, at].square(), gradient[:, at + 1].square()
-            own, other = own / (own + other), other / (own + other)
-            keys[:, at] = own * layer.keys[:, at] + other * layer.keys[:, at + 1]
+                mine, other = gradient[:, at].square(), gradient[:, at + 1].square()
+            mine, other = mine / (mine + other), other / (mine + other)
+            keys[:, at] = mine * layer.keys[:, at] + other * layer.keys[:, at + 1]
             values[:, at] = layer.values[:, at] + layer.values[:, at + 1]
             if gradient is None:
-                curvature[:, at] = own[:, 0] ** 2 * local[:, at] + other[:, 0] ** 2 * local[:, at + 1]
+                curvature[:, at] = mine[:, 0] ** 2 * local[:, at] + other[:, 0] ** 2 * local[:, at + 1]
             count = before[at][0] + before[at + 1][0]
             layer.counts[at] = min(count, self.cap) if self.cap else count
             layer.slots[at] = before[at + 1][1]
@@ -179,10 +179,10 @@ def test_logits_entries_and_counts_equal_the_published_protocol(name: str, cap: 
         for ours, layer in zip(bounded(cache), theirs.layers, strict=True):
             (bank,) = ours.resident.banks
             assert bank.used <= BUDGET
-            held = [1] * bank.used if bank.extra is None else (1 + bank.extra[:, : bank.used]).tolist()
+            entry_counts = [1] * bank.used if bank.extra is None else (1 + bank.extra[:, : bank.used]).tolist()
             for lane in range(2):
                 assert bank.slots[lane, : bank.used].tolist() == layer.slots
-                assert (held if bank.extra is None else held[lane]) == layer.counts
+                assert (entry_counts if bank.extra is None else entry_counts[lane]) == layer.counts
     assert bank.used == BUDGET and max(layer.counts) >= 3
     assert len({tuple(layer.slots) for layer in theirs.layers}) > 1  # each layer chooses for itself
     if not cap:  # pairs overlapped, and what the second of them had is lost
@@ -216,9 +216,9 @@ def test_after_a_rollback_positions_follow_from_the_remaining_entries(name: str,
 def test_a_long_prompt_is_read_in_chunks(name: str) -> None:
     one, other = (KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK) for _ in range(2))
     ids = prompt(2, 5 * CHUNK)
-    whole = step("llama", one, ids, logits_to_keep=0)
+    at_once = step("llama", one, ids, logits_to_keep=0)
     parts = [step("llama", other, part, logits_to_keep=0) for part in ids.split(CHUNK, 1)]
-    torch.testing.assert_close(whole, torch.cat(parts, 1))
+    torch.testing.assert_close(at_once, torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -297,12 +297,12 @@ def test_padded_rows_merge_as_alone() -> None:
         ids, mask = padded([48, 32])
         cache = KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK)
         step("llama", cache, ids, mask)
-        alone = KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK)
-        step("llama", alone, ids[1:, 16:])
-        for ours, theirs in zip(bounded(cache), bounded(alone), strict=True):
-            (bank,), (own,) = ours.resident.banks, theirs.resident.banks
-            held = [slot - 16 for slot in bank.slots[2].tolist() if slot >= 0]
-            assert held == own.slots[0, : own.used].tolist()
+        single = KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK)
+        step("llama", single, ids[1:, 16:])
+        for ours, theirs in zip(bounded(cache), bounded(single), strict=True):
+            (bank,), (mine,) = ours.resident.banks, theirs.resident.banks
+            slots = [slot - 16 for slot in bank.slots[2].tolist() if slot >= 0]
+            assert slots == mine.slots[0, : mine.used].tolist()
 
 
 @pytest.mark.parametrize(
@@ -338,16 +338,16 @@ def test_counts_and_logits_equal_the_authors_code(name: str, tmp_path: Path) -> 
     model, ids = tiny("llama"), prompt(1, 10 * CHUNK)
     save_file({key: part.clone() for key, part in model.state_dict().items()}, tmp_path / "weights.safetensors")
     size = BUDGET - CHUNK - SLACK + 1
-    asked = {"config": COMMON, "weights": str(tmp_path / "weights.safetensors"), "ids": ids[0].tolist()}
-    asked |= {"chunk": CHUNK, "sinks": SINKS, "size": size}
+    request = {"config": COMMON, "weights": str(tmp_path / "weights.safetensors"), "ids": ids[0].tolist()}
+    request |= {"chunk": CHUNK, "sinks": SINKS, "size": size}
     command = [PEERS / "bin" / "python", ROOT / "tools" / "published_merging.py", PEERS, name.partition("-")[0]]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=True)
     theirs = json.loads(done.stdout)
     cache = KeepCache(model, f"{name}:sinks={SINKS},slack={SLACK}", BUDGET, chunk=CHUNK)
     for number, part in enumerate(ids.split(CHUNK, 1)):
         logits = step("llama", cache, part)
         for ours, counts in zip(bounded(cache), theirs["counts"][number], strict=True):
             (bank,) = ours.resident.banks
-            held = torch.ones(bank.used) if bank.extra is None else 1 + bank.extra[0, : bank.used]
-            assert held.int().tolist() == counts, number
+            entry_counts = torch.ones(bank.used) if bank.extra is None else 1 + bank.extra[0, : bank.used]
+            assert entry_counts.int().tolist() == counts, number
         torch.testing.assert_close(logits[0, 0], torch.tensor(theirs["logits"][number]), atol=5e-3, rtol=5e-3)

@@ -41,8 +41,10 @@ print({*LAB} & {*names(), *(name for registry in parts().values() for name in re
 
 
 def test_entry_points_register_exactly_the_names_of_the_lab() -> None:
-    own = [point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"]
-    assert {point.name for point in own} == {*LAB} and len(own) == len(LAB)
+    registered = [
+        point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"
+    ]
+    assert {point.name for point in registered} == {*LAB} and len(registered) == len(LAB)
     assert {*LAB} <= {*FATES, *RECALLS}
     for name in {*LAB} & {*FATES}:
         assert PRESETS[name].fate is FATES[name] and resolve(name).name == name

@@ -180,8 +180,8 @@ def group_of(path: Path, **claim: Any) -> TaskGroup:
 
 def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
     group = group_of(path, **claim)
-    (asked,) = group.experiment.claims
-    return judged_cases(asked, group.metric("found"), group.cases(asked))
+    (claim,) = group.experiment.claims
+    return judged_cases(claim, group.metric("found"), group.cases(claim))
 
 
 def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], Outcome]:
@@ -204,10 +204,10 @@ def test_a_claim_has_a_case_for_each_method_budget_and_rival(tmp_path: Path) -> 
 
 
 def test_intervals_widen_with_the_number_of_cases(tmp_path: Path) -> None:
-    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
+    one_case = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
     second = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)[1]
-    assert alone is not None and second.found is not None and second.case.budget == "25%"
-    assert alone.low > second.found.low and alone.mean == second.found.mean == 0.5
+    assert one_case is not None and second.found is not None and second.case.budget == "25%"
+    assert one_case.low > second.found.low and one_case.mean == second.found.mean == 0.5
 
 
 def test_one_contradicting_case_decides_and_all_cases_are_listed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from results import EXPERIMENT, PAPER, chapters, filled
 
 from kvkeep.errors import StoreError
 
-FRONT = [
+SECTIONS = [
     "Where ours differ from the papers",
     "Where ours agree",
     "What cannot be told yet",
@@ -80,8 +80,8 @@ def test_the_table_shows_scores_memory_and_times(tmp_path: Path) -> None:
 
 def test_claims_that_differ_come_first(tmp_path: Path) -> None:
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER])
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
-    differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in FRONT)
+    assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
+    differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in SECTIONS)
     counts = "Does not hold here: 1, holds here: 1, cannot be told: 1, no verdict: 1 and not measured: 1."
     assert text.index(counts) < text.index("\n## ")
     assert '* "Windows find most." **Does not hold here.**' in differing_ and "Theirs: a large model" in differing_
@@ -97,45 +97,48 @@ def test_claims_that_differ_come_first(tmp_path: Path) -> None:
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:
-    own = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
-    for beside, expected in (([ANOTHER], [FRONT[-1], own[0].title, "Another"]), ([], [own[0].title, FRONT[-1]])):
-        text = markdown([*own, *beside])
+    own_chapter = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
+    for beside, expected in (
+        ([ANOTHER], [SECTIONS[-1], own_chapter[0].title, "Another"]),
+        ([], [own_chapter[0].title, SECTIONS[-1]]),
+    ):
+        text = markdown([*own_chapter, *beside])
         assert headings(text, 2) == expected and "claim" not in text
 
 
 def test_a_report_of_one_experiment_begins_with_its_chapter(tmp_path: Path) -> None:
     """Its claims, its table and its figure, and then what is said of all reports; of another model once more."""
-    (own,) = chapters(filled(tmp_path / "r.jsonl"))
-    text = markdown([own], pictures=".png")
+    (own_chapter,) = chapters(filled(tmp_path / "r.jsonl"))
+    text = markdown([own_chapter], pictures=".png")
     assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
     places = ["Beside A Paper", "### What the paper claims", "**Does not hold here.**", "**Holds here.**"]
     places += ["**Cannot be told", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
     places += ["-quality.png)", "-map.png)", "### The frontier", "### How it was measured", "## How claims are judged"]
     assert [text.index(place) for place in places] == sorted(text.index(place) for place in places)
     assert "Student's interval" in part(text, "How claims are judged") and all(
-        f"## {one}" not in text for one in FRONT[:5]
+        f"## {one}" not in text for one in SECTIONS[:5]
     )
-    both = markdown([own, replace(own, title="A small thing: gemma")])
+    both = markdown([own_chapter, replace(own_chapter, title="A small thing: gemma")])
     assert headings(both, 2)[:2] == ["A small thing: smollm2", "A small thing: gemma"]
 
 
 def test_missing_cells_are_listed_with_their_reason(tmp_path: Path) -> None:
     store = filled(tmp_path / "r.jsonl", missing="window")
-    missing = part(markdown(chapters(store)), FRONT[-1])
+    missing = part(markdown(chapters(store)), SECTIONS[-1])
     assert "* `quantized` at 10%: 0 of 4 cells measured: The budget is too small." in missing
     assert "* `window` at 10% and 25%: 3 of 4 cells measured so far." in missing and "Not measured yet" not in missing
     store.records = [row for row in store.records if getattr(row, "method", "") != "h2o"]
     assert "* Not measured yet: `h2o` at 10% and 25%." in markdown(chapters(store))
     full = filled(tmp_path / "s.jsonl", EXPERIMENT.with_(methods=["h2o", "window"]))
-    assert part(markdown(chapters(full)), FRONT[-1]).strip() == "Everything was run."
+    assert part(markdown(chapters(full)), SECTIONS[-1]).strip() == "Everything was run."
 
 
 def test_experiments_that_were_not_run_are_listed(tmp_path: Path) -> None:
     bare = unmeasured({"xsum"})
     assert len(bare) == len(packaged()) - 1 and all(not chapter.blocks for chapter in bare)
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER, *bare])
-    assert "`kvkeep lab run needle-25` has not been run." in part(text, FRONT[-1]) and "lab run xsum" not in text
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
+    assert "`kvkeep lab run needle-25` has not been run." in part(text, SECTIONS[-1]) and "lab run xsum" not in text
+    assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
@@ -252,7 +255,7 @@ def test_an_unusable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The folder '.*file' cannot be made: file exists\."):
         write([], tmp_path / "file")
-    monkeypatch.setattr("os.access", lambda *given, **own: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda *given, **options: False)  # root may write anywhere
     with pytest.raises(StoreError, match=r"The report cannot be written: the folder '.*out' is write-protected\."):
         write([], tmp_path / "out")
 

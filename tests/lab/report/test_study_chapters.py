@@ -33,9 +33,9 @@ def experiment(model_folder: Path) -> StudyExperiment:
 
 
 def test_a_study_is_run_once_and_its_chapter_shows_the_results(experiment: StudyExperiment, tmp_path: Path) -> None:
-    store, told = Store(tmp_path / "r.jsonl"), []
-    tally = run(experiment, store, progress=lambda *given: told.append(given[1:]))
-    assert (tally.done, tally.found, told[0]) == (1, 0, (0, 100))
+    store, progress = Store(tmp_path / "r.jsonl"), []
+    tally = run(experiment, store, progress=lambda *given: progress.append(given[1:]))
+    assert (tally.done, tally.found, progress[0]) == (1, 0, (0, 100))
     assert run(experiment, Store(tmp_path / "r.jsonl")).found == 1
     store = stored(tmp_path / "r.jsonl")
     (record,) = store.records

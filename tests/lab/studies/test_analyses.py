@@ -162,9 +162,9 @@ def test_contributions_follow_equation_8() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gemma4"])
 def test_spectra_of_every_family_add_up(family: str) -> None:
-    told: list[int] = []
-    found = measured(SpectraStudy(), family, SHORT, progress=lambda what, done, total: told.append(done))
-    assert told == [1, 2, 3, 4] and {row.layer for row in found.rows} == {0, 1, 2, 3}
+    progress_seen: list[int] = []
+    found = measured(SpectraStudy(), family, SHORT, progress=lambda what, done, total: progress_seen.append(done))
+    assert progress_seen == [1, 2, 3, 4] and {row.layer for row in found.rows} == {0, 1, 2, 3}
     for row in found.rows:
         assert sum(row.eigenvalues) == pytest.approx(1, abs=1e-5)
         assert row.eigenvalues == sorted(row.eigenvalues, reverse=True)
@@ -302,12 +302,12 @@ def test_scores_of_a_rank_equal_the_truncated_svd() -> None:
     generator = torch.Generator().manual_seed(3)
     query, key = torch.randn(4, 6, 20, generator=generator), torch.randn(2, 6, 20, generator=generator)
     rows = torch.randn(9, 20, generator=generator)
-    asked = torch.einsum("nk,hdk->hnd", rows, query) @ best_scores(query, key, 3)
+    at_rank = torch.einsum("nk,hdk->hnd", rows, query) @ best_scores(query, key, 3)
     keys = torch.einsum("nk,hdk->hnd", rows, key).repeat_interleave(2, 0)
     m = query.transpose(1, 2) @ key.repeat_interleave(2, 0)
     u, s, v = torch.linalg.svd(m)
     truncated_m = u[..., :3] * s[:, None, :3] @ v[:, :3]
-    found = asked @ keys.transpose(1, 2)
+    found = at_rank @ keys.transpose(1, 2)
     torch.testing.assert_close(found, rows @ truncated_m @ rows.T, atol=1e-3, rtol=1e-3)
     norms = rows.norm(dim=1)
     off = (found - rows @ m @ rows.T).abs()
@@ -330,9 +330,9 @@ def test_a_small_rank_diverges_and_the_full_rank_does_not() -> None:
     by = {(row.way, row.rank): row for row in truncate("llama", [2, 8], 6)}
     assert list(by) == [(way, rank) for way in WAYS for rank in (2, 8)]
     for way in WAYS:
-        small, whole = by[way, 2], by[way, 8]
-        assert whole.match == 1 and whole.top1 == 1 and whole.kl is not None and whole.kl < 1e-6
-        assert small.kl is not None and small.kl > 100 * whole.kl
+        small, full_rank = by[way, 2], by[way, 8]
+        assert full_rank.match == 1 and full_rank.top1 == 1 and full_rank.kl is not None and full_rank.kl < 1e-6
+        assert small.kl is not None and small.kl > 100 * full_rank.kl
     assert len({by[way, 2].kl for way in WAYS}) == len(WAYS)
     for wrong in (0, 9):
         with pytest.raises(UsageError, match="from 1"):

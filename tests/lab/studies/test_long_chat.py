@@ -35,8 +35,8 @@ def test_exact_caches_give_the_same_answers_in_every_turn(family: str) -> None:
 
 def test_a_budget_bounds_memory_and_only_dropping_changes_answers() -> None:
     rows = turns("stock", "kv-direct", "window")
-    held = {name: [row.attended_bytes for row in rows if row.method == name] for name in ("stock", "kv-direct")}
-    assert held["stock"] == sorted(set(held["stock"])) and len(set(held["kv-direct"])) == 1
+    sizes = {name: [row.attended_bytes for row in rows if row.method == name] for name in ("stock", "kv-direct")}
+    assert sizes["stock"] == sorted(set(sizes["stock"])) and len(set(sizes["kv-direct"])) == 1
     assert rows[-1].memory.checkpoint_bytes["host"] == 0 < rows[-2].memory.checkpoint_bytes["host"]
     assert {row.method for row in rows if not row.same} == {"window"}  # dropping: another conversation
 

@@ -114,12 +114,12 @@ class Operations(TorchDispatchMode):
 def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
     """What a receipt hashes is computed by the library, and by operations of torch that round each element once."""
     loaded = load(folder, weights="bfloat16", device="cpu")
-    asked = [prompt[:300] for prompt in prompts(loaded, text())]
+    texts = [prompt[:300] for prompt in prompts(loaded, text())]
     for case in CASES:
         cache = receipts._new_cache(loaded.model, case, 300 + NEW_TOKENS)
         cache.describe()  # tries the model, which may use anything
         with Operations() as used:
-            receipts._answer(loaded.model, asked[-1], cache)
+            receipts._answer(loaded.model, texts[-1], cache)
         assert used.found <= KNOWN.get(case.method, set()), case.label
 
 
@@ -150,15 +150,15 @@ def test_the_detector_finds_operations_that_depend_on_the_processor(name: str) -
 
 def test_exact_methods_have_the_digests_of_full(folder: Path) -> None:
     loaded = load(folder, weights="bfloat16", device="cpu")
-    asked = prompts(loaded, text())
-    assert [len(prompt) for prompt in asked] == list(LENGTHS)
-    found = list(rows(loaded, exact_cases(), asked, lambda label, done: None))
+    texts = prompts(loaded, text())
+    assert [len(prompt) for prompt in texts] == list(LENGTHS)
+    found = list(rows(loaded, exact_cases(), texts, lambda label, done: None))
     assert all(row.promised and row.exactness == "exact" and not row.error for row in found)
     assert len({row.logits for row in found}) == 1
     assert len({row.session for row in found}) == len(found)
-    again = list(rows(loaded, exact_cases()[-1:], asked, lambda label, done: None))
+    again = list(rows(loaded, exact_cases()[-1:], texts, lambda label, done: None))
     assert again == found[-1:], "a method that drafts depends on time"
-    shifted = [[*prompt[1:], prompt[0]] for prompt in asked]
+    shifted = [[*prompt[1:], prompt[0]] for prompt in texts]
     assert not {row.logits for row in found} & {
         row.logits for row in rows(loaded, exact_cases()[:1], shifted, lambda label, done: None)
     }
@@ -244,10 +244,10 @@ def test_the_page_has_a_row_for_every_method() -> None:
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
 def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     loaded = _embedded(model)
-    asked, section = prompts(loaded, receipts.text()), tables()[model]
-    begun, known = start(loaded, asked), printed(section)
+    texts, section = prompts(loaded, receipts.text()), tables()[model]
+    begun, known = start(loaded, texts), printed(section)
     assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
-    for row in rows(loaded, exact_cases(), asked, lambda label, done: None):
+    for row in rows(loaded, exact_cases(), texts, lambda label, done: None):
         assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
 
 

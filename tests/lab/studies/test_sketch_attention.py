@@ -57,9 +57,9 @@ def test_effects_equal_their_definitions(signed: bool) -> None:
     parts = dict.fromkeys(("output", "by_weights", "by_values", "together", "linear"), 0.0)
     for head in range(2):
         for position in at.tolist():
-            asked, seen = query[0, head, position].tolist(), range(position + 1)
-            scores = [0.5 * dot(asked, keys[j]) for j in seen]
-            error = [0.5 * dot(asked, wrong_keys[j]) - scores[j] for j in seen]
+            query_of, seen = query[0, head, position].tolist(), range(position + 1)
+            scores = [0.5 * dot(query_of, keys[j]) for j in seen]
+            error = [0.5 * dot(query_of, wrong_keys[j]) - scores[j] for j in seen]
             p = softmax(scores)
             q = softmax([score + off for score, off in zip(scores, error, strict=True)])
             mean = dot(p, error)

@@ -51,26 +51,26 @@ def test_median_decoding_is_above_the_bound_and_codes_are_below(slots: int) -> N
     at = places(torch.arange(COUNT).expand(2, -1), ROWS, slots)
     sketch = CountSketch(2, ROWS, slots, DIM, True, True, like=vectors)
     sketch.insert(at, vectors)
-    least, room = 1 - ROWS * slots / COUNT, ROWS * slots / COUNT
+    least, share = 1 - ROWS * slots / COUNT, ROWS * slots / COUNT
     for by in ("median", "mean"):
         assert float((sketch.estimates(at, by).dense(torch.float32) - vectors).square().mean()) > least
-    assert coded_error(vectors, room) < least
+    assert coded_error(vectors, share) < least
 
 
 def test_the_error_of_a_code_is_at_most_half_a_step() -> None:
     for scattered in (normal(), normal().exp(), normal().tanh(), normal() ** 3):
-        for room, bits in ((3 / 16, 2), (5 / 16, 4), (9 / 16, 8)):
+        for share, bits in ((3 / 16, 2), (5 / 16, 4), (9 / 16, 8)):
             vectors = scattered.float()[None]
             groups = vectors[0].unflatten(0, (-1, 32))
             step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
-            most = float((step / 2).square().mean() / vectors.square().mean())
-            assert 0 < coded_error(vectors, room) <= most * 1.02 + 1e-6  # scale and offset are rounded to 16 bits
+            bound = float((step / 2).square().mean() / vectors.square().mean())
+            assert 0 < coded_error(vectors, share) <= bound * 1.02 + 1e-6  # scale and offset are rounded to 16 bits
             assert coded_error(vectors, 1.0) == coded_error(vectors, 9 / 16)
 
 
 def test_a_size_between_two_code_widths_mixes_both() -> None:
     vectors = normal(count=320).float()[None]
-    coarse, fine, size = (coded_error(vectors[:, part], room) for part, room in
+    coarse, fine, size = (coded_error(vectors[:, part], share) for part, share in
                           ((slice(160, None), 3 / 16), (slice(160), 5 / 16), (slice(None), 0.0)))  # fmt: skip
     first, second = (float(vectors[:, part].square().sum()) for part in (slice(160), slice(160, None)))
     assert coded_error(vectors, 4 / 16) == pytest.approx((fine * first + coarse * second) / (first + second))

@@ -88,10 +88,10 @@ def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
     def measure(name: str) -> tuple[Study, Any]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
-        told: list[float] = []
+        shares: list[float] = []
         files = [rows if isinstance(study, WindowRecompute) else text]
-        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: told.append(done / total)))
-        assert told == sorted(told) and all(0 <= share <= 1.01 for share in told)
+        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: shares.append(done / total)))
+        assert shares == sorted(shares) and all(0 <= share <= 1.01 for share in shares)
         return study, result
 
     return measure
@@ -205,8 +205,8 @@ def test_token_bytes_equal_table_1_and_the_bytes_of_a_cache() -> None:
     rows = {row.model: row for row in found.rows}
     assert rows["smollm2-135m"].entries == 22.5 * 1024 and rows["gemma3-4b"].rho == pytest.approx(27.2)
     assert rows["gemma3-4b"].checkpoints["residual"] == 5 * 5 * 1024  # five full layers, 5 KB each
-    whole = measured(TokenBytes()).rows[0]
-    assert whole.held == whole.entries
+    windowless = measured(TokenBytes()).rows[0]
+    assert windowless.held == windowless.entries
     (table,) = study.tables(found)
     assert any("22.5, 1.1, 20.0" in row for row in table.rows)
 
@@ -256,8 +256,8 @@ def test_a_recompute_without_windows_differs_beyond_them_only(tmp_path: Path) ->
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     answers = [line["label"] == _likeliest(line) for line in lines[:12]]
     assert ways[FULL].right == pytest.approx(sum(answers) / 12)
-    whole = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
-    assert all(row.same == 1 and row.perplexity is None for row in whole.rows)
+    windowless = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
+    assert all(row.same == 1 and row.perplexity is None for row in windowless.rows)
 
 
 def _likeliest(row: dict[str, Any]) -> int:

@@ -37,8 +37,8 @@ def test_every_case_of_the_bench_is_timed_against_stock() -> None:
         assert row.held_ratio is not None and row.held_ratio > 0
         assert row.steps == (3 if row.label == "naive" else 2)
         assert row.step_ms is not None and row.step_ratio is not None and row.step_ratio > 0
-    held = {label: row.memory["resident_bytes"] for label, row in rows.items()}
-    assert held["kv-direct kv@disk"] < held["stock"] <= held["kv-direct, no recall"]
+    operands = {label: row.memory["resident_bytes"] for label, row in rows.items()}
+    assert operands["kv-direct kv@disk"] < operands["stock"] <= operands["kv-direct, no recall"]
     assert rows["kv-direct residual@disk"].memory["checkpoint_bytes"]["disk"] > 0
 
 
@@ -119,9 +119,9 @@ def test_all_ways_of_recall_give_the_same_entries(family: str) -> None:
     bench = recall_timing._Bench(tiny(family), [17], None)
     layer = bench.geometry.layers[bench.layers[0]]
     for place in bench.storages:
-        held = bench._operands[place, 17]
+        operands = bench._operands[place, 17]
         for warm in (True, False):
-            ways = dict(bench._ways(layer, held, warm))
+            ways = dict(bench._ways(layer, operands, warm))
             expected = ways[RECOMPUTE]()
             for way in (READ, APART):
                 if way in ways:

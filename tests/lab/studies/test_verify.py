@@ -36,19 +36,19 @@ IDS = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize(("family", "quick"), [("llama", True), ("gpt2", True), ("gemma3", False)])
 def test_every_claim_holds_on_tiny_models(family: str, quick: bool) -> None:
-    told: list[float] = []
-    report = measured(Verify(quick=quick), family, progress=lambda what, done, total: told.append(done / total))
+    shares: list[float] = []
+    report = measured(Verify(quick=quick), family, progress=lambda what, done, total: shares.append(done / total))
     assert report.failures == 0
     assert not report.refused
     assert {row.kind for row in report.memory} == {"kv", "residual", "tokens"}
-    held = {(160, 64)} if quick else {(96, 0), (96, 64), (256, 0), (256, 64)}
-    assert {(row.tokens, row.entries) for row in report.memory} == held
+    measured_sizes = {(160, 64)} if quick else {(96, 0), (96, 64), (256, 0), (256, 64)}
+    assert {(row.tokens, row.entries) for row in report.memory} == measured_sizes
     rebuilt = {("float32", 256)} if quick else set(product(DTYPES, LENGTHS))
     assert {(row.dtype, row.length) for row in report.reconstruction} == rebuilt
     assert len(report.tokens) == (6 if quick else 8) and len(report.patching) == 4
     assert next(tiny(family).parameters()).dtype == torch.float32  # as it was
     assert (report.windows is None) == (family != "gemma3")
-    assert told == sorted(told) and told[-1] < 1
+    assert shares == sorted(shares) and shares[-1] < 1
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["holds"] and all(row["holds"] for row in plain["reconstruction"])
 

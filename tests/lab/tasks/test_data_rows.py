@@ -59,10 +59,10 @@ def test_a_source_is_a_file_or_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
 
     def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
-        asked.append((repository, part, split, streaming))
+        requests.append((repository, part, split, streaming))
         return iter(ROWS)
 
     monkeypatch.setattr(module, "find_spec", lambda name: object())
@@ -70,8 +70,8 @@ def test_the_hub_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub("some/set", "1.0", "validation", rows=2)
     path = source(None, "a.jsonl", hub)
     assert path.name == "some-set-1.0-validation-first2.jsonl" and rows(path) == ROWS[:2]
-    assert source(None, "a.jsonl", hub) == path and asked == [("some/set", "1.0", "validation", True)]
-    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(asked) == 2
+    assert source(None, "a.jsonl", hub) == path and requests == [("some/set", "1.0", "validation", True)]
+    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(requests) == 2
 
 
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

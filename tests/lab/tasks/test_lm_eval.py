@@ -23,10 +23,10 @@ def test_a_harness_task_reads_rows_of_a_file(tmp_path: Path, words: str) -> None
     write_lines(tmp_path / "rows.jsonl", hellaswag_rows(words, 6))
     task = LmEval(task="hellaswag", file="rows.jsonl", samples=3)
     samples = task.prepare(tokenizer(), task.sources(tmp_path), {}, 0)
-    asked = [[instance.args for instance in sample.facts["instances"]] for sample in samples]
+    requests = [[instance.args for instance in sample.facts["instances"]] for sample in samples]
     row = hellaswag_rows(words)[0]
-    assert asked[0] == [(f"{row['activity_label']}: {row['ctx_a']} He", f" {ending}") for ending in row["endings"]]
-    assert len(samples) == 3 and samples[0].ids == tokenizer()(asked[0][0][0]).input_ids
+    assert requests[0] == [(f"{row['activity_label']}: {row['ctx_a']} He", f" {ending}") for ending in row["endings"]]
+    assert len(samples) == 3 and samples[0].ids == tokenizer()(requests[0][0][0]).input_ids
     drawn = task.prepare(tokenizer(), task.sources(tmp_path), {}, 7)
     assert [sample.ids for sample in drawn] != [sample.ids for sample in samples]
     for sample in samples:
@@ -43,8 +43,8 @@ def test_the_most_likely_ending_is_the_answer(tmp_path: Path, words: str) -> Non
     one = subject()
     for row in given:
         ids, endings = tokenizer()(row["ctx"]).input_ids, [tokenizer()(end).input_ids for end in row["endings"]]
-        told, _ = one.weigh(ids, endings)
-        likely = [sum(found.logs) for found in told]
+        weighed, _ = one.weigh(ids, endings)
+        likely = [sum(found.logs) for found in weighed]
         row["label"] = likely.index(max(likely))
     write_lines(tmp_path / task.file, given)
     task = task.model_copy(update={"samples": 6})

@@ -36,8 +36,8 @@ def test_settings_equal_the_authors() -> None:
     assert [tokens[name] for name in some] == [128, 64, 32, 512, 64, 64]
     for name, setting in SETTINGS.items():
         prompt = setting.prompt.format(context="{input}", input="<input>")
-        whole = name in ("gov_report", "multi_news", "passage_count", "lcc")
-        assert "{input}" in prompt and ("<input>" not in prompt) == whole
+        without_question = name in ("gov_report", "multi_news", "passage_count", "lcc")
+        assert "{input}" in prompt and ("<input>" not in prompt) == without_question
 
 
 def test_only_the_first_line_is_scored_for_some_data_sets() -> None:
@@ -121,8 +121,8 @@ def test_the_field_names_of_the_hub_are_accepted(data: Path, words: str) -> None
 def test_the_prompt_of_version_2_follows_the_template(words: str) -> None:
     row = {**longbench_v2_rows(words, 1)[0], "context": " about $Q$ and $C_A$ ", "choice_A": "one $C_B$"}
     text = filled(row)
-    asked = "Please read the following text and answer the question below."
-    assert text.startswith(f"{asked}\n\n<text>\nabout $Q$ and $C_A$\n")
+    instruction = "Please read the following text and answer the question below."
+    assert text.startswith(f"{instruction}\n\n<text>\nabout $Q$ and $C_A$\n")
     assert "question: which of them was there\nChoices:\n(A) one $C_B$\n(B) the " in text
     assert text.endswith('\n\nFormat your response as follows: "The correct answer is (insert answer here)".')
 

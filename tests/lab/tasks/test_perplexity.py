@@ -65,8 +65,8 @@ def test_the_window_method_equals_the_model_with_a_band_mask(data: Path, step: i
     mask = torch.full((48, 48), float("-inf"))
     for place in range(48):  # the first token is read alone, as a prompt
         start = (place - 1) // step * step + 1 if place else 0
-        held = 15 if step == 1 else 16  # one token counts itself; several come beside what is held
-        mask[place, max(0, start - held) : place + 1] = 0.0
+        before = 15 if step == 1 else 16  # one token counts itself; several come beside what is held
+        mask[place, max(0, start - before) : place + 1] = 0.0
     logits = tiny("llama")(torch.tensor([sample.ids]), attention_mask=mask[None, None]).logits[0].detach()
     logs = logits.double().log_softmax(-1)[torch.arange(47), torch.tensor(sample.ids[1:])].tolist()
     assert subject("window", "16").score(sample.ids, 1, step)[0] == pytest.approx(logs, abs=1e-5)

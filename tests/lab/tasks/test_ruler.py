@@ -33,7 +33,11 @@ QUESTIONS = [
 ]
 SQUAD = {
     "data": [
-        {"paragraphs": [{"context": f"{asked[0]['question'][8:-1]} is blue.", "qas": asked} for asked in part]}
+        {
+            "paragraphs": [
+                {"context": f"{question_of[0]['question'][8:-1]} is blue.", "qas": question_of} for question_of in part
+            ]
+        }
         for part in (QUESTIONS[:3], QUESTIONS[3:])
     ]
 }
@@ -43,7 +47,7 @@ HOTPOT = [
 ]
 
 
-def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
+def question_of(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
     family = FAMILIES[name]
     return family.ask(ESSAY if family.reads == ESSAYS else None, random.Random(seed), size, length)
 
@@ -57,11 +61,11 @@ def test_word_lists_are_distinct_and_large_enough() -> None:
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_question_depends_on_its_seed_and_contains_its_answers(name: str) -> None:
     size = 80 if name == "fwe" else 40
-    one = asked(name, size)
-    assert one == asked(name, size) != asked(name, size, seed=1)
+    one = question_of(name, size)
+    assert one == question_of(name, size) != question_of(name, size, seed=1)
     assert all(answer in one.text for answer in one.answers) and "{" not in one.text + one.lead
     assert [one.right.index(answer) for answer in one.answers] == sorted(one.right.index(a) for a in one.answers)
-    assert len(asked(name, size + 20).text) > len(one.text)
+    assert len(question_of(name, size + 20).text) > len(one.text)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_a_question_depends_on_its_seed_and_contains_its_answers(name: str) -> N
     ],
 )
 def test_needle_families_hide_their_needles(name: str, needles: int, answers: int, kind: str) -> None:
-    one = asked(name)
+    one = question_of(name)
     word = "uuids" if kind == UUID else "numbers"
     found = re.findall(rf"One of the special magic {word} for (\S+) is: (\S+)\.(?!\S)", one.text)
     assert len(found) == needles and len(one.answers) == len(set(one.answers)) == answers
@@ -94,17 +98,17 @@ def test_needle_families_hide_their_needles(name: str, needles: int, answers: in
 
 
 def test_haystacks_are_noise_or_essays() -> None:
-    noise, essay = asked("niah_single_1"), asked("niah_single_2")
+    noise, essay = question_of("niah_single_1"), question_of("niah_single_2")
     assert noise.text.count(f"{NOISE}\n") == 40
     hay = re.sub(r"One of the special magic numbers for \S+ is: \d{7}\. ?", "", essay.text.split("\n")[1])
     assert hay.split() == ESSAY[:40]
-    assert asked("niah_single_2", 700).text.count("wrote") > ESSAY.count("wrote")  # begins again at its end
-    places = {asked("niah_single_2", 300, seed=seed).text.index("One of the special") for seed in range(20)}
+    assert question_of("niah_single_2", 700).text.count("wrote") > ESSAY.count("wrote")  # begins again at its end
+    places = {question_of("niah_single_2", 300, seed=seed).text.index("One of the special") for seed in range(20)}
     assert len(places) > 10
 
 
 def test_variable_tracking_has_a_chain_that_can_be_followed() -> None:
-    one = asked("vt")
+    one = question_of("vt")
     example, _, text = one.text.rpartition("Memorize and track")
     value = re.search(r"assigned the value (\d{5}) in", text)
     assert value is not None and one.lead.endswith(f"5 variables are assigned the value {value[1]}, they are:")
@@ -116,12 +120,12 @@ def test_variable_tracking_has_a_chain_that_can_be_followed() -> None:
         assert all(len(name) == letters for name in chain)
         said = example.strip().split("they are: ")[1].split() if letters == 3 else one.answers
         assert said == chain
-    assert "The grass is green. " in asked("vt", 1, 512).text  # sentences of their own where lines are too few
+    assert "The grass is green. " in question_of("vt", 1, 512).text  # sentences of their own where lines are too few
 
 
 @pytest.mark.parametrize(("length", "often", "seldom", "example"), [(4096, 30, 3, 10), (1024, 6, 1, 3)])
 def test_common_words_occur_as_often_as_the_paper_says(length: int, often: int, seldom: int, example: int) -> None:
-    one = asked("cwe", 40, length)
+    one = question_of("cwe", 40, length)
     first, second = one.text.split("Question: What are the 10 most common words")[:2]
     for text, times, answers in ((first, example, None), (second, often, one.answers)):
         listed = text.split("appear most often.\n")[1].split("\nQuestion")[0]
@@ -134,7 +138,7 @@ def test_common_words_occur_as_often_as_the_paper_says(length: int, often: int, 
 
 
 def test_frequent_words_follow_the_zeta_distribution() -> None:
-    one = asked("fwe", 600, 2048)
+    one = question_of("fwe", 600, 2048)
     listed = one.text.split("coded words. ")[1].split("\nQuestion")[0].split()
     (dots, _), *rest = Counter(listed).most_common(5)
     assert dots == "..." and [word for word, _ in rest[:3]] == one.answers
@@ -192,12 +196,12 @@ def test_string_match_follows_the_official_rule() -> None:
     assert string_match("ann", ["Ann", "Bob"], some=True) == 1.0 and string_match("cid", ["Ann"], some=True) == 0.0
 
 
-@pytest.mark.parametrize("most", [None, 5, 60, 100])
-@pytest.mark.parametrize("room", [30, 31, 100, 2000])
-def test_largest_finds_the_largest_size_that_fits(room: int, most: int | None) -> None:
-    fits = [size for size in range(3, (most or 1000) + 1) if 10 * size <= room]
-    assert largest(lambda size: 10 * size, room, 3, most) == max(fits)
-    assert largest(lambda size: 10 * size, 29, 3, most) is None
+@pytest.mark.parametrize("limit", [None, 5, 60, 100])
+@pytest.mark.parametrize("space", [30, 31, 100, 2000])
+def test_largest_finds_the_largest_size_that_fits(space: int, limit: int | None) -> None:
+    fits = [size for size in range(3, (limit or 1000) + 1) if 10 * size <= space]
+    assert largest(lambda size: 10 * size, space, 3, limit) == max(fits)
+    assert largest(lambda size: 10 * size, 29, 3, limit) is None
 
 
 @pytest.mark.parametrize("name", [*GENERATED, "qa_1"])
@@ -208,8 +212,8 @@ def test_prompts_fill_the_length(data: Path, name: str) -> None:
     assert [first, second] == task.prepare(tokenizer(), sources, task.points()[0], 0) and first != second
     assert first != task.prepare(tokenizer(), sources, task.points()[0], 1)[0]
     for sample in (first, second):
-        whole = len(KNOWN) * 5 if name == "qa_1" else 1500 - 20  # all there is, or a unit less than there is room for
-        assert whole - 60 < len(sample.ids) <= 1500 - 20
+        longest = len(KNOWN) * 5 if name == "qa_1" else 1500 - 20  # all there is, or a unit less than there is room for
+        assert longest - 60 < len(sample.ids) <= 1500 - 20
         assert sample.facts["new"] == 20 and sample.facts["some"] == (name == "qa_1")
     official = Ruler().prepare(tokenizer(), sources, task.points()[0], 0)[0]
     assert official.facts["new"] == FAMILIES[name].new
