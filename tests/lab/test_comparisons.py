@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import WORDS, tokenizer
@@ -154,11 +155,8 @@ def test_compare_measures_each_passage_of_several_texts(
             raise KeyboardInterrupt
         return honest(*given)
 
-    def full(*given: Any) -> None:
-        raise StoreError("The disk is full.")
-
     monkeypatch.setattr(Reference, "measure", fourth)
-    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", full)
+    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", Mock(side_effect=StoreError("The disk is full.")))
     code, out, err = run(*drawn, "--csv", "lost.csv")
     assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
     assert err.rstrip().endswith("What is above was measured until then. The disk is full.") and "Written" not in err

@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -203,11 +204,7 @@ def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch:
     (tmp_path / "link.html").symlink_to(target)
     write_page(check_output(tmp_path / "link.html"), "new")
     assert target.read_text() == "new" and (tmp_path / "link.html").is_symlink()
-
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(StoreError, match="no space left"):
         write_page(target, "newer")
     assert target.read_text() == "new" and len(list(tmp_path.iterdir())) == 2

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kvkeep_lab.ray_workers import _contents, cores
@@ -98,11 +99,8 @@ def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypat
 
 def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-
-    def refuse(*given: object, **options: object) -> None:
-        raise RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
-
-    monkeypatch.setattr(ray, "init", refuse)
+    mismatch = RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
+    monkeypatch.setattr(ray, "init", Mock(side_effect=mismatch))
     (tmp_path / "text.txt").write_text(words)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = f"127.0.0.1:{listening.getsockname()[1]}"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import exit_codes
 from kvkeep_lab.experiment import Cell, Experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
 from results import small, stored
 
 from kvkeep.errors import BudgetError, ModelError
-
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -136,12 +135,7 @@ def test_two_simultaneous_runs_measure_each_cell_once(
 
     monkeypatch.setattr(Runner, "measure", slow)
     path, larger = tmp_path / "r.jsonl", experiment.with_(seeds=[0, 1, 2])
-    both = [FORK.Process(target=run, args=(larger, Store(path), data)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-        assert one.exitcode == 0
+    assert exit_codes(*(partial(run, larger, Store(path), data) for _ in range(2))) == [0, 0]
     found = stored(path)
     assert len(found.records) == len(found.done()) == 21 and found.torn == 0
 
@@ -157,10 +151,7 @@ def test_a_killed_run_loses_its_current_cell_and_three_kills_fail_the_cell(
     monkeypatch.setattr(Runner, "measure", kills)
     path, two = tmp_path / "r.jsonl", experiment.with_(budgets=["24"])
     for _ in range(3):
-        killed = FORK.Process(target=run, args=(two, Store(path), data))
-        killed.start()
-        killed.join()
-        assert killed.exitcode == -signal.SIGKILL
+        assert exit_codes(partial(run, two, Store(path), data)) == [-signal.SIGKILL]
     tally = run(two, Store(path), data)
     assert (tally.done, tally.found) == (2, 1)
     assert [record.error for record in tally.failed] == [

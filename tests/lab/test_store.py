@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import exit_codes
 from kvkeep_lab.experiment import Cell
 from kvkeep_lab.store import Store, TaskRecord
 from results import stored
@@ -76,12 +78,7 @@ def test_many_processes_append_at_once(tmp_path: Path) -> None:
         for number in range(40):
             Store(path).append(row(f"{name}{number}", error="x" * 5000))
 
-    writers = [FORK.Process(target=write, args=(name,)) for name in "pqr"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
+    assert exit_codes(*(partial(write, name) for name in "pqr")) == [0, 0, 0]
     found = stored(path)
     assert len(found.records) == 120 and len(found.done()) == 120 and found.torn == 0
 

@@ -6,6 +6,7 @@ import io
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,10 +60,6 @@ def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
         forward(fresh, cache, TEXT)
 
 
-def interrupted(*given: Any, **options: Any) -> Any:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("at", ["adapter", "third layer"])
 def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None:
     """Bound again, all that reads residuals works; unbound right away, the model is stock."""
@@ -70,7 +67,7 @@ def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None
     for again in (True, False):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             place = (binding, "Adapter") if at == "adapter" else (layers[2], "register_forward_pre_hook")
-            patch.setattr(*place, interrupted)
+            patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
             bind(fresh)
         assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
         for kind in ("residual", "tokens") if again else ():

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from forked import exit_codes
 
 from kvkeep.errors import ModelError
 from kvkeep.models import checksum, converted
@@ -146,12 +148,7 @@ def test_a_conversion_overtaken_by_another_uses_its_copy(gguf_file: Path, monkey
 
 
 def test_simultaneous_conversions_make_one_copy(gguf_file: Path) -> None:
-    processes = [multiprocessing.get_context("fork").Process(target=make, args=(gguf_file,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert exit_codes(*[partial(make, gguf_file)] * 3) == [0, 0, 0]
     assert len(copies()) == 1 and not make(gguf_file)
 
 
@@ -201,11 +198,9 @@ def test_a_header_larger_than_the_file_is_refused_at_once(
 def test_an_unwritable_cache_folder_is_reported_as_such(
     gguf_file: Path, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise Exception("No space left on device (os error 28)")  # as the library of tokenizers does
-
     if fault == "the disk is full":
-        monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+        full = Exception("No space left on device (os error 28)")  # as the library of tokenizers raises it
+        monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", Mock(side_effect=full))
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path / "file" / "cache"))

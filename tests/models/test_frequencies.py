@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from conftest import tokenizer
+from conftest import saved
 from families import COMMON, VOCABULARY, tiny
 from kvkeep_lab.bits import PADDING, greatest_difference, one_at_a_time
 
@@ -74,9 +74,7 @@ def test_generate_keeps_the_cache_when_frequencies_change(name: str, prompt: int
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_bits_are_promised_only_within_a_context_of_constant_frequencies(name: str, tmp_path: Any) -> None:
-    made(name).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path, weights="bfloat16", device="cpu").model
+    model = load(saved(made(name), tmp_path), weights="bfloat16", device="cpu").model
 
     def cache(context: int | None) -> KeepCache:
         return KeepCache(model, "kv-direct", budget=24, context=context)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from conftest import tokenizer
+from conftest import saved
 from families import COMMON, FAMILIES
 from torch import Tensor
 
@@ -57,10 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(6.0) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
-        folder: Path = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
-        return load(folder, weights=weights, device="cpu").model
+        return load(saved(model, tmp_path_factory.mktemp(family)), weights=weights, device="cpu").model
 
     return make
 
@@ -119,10 +116,8 @@ def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
 def test_the_gate_is_the_activation_of_the_mlp(gate: str, number: int | None, tmp_path: Path) -> None:
     """With weights as models begin with, whose gates differ little."""
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    found = fused(load(tmp_path, weights="bfloat16", device="cpu").model)
-    assert [layer.gate for layer in found] == ([] if number is None else [number] * 4)
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
+    assert [layer.gate for layer in fused(model)] == ([] if number is None else [number] * 4)
 
 
 def test_hooks_on_fused_layers_are_called(made: Any) -> None:
@@ -208,9 +203,7 @@ def fully_native(model: Any) -> bool:
 def test_a_model_whose_angles_torch_computes_is_not_fully_native(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
     config = hf.LlamaConfig(**COMMON | {"intermediate_size": 64}, head_dim=16, rope_parameters=rope)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path, weights="bfloat16", device="cpu").model
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
     assert len(fused(model)) == 4 and fully_native(model) is (kind in ("default", "linear", "llama3"))
 
 

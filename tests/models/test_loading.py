@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,6 +70,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("name", "kind", "sentence"),
     [
+        ("", UsageError, "name of the model is empty"),
         ("smolm2", UsageError, "Unknown model 'smolm2': did you mean smollm2?"),
         *(
             (name, ModelError, f"There is no model at '{name}'")
@@ -88,11 +90,6 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ModelError, match="'some/model' is no folder and cannot be loaded from the hub"):
         load("some/model", revision="main", progress=said.append)
     assert said == ["Asking the Hugging Face hub for some/model ..."]
-
-
-def test_an_empty_name_is_refused() -> None:
-    with pytest.raises(UsageError, match="name of the model is empty"):
-        load("")
 
 
 @pytest.mark.parametrize(
@@ -125,15 +122,18 @@ def test_a_truncated_file_is_refused(spoiled: Callable[..., Path], name: str, ke
         load(file.parent)
 
 
+@pytest.mark.parametrize("weights_format", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "sentence"), [(0, "it comes without"), (-1, "with another shape of")])
-def test_a_missing_or_misshapen_weight_is_refused(spoiled: Callable[..., Path], rows: int, sentence: str) -> None:
+def test_a_missing_or_misshapen_weight_is_refused(
+    spoiled: Callable[..., Path], rows: int, sentence: str, weights_format: str
+) -> None:
     """Transformers fills it with random numbers."""
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     weights = load_file(file)
     weight = weights.pop(name)[:rows].contiguous()
     save_file(weights | ({name: weight} if rows else {}), file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=f"{sentence} {name};"):
-        load(file.parent)
+        load(file.parent, weights=weights_format, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["bert", "camembert", "t5", "bart", "vit", "whisper"])
@@ -156,11 +156,8 @@ def test_code_in_a_model_folder_is_not_run(
 
 
 def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("torch.nn.Module.to", full)
-    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    for name in ("torch.nn.Module.to", "transformers.PreTrainedModel.to"):
+        monkeypatch.setattr(name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(ModelError, match="does not fit into the memory of cpu"):
         load(model_folder, device="cpu")
 

@@ -44,12 +44,6 @@ def test_frequencies_follow_from_the_config(kind: str, theta: float, dim: int) -
     assert torch.allclose(found[1], embedding.inv_freq, rtol=2e-6, atol=0)
 
 
-def test_frequencies_of_another_kind_are_the_modules() -> None:
-    embedding = module(1e4, 64, rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
-    for steps in (0, 2):
-        assert _frequencies(_parameters(embedding, None), moved(embedding.inv_freq, steps)) is None
-
-
 @pytest.mark.usefixtures("kernels")
 def test_a_replaced_module_says_whether_kvkeep_computes_its_frequencies() -> None:
     for kind, parameters in [*KINDS.items(), ("yarn", {"rope_type": "yarn", "factor": 4.0})]:

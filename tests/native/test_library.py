@@ -60,6 +60,13 @@ def normed(rows: int = 64) -> torch.Tensor:
     return out
 
 
+def interpreted(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in an interpreter of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
 # ---- which path ------------------------------------------------------------------------------------------------------
 
 
@@ -72,26 +79,8 @@ def test_the_best_path_is_the_default_and_any_other_can_be_chosen(monkeypatch: p
         monkeypatch.setenv("KVKEEP_CPU", name)
         assert native.path() == name
         assert torch.equal(normed(), expected)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_an_earlier_choice_of_path_does_not_persist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVKEEP_CPU", "plain")
-    assert native.path() == "plain"
     monkeypatch.delenv("KVKEEP_CPU")
-    assert native.path() == paths()[0]
-
-
-@pytest.mark.parametrize(("made", "why"), [(False, "was not built"), (True, "cannot be used")])
-def test_a_path_without_a_library_says_what_is_missing(
-    made: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
-    if made:
-        native.FILE.write_bytes(b"half a file")
-    monkeypatch.setenv("KVKEEP_CPU", "avx2")
-    with pytest.raises(UsageError, match=f"^KVKEEP_CPU=avx2 needs the native library, which {why}\\.$"):
-        native.path()
+    assert native.path() == paths()[0]  # an earlier choice does not persist
 
 
 @pytest.mark.usefixtures("kernels")
@@ -109,9 +98,7 @@ def test_a_path_that_the_processor_lacks_is_refused_by_name(name: str, monkeypat
 
 def test_the_command_line_refuses_an_unknown_path_before_importing_torch() -> None:
     program = "import sys; from kvkeep.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    command = [sys.executable, "-c", program, "generate", "--prompt", "x"]
-    environment = {**os.environ, "KVKEEP_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = interpreted(program, "generate", "--prompt", "x", KVKEEP_CPU="nonsense")
     assert done.returncode == 2 and done.stdout.strip() == "False"
     assert re.fullmatch(
         r"kvkeep: KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'\. It runs .*torch\.\n", done.stderr
@@ -127,15 +114,23 @@ def test_choosing_torch_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: py
 # ---- a library that cannot be used -----------------------------------------------------------------------------------
 
 
-def test_a_missing_library_is_logged_once_and_torch_computes(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("content", "why"), [(b"", "was not built"), (b"half a file", "cannot be used")])
+def test_a_missing_or_unusable_library_is_logged_once_and_torch_computes(
+    content: bytes,
+    why: str,
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
+    if content:
+        native.FILE.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert native.library() is None and native.library() is None
-    assert [record.getMessage() for record in caplog.records] == [
-        f"The native library was not built. kvkeep computes with torch, {native.SLOWDOWN}."
-    ]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith(f"The native library {why}")
+    assert message.endswith(f". kvkeep computes with torch, {native.SLOWDOWN}.")
     model = load(model_folder, weights="int8", device="cpu").model
     cache = KeepCache(model, "window+checkpoint:kv", budget=16, where="host")
     with torch.no_grad():
@@ -143,17 +138,10 @@ def test_a_missing_library_is_logged_once_and_torch_computes(
         ours, plain = model(ids, past_key_values=cache).logits, model(ids).logits
     assert torch.cosine_similarity(ours.float(), plain.float(), dim=-1).min() > 0.999
     assert not any(report.same_bits for report in cache.describe())
-
-
-def test_a_library_that_cannot_be_loaded_is_logged_and_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = tmp_path / "libkvkeep.so"
-    broken.write_bytes(b"half a file")
-    monkeypatch.setattr(native, "FILE", broken)
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
-    assert "The native library cannot be used" in caplog.text and len(caplog.records) == 1
+    forget()
+    monkeypatch.setenv("KVKEEP_CPU", "avx2")
+    with pytest.raises(UsageError, match=f"^KVKEEP_CPU=avx2 needs the native library, which {why}\\.$"):
+        native.path()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -169,41 +157,33 @@ def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
         "import pathlib, sys; from kvkeep.native import library as native\n"
         "native.FILE = pathlib.Path(sys.argv[1]); print(native.path())"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(damaged)], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = interpreted(program, str(damaged))
     assert done.stdout.strip() == "torch" and "its file is damaged" in done.stderr, done
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_library_with_other_structures_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class KvStep(ctypes.Structure):
-        """One with two fields of as many bytes in another order."""
+class OtherStep(ctypes.Structure):
+    """A KvStep with two fields of the same size in another order."""
 
-        _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
-
-    forget()
-    monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], KvStep))
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
-    start = structures.KvStep.reduce_max.offset
-    assert f"KvStep.token is 8 bytes at {start + 8}, not 8 bytes at {start}; install kvkeep again" in caplog.text
+    _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", [*structures.CONSTANTS, "KV_NEW"])
-def test_a_library_with_other_constants_is_not_used(
+@pytest.mark.parametrize("name", ["KvStep", *structures.CONSTANTS, "KV_NEW"])
+def test_a_library_with_other_structures_or_constants_is_not_used(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forget()
-    monkeypatch.setitem(structures.CONSTANTS, name, 77)
+    if name == "KvStep":
+        monkeypatch.setattr(OtherStep, "__name__", name)
+        monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], OtherStep))
+        start = structures.KvStep.reduce_max.offset
+        why = rf"KvStep\.token is 8 bytes at {start + 8}, not 8 bytes at {start}"
+    else:
+        monkeypatch.setitem(structures.CONSTANTS, name, 77)
+        why = rf"{name} is {'missing' if name == 'KV_NEW' else '[0-9]+'}, not 77"
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    compiled = "missing" if name == "KV_NEW" else r"\d+"
-    assert re.search(rf"{name} is {compiled}, not 77; install kvkeep again", caplog.text)
+    assert re.search(f"{why}; install kvkeep again", caplog.text)
 
 
 # ---- the header ------------------------------------------------------------------------------------------------------
@@ -282,24 +262,6 @@ def test_an_unknown_field_of_a_structure_cannot_be_set() -> None:
 # ---- threads and float modes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("kernels")
-def test_the_number_of_threads_changes_no_bit() -> None:
-    loaded, expected = native.kernels(), normed(400)
-    try:
-        loaded.kvkeep_use_openmp(None, None)
-        for count in (1, 2, 3, 8):
-            loaded.kvkeep_set_threads(count)
-            assert torch.equal(normed(400), expected), count
-    finally:
-        native._share_threads(loaded)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(normed(400), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
 PROGRAM = """
 import os, sys, torch
 from kvkeep.native import library as native
@@ -327,9 +289,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
 def test_a_forked_child_can_use_threads(threads: str) -> None:
     """The parent's are not there in the child, which would wait for them forever. (Torch's own operations do, from some
     30,000 elements on: here are fewer.)"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, threads]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = interpreted(PROGRAM, threads, PYTHONWARNINGS="ignore")
     assert done.stdout.split() == ["0", "True"], done.stderr
 
 

@@ -295,29 +295,30 @@ def test_every_selector_keeps_what_its_reference_keeps(
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("recall", "lengths", "taken"),
+    [
+        # A first chunk that fits, one that overflows, decoding, a second turn, and decoding again.
+        ("", [5, 30, *[1] * 15, 9, 2, *[1] * 6], [5, 14, 16, *[1] * 15, 9, 2, *[1] * 6]),
+        # All of a prompt is attended, whatever the budget, and all its entries compete once; so in a second turn.
+        ("+oneshot", [70, *[1] * 10, 40, *[1] * 5], [70, *[1] * 10, 40, *[1] * 5]),
+    ],
+    ids=["chunks", "oneshot"],
+)
 @pytest.mark.parametrize("method", RULES)
-def test_keeps_what_the_reference_keeps_between_short_and_long_chunks(method: str) -> None:
-    """A first chunk that fits, one that overflows, decoding, a second turn, and decoding again. And the comparison
-    tells selectors apart: all but one do not follow the rule of that one."""
-    cache = KeepCache(model(), method, 18, chunk=16)
+def test_every_selector_keeps_what_its_reference_keeps_in_two_turns(
+    method: str, recall: str, lengths: list[int], taken: list[int]
+) -> None:
+    """And the comparison tells selectors apart: all but one do not follow the rule of that one."""
+    cache = KeepCache(model(), method + recall, 18, chunk=None if recall else 16)
     steps = watched(cache)
-    read(cache, [5, 30, *[1] * 15, 9, 2, *[1] * 6], seed=3, rows=2)
-    assert [step.key.shape[2] for step in steps[0][:3]] == [5, 14, 16]  # taken in chunks
+    read(cache, lengths, seed=3, rows=2)
+    assert [step.key.shape[2] for step in steps[0]] == taken
     assert_follows(cache, steps, RULES[method], [18] * LAYERS)
     assert steps[0][-1].kept_flags.sum(1).tolist() == [18] * 4
     if method != "window":
         with pytest.raises(AssertionError, match="layer"):
             assert_follows(cache, steps, RULES["window"], [18] * LAYERS)
-
-
-@pytest.mark.parametrize("method", RULES)
-def test_of_a_prompt_read_at_once_it_keeps_what_the_reference_keeps(method: str) -> None:
-    """All of it is attended, whatever the budget, and all its entries compete once; so in a second turn."""
-    cache = KeepCache(model(), f"{method}+oneshot", 18)
-    steps = watched(cache)
-    read(cache, [70, *[1] * 10, 40, *[1] * 5], seed=4, rows=2)
-    assert [step.key.shape[2] for step in steps[0]] == [70, *[1] * 10, 40, *[1] * 5]
-    assert_follows(cache, steps, RULES[method], [18] * LAYERS)
 
 
 # -- pyramidkv: the same votes, other budgets --------------------------------------------------------

@@ -15,7 +15,6 @@ from running import TEXT, Program, bearer, figures, program
 from kvkeep.models.loading import Loaded
 
 CLIENTS, SYSTEM, SUFFIX, NEW = 20, 1000, 12, 16
-KINDS: list[dict[str, Any]] = [{"method": "full"}, {"method": "kv-direct", "budget": 256}]
 
 
 @pytest.mark.real

@@ -41,12 +41,7 @@ NEW = 32
 
 
 def asking(question: str) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": NEW,
-        "temperature": 0,
-    }
+    return {"model": "tiny", "messages": [{"role": "user", "content": question}], "max_tokens": NEW, "temperature": 0}
 
 
 @pytest.mark.real

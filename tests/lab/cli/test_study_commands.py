@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -258,8 +259,7 @@ def test_a_command_that_measures_nothing_fails(call: Run, tmp_path: Path) -> Non
 # -- what is interrupted ------------------------------------------------------------------------------
 
 
-def interrupted(*given: Any, **options: Any) -> Any:
-    raise KeyboardInterrupt
+interrupted = Mock(side_effect=KeyboardInterrupt)
 
 
 def test_an_interrupt_before_the_first_result_prints_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:

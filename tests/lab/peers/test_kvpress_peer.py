@@ -228,13 +228,9 @@ def test_any_process_that_follows_the_protocol_can_be_the_peer(
     assert [memory[f"{name}_bytes"] for name in ("resident", "peak_cache", "peak_workspace")] == [5, 9, 2]
     found = peer.examine(IDS, [20, 21], 4)
     assert found.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
-    first, second = (iter_reader(peer) for _ in range(2))
+    first, second = (peer._cache(64) for _ in range(2))
     first.step(torch.tensor([IDS]))
     second.step(torch.tensor([IDS]))
     with pytest.raises(KvkeepError, match="one prompt at a time"):
         first.step(torch.tensor([[3]]))
     KvpressProcess.stop()
-
-
-def iter_reader(peer: Subject) -> Any:
-    return peer._cache(64)

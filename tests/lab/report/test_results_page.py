@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from measuring import tool
 
-ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "results" / "README.md").read_text("utf-8")
-SPEC = importlib.util.spec_from_file_location("results_page", ROOT / "tools" / "results_page.py")
-assert SPEC is not None and SPEC.loader is not None
-TOOL = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(TOOL)
+PAGE = (Path(__file__).parents[3] / "docs" / "results" / "README.md").read_text("utf-8")
+TOOL = tool("results_page")
 
 
 def test_the_page_has_the_numbers_of_the_stores() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import WORDS
@@ -52,12 +52,9 @@ def test_a_study_is_run_once_and_its_chapter_shows_the_results(experiment: Study
 def test_a_failure_is_reported_and_does_not_replace_a_result(
     experiment: StudyExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*given: Any) -> Any:
-        raise KvkeepError("It cannot be.")
-
     store = Store(tmp_path / "r.jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr(TokenBytes, "measure", refused)
+        patch.setattr(TokenBytes, "measure", Mock(side_effect=KvkeepError("It cannot be.")))
         tally = run(experiment, store)
     assert [(record.error, record.label) for record in tally.failed] == [("It cannot be.", experiment.models[0])]
     store.refresh()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WORDS, tokenizer
+from conftest import WORDS, saved
 from families import tiny
 from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, Row, exact_cases, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
+from measuring import tool
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,9 +54,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with positions for the longest prompt, and a text."""
-    made = tmp_path_factory.mktemp("receipt")
-    tiny("qwen3", positions=1024).save_pretrained(made)
-    tokenizer().save_pretrained(made)
+    made = saved(tiny("qwen3", positions=1024), tmp_path_factory.mktemp("receipt"))
     (made / "text.txt").write_text(text())
     return made
 
@@ -210,9 +208,7 @@ def test_a_receipt_refuses_short_texts_and_a_missing_library(folder: Path, monke
 
 
 def test_a_family_whose_layers_torch_computes_is_refused(tmp_path: Path) -> None:
-    tiny("phi3", positions=1024).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    loaded = load(tmp_path, weights="bfloat16", device="cpu")
+    loaded = load(saved(tiny("phi3", positions=1024), tmp_path), weights="bfloat16", device="cpu")
     with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a phi3 model\)"):
         start(loaded, [])
 
@@ -249,14 +245,6 @@ def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
     for row in rows(loaded, exact_cases(), texts, lambda label, done: None):
         assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
-
-
-def tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_updating_one_model_keeps_the_tables_of_others() -> None:

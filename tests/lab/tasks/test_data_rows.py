@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from kvkeep_lab.tasks import rows as module
@@ -59,31 +60,24 @@ def test_a_source_is_a_file_or_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = []
-
-    def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
-        requests.append((repository, part, split, streaming))
-        return iter(ROWS)
-
+    load_dataset = Mock(side_effect=lambda *given, **options: iter(ROWS))
     monkeypatch.setattr(module, "find_spec", lambda name: object())
     monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
     hub = Hub("some/set", "1.0", "validation", rows=2)
     path = source(None, "a.jsonl", hub)
     assert path.name == "some-set-1.0-validation-first2.jsonl" and rows(path) == ROWS[:2]
-    assert source(None, "a.jsonl", hub) == path and requests == [("some/set", "1.0", "validation", True)]
-    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(requests) == 2
+    assert source(None, "a.jsonl", hub) == path
+    assert load_dataset.mock_calls == [call("some/set", "1.0", split="validation", streaming=True)]
+    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and load_dataset.call_count == 2
 
 
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="give the folder .* or install the package 'datasets'"):
         source(None, "a.jsonl", Hub("some/set"))
-
-    def load_dataset(*given: Any, **options: Any) -> Any:
-        raise ConnectionError("No route\nto host")
-
+    unreachable = SimpleNamespace(load_dataset=Mock(side_effect=ConnectionError("No route\nto host")))
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(module, "import_module", lambda name: unreachable)
     for _ in range(2):  # nothing is left of the first try
         with pytest.raises(KvkeepError, match=r"'some/set' could not be fetched from the hub \(No route\)"):
             source(None, "a.jsonl", Hub("some/set"))
