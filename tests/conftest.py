@@ -157,13 +157,17 @@ def tokenizer() -> Any:
     return made
 
 
+def saved(model: Any, folder: Path) -> Path:
+    """Write a model and the tokenizer into a folder, and return it."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny Llama and its tokenizer, as a user's own model would lie there."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return saved(tiny("llama"), tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")

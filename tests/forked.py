@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import get_context
 from typing import Any
 
 
@@ -43,6 +44,16 @@ def started(run: Callable[[], object], env: Mapping[str, str] | None = None, **g
             os._exit(code)
 
     return subprocess.Popen([sys.executable], preexec_fn=child, **given)
+
+
+def exit_codes(*functions: Callable[[], object]) -> list[int | None]:
+    """Run functions at the same time, each in a forked process, and return how these ended."""
+    processes = [get_context("fork").Process(target=function) for function in functions]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
 
 
 def kvkeep(*arguments: str) -> Callable[[], None]:

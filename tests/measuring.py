@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,15 @@ def ending_subject(method: str = "full", budget: str | None = None, family: str 
     made = tokenizer()
     made.eos_token = "<unk>"
     return Subject(Loaded(tiny(family), made, "tiny", ""), method, budget)
+
+
+def tool(name: str) -> Any:
+    """A script of tools/, as a module."""
+    spec = spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def quiet(what: str, done: float, total: float) -> None:

@@ -47,23 +47,23 @@ def set_to(value: float, row: int, place: int) -> Any:
     return spoil
 
 
-def test_what_is_equal_differs_by_nothing() -> None:
+def test_equal_logits_have_no_difference() -> None:
     assert difference(lambda logits, start: None) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("place", [0, 150, 299])
 @pytest.mark.parametrize("row", [0, 1])
-def test_every_logit_of_both_rows_counts(place: int, row: int) -> None:
+def test_a_difference_in_any_logit_of_either_row_is_found(place: int, row: int) -> None:
     at = place + (PADDING if row == 0 else 0)
     assert difference(set_to(10_000.0, row, at))[1] > 9000
     assert difference(set_to(float("nan"), row, at)) == (0.0, float("inf"))
 
 
-def test_padding_and_what_follows_the_text_do_not_count() -> None:
+def test_padding_and_tokens_after_the_text_are_ignored() -> None:
     assert difference(set_to(10_000.0, 0, PADDING - 1)) == difference(set_to(10_000.0, 1, 300)) == (0.0, 0.0)
 
 
-def test_a_chunk_that_differs_is_found() -> None:
+def test_a_difference_in_a_chunk_is_found() -> None:
     def spoil(logits: Tensor, start: int) -> None:
         if len(logits) == 1 and logits.shape[1] > 1:
             logits[0, -1] += 8.0

@@ -65,14 +65,14 @@ def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
     assert not found["full"].single.moved and not found["kv-direct residual@device"].single.moved
     (few,) = capacities(shape, H100, 10**6, 8192, ["full"])
     assert few.sessions == few.rate == 0 and few.shared is None and few.fixed_share is None
-    told: list[str] = []
-    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, tell=told.append)]
-    assert names == ["full"] and len(told) == len(CACHES) - 1  # others need no budget of 1,024 for 512 tokens
-    assert all("left out at 512 tokens: a budget of 1,024 entries holds all of them" in line for line in told)
+    messages: list[str] = []
+    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, tell=messages.append)]
+    assert names == ["full"] and len(messages) == len(CACHES) - 1  # others need no budget of 1,024 for 512 tokens
+    assert all("left out at 512 tokens: a budget of 1,024 entries holds all of them" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", [*CACHES, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])
-def test_a_server_lets_in_as_many(name: str) -> None:
+def test_capacity_equals_what_the_servers_arbiter_admits(name: str) -> None:
     """The sessions of ``kvkeep capacity`` are those that the server's arbiter grants memory to."""
     model, here = tiny("llama"), replace(H100, link=None)
     shape, candidate = shape_of(model.config, next(model.parameters()).dtype.itemsize), parse(name)
@@ -82,7 +82,7 @@ def test_a_server_lets_in_as_many(name: str) -> None:
     assert one.sessions == Arbiter(10**7).fitting(cache, 400) > 5 and one.granted == peak_bytes(cache, 400)
 
 
-def test_what_the_host_holds_is_held_where_it_is_the_same_memory(shape: Shape) -> None:
+def test_host_checkpoints_count_where_the_host_shares_the_devices_memory(shape: Shape) -> None:
     names, token = ["full", "kv-direct kv@host", "kv-direct kv@disk"], shape.geometry.full_bytes_per_token
     full, host, disk = capacities(shape, replace(H100, link=None), MEMORY, 8192, names)
     assert host.granted > host.idle == host.sizes.total == disk.sizes.total > 8192 * token
@@ -91,18 +91,18 @@ def test_what_the_host_holds_is_held_where_it_is_the_same_memory(shape: Shape) -
     assert away == [full.idle, disk.idle, disk.idle]
 
 
-def test_where_entries_outweigh_weights_and_links_outrun_projections(shape: Shape) -> None:
+def test_break_even_points_balance_entries_with_weights_and_links_with_projections(shape: Shape) -> None:
     for sessions in (1, 16):
         tokens = round(balance(shape, H100, parse("full"), sessions))
-        held = sizes(shape.geometry, parse("full"), tokens, None, shared=False)
-        one = cost(shape, parse("full"), held, H100, 1.0, sessions)
+        planned = sizes(shape.geometry, parse("full"), tokens, None, shared=False)
+        one = cost(shape, parse("full"), planned, H100, 1.0, sessions)
         assert one.step == pytest.approx(2 * one.fixed, rel=1e-3)
     short, long = (rebuilding(shape, H100, parse("kv-direct residual@device"), tokens) for tokens in (1024, 4096))
     assert long.seconds == pytest.approx(4 * short.seconds) and long.pays_below == pytest.approx(short.pays_below)
     assert long.entries == 4096 * shape.geometry.full_bytes_per_token < long.residuals
 
 
-def test_caches_are_named_as_the_planner_names_them(shape: Shape) -> None:
+def test_cache_names_are_parsed_as_by_the_planner(shape: Shape) -> None:
     assert [str(parse(name)) for name in CACHES] == list(CACHES)
     assert str(parse("kv-direct")) == "kv-direct kv@host" and str(parse("kv-direct residual:4@disk")).endswith("@disk")
     for name, sentence in (("h2o kv@host", "no checkpoints"), ("h3o", "h2o"), ("kv-direct kv@moon", "place")):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import WORDS, tokenizer
@@ -30,7 +31,7 @@ from kvkeep.errors import StoreError, UsageError
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_pieces_of_a_text_lie_apart_and_depend_on_their_seed_alone() -> None:
+def test_pieces_of_a_text_do_not_overlap_and_depend_on_the_seed_only() -> None:
     text = " ".join(f"{WORDS[number]} {WORDS[7 * number % 60]} was it for on as with." for number in range(60))
     made = tokenizer()
     found = pieces(made, text, 20, 8)
@@ -43,7 +44,7 @@ def test_pieces_of_a_text_lie_apart_and_depend_on_their_seed_alone() -> None:
         pieces(made, text, 100, 9)
 
 
-def test_files_are_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_given_as_lists_patterns_or_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "c,d.txt", "e.md"):
         Path(name).write_text("the of")
@@ -65,14 +66,15 @@ def row(method: str, kl: float, match: float = 0.5, budget: str | None = "25%", 
     return ReferenceRow(method, budget, "lossy", 16, match, perplexity=math.exp(kl), memory=memory, **numbers)
 
 
-def test_means_and_intervals_are_of_the_passages_on_which_a_method_was_measured() -> None:
+def test_means_and_intervals_are_over_measured_passages_only() -> None:
     rows = [
         [row("a", 0.1, 0.25), row("b", 0.5)],
         [row("a", 0.3, 0.75), row("b", 0, error="too small")],
         [row("a", 0.2, 0.5), row("b", 0, error=INTERRUPTED)],
     ]
     passages = [
-        Passage("t", seed, Comparison(40, 2, row("stock", 0.4, 1.0, None), own, 24)) for seed, own in enumerate(rows)
+        Passage("t", seed, Comparison(40, 2, row("stock", 0.4, 1.0, None), measured_rows, 24))
+        for seed, measured_rows in enumerate(rows)
     ]
     found = Comparisons(passages, 5)
     one, other = found.lines
@@ -93,7 +95,7 @@ def test_means_and_intervals_are_of_the_passages_on_which_a_method_was_measured(
         assert rf"Not measured: b at 25\% on 1 of 2 passages: {reason}" in caption
 
 
-def test_a_table_in_latex_prints_what_names_say() -> None:
+def test_a_latex_table_escapes_names() -> None:
     table = Table("", ["method", "match (%)", "KL"], named=1)
     table.rows += [["`a_b+c:4`", "**34 [28, 40]**", "5.1e-12"], ["`50%`", "-", "1 & 2"]]
     text = booktabs(table, r"50% of a_b, {x} \ ~ ^ $1 #2", "tab:x", ["25%", "50%"])
@@ -104,7 +106,7 @@ def test_a_table_in_latex_prints_what_names_say() -> None:
     assert bare.count("{") == bare.count("}") and r"\begin{tabular}{lrr}" in text
 
 
-def test_passages_of_several_texts_are_compared_one_by_one(
+def test_compare_measures_each_passage_of_several_texts(
     run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,11 +152,8 @@ def test_passages_of_several_texts_are_compared_one_by_one(
             raise KeyboardInterrupt
         return honest(*given)
 
-    def full(*given: Any) -> None:
-        raise StoreError("The disk is full.")
-
     monkeypatch.setattr(Reference, "measure", fourth)
-    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", full)
+    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", Mock(side_effect=StoreError("The disk is full.")))
     code, out, err = run(*drawn, "--csv", "lost.csv")
     assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
     assert err.rstrip().endswith("What is above was measured until then. The disk is full.") and "Written" not in err
@@ -171,7 +170,7 @@ def test_passages_of_several_texts_are_compared_one_by_one(
         (("-f", "a.txt,long.txt"), "long.txt: The prompt has"),
     ],
 )
-def test_what_cannot_be_compared_is_said_before_anything_is_measured(
+def test_an_impossible_comparison_is_refused_before_it_starts(
     run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -187,7 +186,7 @@ def test_what_cannot_be_compared_is_said_before_anything_is_measured(
     assert code == 2 and not out and says in " ".join(err.split())
 
 
-def test_the_commit_is_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_that_of_the_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("git") is None or not (Path(__file__).parents[2] / ".git").exists():
         pytest.skip("no clone")
     assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit() or "")

@@ -48,11 +48,11 @@ def test_packaged_experiments_load() -> None:
     for name in packaged():
         experiment = load_experiment(name)
         assert experiment.name == name and (experiment.paper is None) == (name in OURS)
-        whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
-        assert 0 < smoke <= whole and (isinstance(experiment, StudyExperiment) or 1 < smoke < whole)
+        all_cells, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
+        assert 0 < smoke <= all_cells and (isinstance(experiment, StudyExperiment) or 1 < smoke < all_cells)
 
 
-def test_cells_are_every_combination_and_the_baseline(tmp_path: Path) -> None:
+def test_an_experiment_has_a_cell_for_each_combination_and_the_baseline(tmp_path: Path) -> None:
     experiment = written(tmp_path, SMALL)
     cells = experiment.cells("data")
     ways = [("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("h2o", "64"), ("kv-direct", "64")]
@@ -66,7 +66,7 @@ def test_cells_are_every_combination_and_the_baseline(tmp_path: Path) -> None:
     assert {cell.key for cell in smoke.cells("data")} < {cell.key for cell in cells}  # axes and methods: the same cells
 
 
-def test_keys_change_with_what_changes_numbers(tmp_path: Path) -> None:
+def test_keys_of_cells_change_with_settings_that_change_results(tmp_path: Path) -> None:
     experiment = written(tmp_path, SMALL)
 
     def keys(other: Experiment, data: str = "data") -> set[str]:
@@ -80,7 +80,7 @@ def test_keys_change_with_what_changes_numbers(tmp_path: Path) -> None:
     assert not keys(experiment, "other data") & keys(experiment)
 
 
-def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
+def test_the_digest_covers_names_and_contents_of_files(tmp_path: Path) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     first.write_text("one")
     second.write_text("two")
@@ -131,7 +131,9 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
          r"the claim 'So.' names methods"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, changes: dict[str, str], sentence: str) -> None:
+def test_an_invalid_experiment_is_refused_in_one_sentence(
+    tmp_path: Path, text: str, changes: dict[str, str], sentence: str
+) -> None:
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new, 1)
@@ -140,7 +142,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, changes: dict[
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
 
 
-def test_claims_are_sentences_or_more(tmp_path: Path) -> None:
+def test_a_claim_is_a_sentence_or_a_limit_on_a_metric(tmp_path: Path) -> None:
     text = SMALL.replace("[smoke]\nbudgets", f"{PAPER}claims = ['So it is.']\n[smoke]\nbudgets")
     plain = written(tmp_path, text)
     assert plain.paper is not None and [claim.says for claim in plain.paper.claims] == ["So it is."]
@@ -152,14 +154,14 @@ def test_claims_are_sentences_or_more(tmp_path: Path) -> None:
     assert {cell.key for cell in judged.cells("")} == {cell.key for cell in plain.cells("")}
 
 
-def test_experiments_that_are_not_there() -> None:
+def test_an_unknown_experiment_is_refused() -> None:
     with pytest.raises(UsageError, match="did you mean needle-25"):
         load_experiment("needle25")
     with pytest.raises(UsageError, match="cannot be read: no such file"):
         load_experiment("nowhere.toml")
 
 
-def test_missing_data_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_missing_data_are_reported_before_anything_runs(tmp_path: Path) -> None:
     needle, summary = load_experiment("needle-25"), load_experiment("xsum")
     with pytest.raises(UsageError, match="give --data FOLDER, with .txt files in haystack/"):
         needle.sources(None)

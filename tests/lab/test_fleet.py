@@ -29,7 +29,7 @@ from kvkeep.plan.sizes import grant, sizes
 
 MACHINES = Path(__file__).parents[2] / "docs" / "machines"
 STEP = 1e-3
-NONE, ALIKE = PiecewiseLine(((0, 0.0),)), PiecewiseLine(((0, 0.0), (1, 1.0)))
+NONE, PROPORTIONAL = PiecewiseLine(((0, 0.0),)), PiecewiseLine(((0, 0.0), (1, 1.0)))
 SHARED = ReplicaPace(
     "a processor that is shared", PiecewiseLine(((1, STEP), (2, 2 * STEP))), NONE, NONE, NONE, NONE, NONE, 1e18
 )
@@ -37,9 +37,9 @@ SHARED = ReplicaPace(
 
 BUSY = ReplicaPace(
     "a small replica", step=PiecewiseLine(((1, 2e-3), (8, 4e-3))), past=PiecewiseLine(((0, 0.0), (1000, 1e-4))),
-    prompt=PiecewiseLine(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=ALIKE,
+    prompt=PiecewiseLine(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=PROPORTIONAL,
     granted=PiecewiseLine(((0, 100.0), (1000, 1200.0))),
-    stored=ALIKE, memory=13_000.0, longest=9_000,
+    stored=PROPORTIONAL, memory=13_000.0, longest=9_000,
 )  # fmt: skip
 HARD = Scenario(
     replicas=4, rate=0.5, think=2.0, disk=30e3, link=20e3, mtbf=20.0, restart=3.0, notice=0.5, seconds=120, warmup=20,
@@ -47,7 +47,7 @@ HARD = Scenario(
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["M/D/1", "M/M/1"])
-def test_one_replica_is_the_queue_of_the_textbook(fixed: bool) -> None:
+def test_one_replica_behaves_as_the_textbook_queue(fixed: bool) -> None:
     """Processor sharing: the mean stay is E[S] / (1 - rho), whatever the lengths' distribution."""
     served, load = 201 * STEP, 0.7  # the prompt, and a step for each token but the first
     given = Scenario(1, load / served, turns=1, first=1, answer=201, fixed=fixed, disk=1e18, link=1e18, seconds=4000)
@@ -77,7 +77,7 @@ class Logged(Simulation):
         super()._end(replica, session)
 
 
-def test_single_answers_take_what_their_parts_take() -> None:
+def test_the_time_of_an_answer_is_the_sum_of_its_parts() -> None:
     """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
     pace = replace(BUSY, memory=1e9, longest=10**9, stored=PiecewiseLine(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
     given = Scenario(
@@ -97,15 +97,15 @@ def test_single_answers_take_what_their_parts_take() -> None:
         found = one.run()
         assert found.turns[again] == found.turns["new"] == found.failures == 1 and found.turns["in memory"] > 5
         assert len(one.log) == found.answered
-        for how, past, took in one.log:
+        for how, past, elapsed in one.log:
             new = 100 if past else 1000
             read = pace.reading(0, past + new) if how == "read again" else pace.reading(past, new)
             fetch = pace.stored(past) / link if how == "fetched" else 0.0
             written = 50 * (pace.step(1) + pace.past(past + new + 51 / 2))
-            assert took == pytest.approx(fetch + read + written), (how, past)
+            assert elapsed == pytest.approx(fetch + read + written), (how, past)
 
 
-def test_nothing_is_lost_and_nothing_comes_twice() -> None:
+def test_sessions_and_memory_are_conserved_when_replicas_fail() -> None:
     """In a fleet without room, on a slow disk, where replicas fail: answers, memory, Little's law, and the seed."""
     for route in ("hash", "bounded", "least"):
         one = Simulation(BUSY, replace(HARD, route=route, warmup=0))
@@ -133,7 +133,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         assert again == found != simulate(BUSY, replace(HARD, route=route, warmup=0, seed=1))
 
 
-def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
+def test_the_ring_moves_only_the_sessions_of_a_dead_replica() -> None:
     one = Simulation(SHARED, Scenario(replicas=10))
     ring, places = HashRing(one.replicas), [SimulatedSession(number).hash for number in range(4000)]
     before = [ring.pick(place) for place in places]
@@ -150,7 +150,9 @@ def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
     assert ring.pick(places[0]) is None
 
 
-def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_the_fleet_command_prints_a_row_for_each_setting(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     path = tmp_path / "pace.json"
     path.write_text(json.dumps(BUSY.as_dict()))
     small = ("--rate", "0.5", "--seconds", "40", "--warmup", "10", "--disk", "1MB", "--link", "0.01", "--mtbf", "60")
@@ -201,7 +203,7 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
         ({"chunk": 0.5}, "'chunk' is a whole number above 0"),
     ],
 )
-def test_a_pace_that_is_none_is_refused_in_a_sentence(wrong: Any, sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_pace_file_is_refused(wrong: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "pace.json"
     path.write_text(json.dumps(BUSY.as_dict() | wrong if wrong else wrong))
     with pytest.raises(UsageError, match=sentence):
@@ -224,22 +226,22 @@ ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.d
 
 @pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
 @pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
-def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: float | None) -> None:
+def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float | None) -> None:
     """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
     machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
     pace = ReplicaPace.planned(shape, machine, 10**11, name, 4096)
     for tokens in (3_000, 9_000, 45_000, 120_000):
-        own = None if candidate.keeps_all else 4096
-        held = sizes(shape.geometry, candidate, tokens, own, shared=machine.shared)
-        one, many = (cost(shape, candidate, held, machine, ACCEPTANCE, count) for count in (1, 24))
+        budget_of = None if candidate.keeps_all else 4096
+        planned = sizes(shape.geometry, candidate, tokens, budget_of, shared=machine.shared)
+        one, many = (cost(shape, candidate, planned, machine, ACCEPTANCE, count) for count in (1, 24))
         near = partial(pytest.approx, rel=0.1)
         assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.fixed)
         assert pace.step(24) + 24 * pace.past(tokens) == near(many.step) and pace.prompt(tokens) == near(one.prefill)
-        resting = held.resident + held.compressed
-        assert pace.held(tokens) == near(resting + held.device + (held.host if machine.shared else 0))
-        assert pace.stored(tokens) == near(resting + held.checkpoints)
-        budget = tokens if name == "static" else own
+        resting = planned.resident + planned.compressed
+        assert pace.held(tokens) == near(resting + planned.device + (planned.host if machine.shared else 0))
+        assert pace.stored(tokens) == near(resting + planned.checkpoints)
+        budget = tokens if name == "static" else budget_of
         assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=machine.shared))
 
 
@@ -254,7 +256,7 @@ def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
     assert sum(fuller) * 101 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
 
 
-def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_too() -> None:
+def test_a_burst_starts_when_the_previous_one_has_ended() -> None:
     pace, alive = replace(BUSY, longest=5000), list[int]()
 
     class Watched(Simulation):
@@ -277,16 +279,16 @@ def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_to
         Simulation(replace(pace, memory=4800.0), given)
 
 
-def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
+def test_the_load_bound_counts_the_replicas_known_to_be_alive() -> None:
     """After the warm-up, too, and also where one is back before anybody noticed."""
     one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
     pick, counts = one.ring.pick, Counter[int]()
 
-    def watched(place: int, most: float) -> SimulatedReplica | None:
+    def watched(place: int, bound: float) -> SimulatedReplica | None:
         there = sum(replica.seen for replica in one.replicas)
-        assert most == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
+        assert bound == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
         counts[there] += one.now > HARD.warmup
-        return pick(place, most)
+        return pick(place, bound)
 
     one.ring.pick = watched  # type: ignore[assignment, method-assign]
     one.run()
@@ -312,7 +314,7 @@ def test_every_route_sends_to_a_replica_that_is_down_until_it_is_noticed() -> No
         assert down in [one._route(session) for session in sessions], route
 
 
-def test_the_replicas_by_load_are_no_more_than_a_few_for_each() -> None:
+def test_the_queue_of_least_loaded_replicas_stays_small() -> None:
     """And the one that is asked is always one of the fewest answers, of those that the router knows."""
     one = Simulation(BUSY, replace(HARD, route="least"))
     route, sizes = one._route, list[int]()
@@ -333,12 +335,10 @@ def test_failures_of_the_warm_up_are_not_counted() -> None:
     """Neither one that a client recovers from after it, nor one that it never does."""
     for restart, sooner in ((2.0, True), (1e3, False)):
         given = Scenario(1, 1e-9, first=100, think=1e6, restart=restart, seconds=20, warmup=10, notice=0.5)
-        one = Simulation(replace(BUSY, step=PiecewiseLine(((1, 0.1),))), given)
-        one._ask(SimulatedSession(1))
-        one._at(9.5, one.fail, one.replicas[0])
-        found = one.run()
-        assert found.recovered is None and found.failures == 0 and bool(one.retrying) != sooner
-        late = Simulation(replace(BUSY, step=PiecewiseLine(((1, 0.1),))), given)
-        late._ask(SimulatedSession(1))
-        late._at(10.5, late.fail, late.replicas[0])
-        assert late.run().recovered is not None
+        for at in (9.5, 10.5):
+            one = Simulation(replace(BUSY, step=PiecewiseLine(((1, 0.1),))), given)
+            one._ask(SimulatedSession(1))
+            one._at(at, one.fail, one.replicas[0])
+            found = one.run()
+            assert (found.recovered is None) == (at < 10)
+            assert at > 10 or (found.failures == 0 and bool(one.retrying) != sooner)

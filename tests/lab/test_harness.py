@@ -36,7 +36,7 @@ PAIRS = [*((CONTEXT, ending) for ending in ENDINGS), ("we can do", " this"), (""
 
 
 @pytest.mark.parametrize(("method", "budget"), [("full", None), ("stock", None), ("kv-direct", "16"), ("paged", None)])
-def test_likelihoods_are_those_of_the_harness_own_model(method: str, budget: str | None) -> None:
+def test_likelihoods_equal_those_of_the_harnesss_model(method: str, budget: str | None) -> None:
     from lm_eval.models.huggingface import HFLM
 
     ours = KeepLM(subject(method, budget))
@@ -55,13 +55,13 @@ def test_likelihoods_are_those_of_the_harness_own_model(method: str, budget: str
 
 @pytest.mark.parametrize("method", ["window", "h2o", "snapkv", "streaming-llm", "tova", "h2o+merge"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_likelihoods_are_what_decoding_sees(method: str, family: str) -> None:
+def test_likelihoods_equal_those_of_decoding_token_by_token(method: str, family: str) -> None:
     """Each continuation on its own, token by token through a cache of its own."""
     one = subject(method, "16", family)
     ids = one.tokenizer(CONTEXT).input_ids
     tails = [one.tokenizer(ending).input_ids for ending in ENDINGS]
-    told, cost = one.weigh(ids, tails)
-    for tokens, found in zip(tails, told, strict=True):
+    weighed, cost = one.weigh(ids, tails)
+    for tokens, found in zip(tails, weighed, strict=True):
         cache = cache_for(one.loaded.model, method, "16", len(ids) + max(map(len, tails)))
         steps = [logits for logits, _ in read(one.loaded.model, torch.tensor([ids]), cache, len(tokens), tokens)]
         logs = [float(logits.double().log_softmax(-1)[token]) for logits, token in zip(steps, tokens, strict=True)]
@@ -70,10 +70,10 @@ def test_likelihoods_are_what_decoding_sees(method: str, family: str) -> None:
     assert cost.entries == 16 and cost.token_s is not None and cost.prompt_tokens == len(ids)
     full, free = subject("full", None, family).weigh(ids, tails)
     assert free.token_s is None and free.memory["resident_bytes"] > cost.memory["resident_bytes"]
-    assert full[0].logs != pytest.approx(told[0].logs, abs=1e-3)
+    assert full[0].logs != pytest.approx(weighed[0].logs, abs=1e-3)
 
 
-def test_what_a_model_would_write_is_greedy() -> None:
+def test_greedy_is_true_for_the_models_greedy_continuation() -> None:
     one = subject()
     ids = one.tokenizer(CONTEXT).input_ids
     right = one.write(ids, 3).tokens
@@ -81,12 +81,12 @@ def test_what_a_model_would_write_is_greedy() -> None:
     assert first.greedy and not second.greedy and first.logs[:2] == pytest.approx(second.logs[:2])
 
 
-def test_texts_lose_their_beginning_where_positions_end() -> None:
+def test_long_texts_are_cut_at_their_beginning() -> None:
     short = KeepLM(subject(), max_length=8)
-    whole = KeepLM(subject())
+    unlimited = KeepLM(subject())
     cut = " ".join(CONTEXT.split()[-6:])
     (found,) = short.loglikelihood(requests((CONTEXT, ENDINGS[1] + " man")), disable_tqdm=True)  # three tokens
-    (expected,) = whole.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
+    (expected,) = unlimited.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
     assert found[0] == pytest.approx(expected[0], abs=1e-5) and short.costs[0].prompt_tokens == 6
     with pytest.raises(UsageError, match=r"has \d\d tokens, and the model has 8 positions"):
         short.loglikelihood(requests(("we", " " + CONTEXT)), disable_tqdm=True)
@@ -94,17 +94,17 @@ def test_texts_lose_their_beginning_where_positions_end() -> None:
     assert rolled < 0 and sum(cost.prompt_tokens for cost in short.costs[1:]) < len(CONTEXT.split())
 
 
-def test_answers_end_at_their_strings() -> None:
+def test_answers_end_at_stop_strings() -> None:
     model = KeepLM(subject("h2o", "16"))
-    whole = model.subject.write(model.tok_encode(CONTEXT), 12).text
-    word = whole.split()[4]
+    answer = model.subject.write(model.tok_encode(CONTEXT), 12).text
+    word = answer.split()[4]
     (found,) = model.generate_until(requests((CONTEXT, {"until": [word], "max_gen_toks": 12})), disable_tqdm=True)
-    assert found == whole.split(word)[0] and len(whole.split()) > len(found.split())
+    assert found == answer.split(word)[0] and len(answer.split()) > len(found.split())
     with pytest.raises(UsageError, match="answers greedily"):
         model.generate_until(requests((CONTEXT, {"do_sample": True, "temperature": 1.0})), disable_tqdm=True)
 
 
-def test_models_are_made_of_the_harness_words(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_created_from_the_harnesss_arguments(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = KeepLM.create_from_arg_string(
         f"pretrained={model_folder},method=streaming-llm:sinks=2,budget=25%,max_length=64",
         {"batch_size": 1, "device": None},
@@ -123,7 +123,7 @@ def test_models_are_made_of_the_harness_words(model_folder: Path, monkeypatch: p
     assert getattr(import_module(module), name) is KeepLM
 
 
-def test_the_harness_evaluates_it_by_name(model_folder: Path, tmp_path: Path, words: str) -> None:
+def test_the_harness_evaluates_kvkeep_by_name(model_folder: Path, tmp_path: Path, words: str) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -147,7 +147,7 @@ def test_the_harness_evaluates_it_by_name(model_folder: Path, tmp_path: Path, wo
     assert 0 <= found["results"]["mine"]["acc,none"] <= 1 and found["n-samples"]["mine"]["effective"] == 3
 
 
-def test_the_command_is_the_harness_own_with_it(
+def test_the_command_is_the_harnesss_with_kvkeep_registered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval.api.registry import get_model

@@ -36,7 +36,7 @@ def without_biases(family: str) -> Any:
 
 @pytest.mark.parametrize("family", [*PLAIN, "gpt_neox", "opt"])
 @torch.no_grad()
-def test_weights_times_input_is_what_attention_is_handed(family: str) -> None:
+def test_head_weights_times_input_equal_the_inputs_of_attention(family: str) -> None:
     """But for rotation (which keeps lengths) and norms (which keep the directions of values)."""
     model = without_biases(family)
     weights = head_weights(model)
@@ -65,7 +65,7 @@ def test_families_without_head_weights_are_refused_by_name() -> None:
         head_weights(tiny("deepseek_v3"))
 
 
-def test_hooks_are_taken_off() -> None:
+def test_hooks_are_removed() -> None:
     model = tiny("llama")
     weights = head_weights(model)
     with inputs(weights):
@@ -75,7 +75,7 @@ def test_hooks_are_taken_off() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_weights_and_values_make_the_output(family: str) -> None:
+def test_attention_weights_times_values_equal_the_output(family: str) -> None:
     model = tiny(family)
     decoder = bind(model).decoder
     ids = torch.randint(0, VOCABULARY, (1, 21), generator=torch.Generator().manual_seed(3))

@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def replayed(trace: Trace) -> list[torch.Tensor]:
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))
-def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: float) -> None:
+def test_encoded_changes_decode_to_the_same_states(lanes: int, tokens: int, seed: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     before, other = torch.randint(0, 6, (2, lanes, tokens), generator=generator, dtype=torch.int8)
     now = torch.where(torch.rand(lanes, tokens, generator=generator) < share, other, before)
@@ -86,7 +87,9 @@ def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: flo
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", ["full", "kv-direct", "streaming-llm", "h2o", "h2o+checkpoint"])
-def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recording_equals_the_states_of_the_cache(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorders: list[Watched] = []
     monkeypatch.setattr(
         "kvkeep_lab.inspection.Recorder", lambda cache: recorders.append(Watched(cache)) or recorders[0]
@@ -109,7 +112,7 @@ def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypa
         assert all(int((lanes[layer] == EntryState.RESIDENT).sum(1).max()) <= 32 for layer in full)
 
 
-def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not() -> None:
+def test_an_interrupted_answer_is_kept_and_an_interrupted_prompt_raises() -> None:
     model = tiny("llama")
     written: list[str] = []
     cache = KeepCache(model, "kv-direct", 32)
@@ -127,7 +130,7 @@ def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not(
         inspect(model, tokenizer(), PROMPT, KeepCache(model, "kv-direct", 32), interrupted=lambda: True)
 
 
-def test_texts_joined_are_the_text() -> None:
+def test_texts_of_tokens_join_to_the_text() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -179,7 +182,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_nothing_in_a_text_is_markup() -> None:
+def test_texts_are_escaped_on_the_page() -> None:
     trace = a_trace([2, 1], [10, 15], 8)
     given = an_inspection(trace, [*HOSTILE, "end"], 10)
     page = render(replace(given, model="<img src=x>", generation=replace(given.generation, method="</title>&")))
@@ -195,17 +198,13 @@ def test_nothing_in_a_text_is_markup() -> None:
     assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
 
 
-def test_pages_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = check_output(tmp_path / "cache.html")
     write_page(target, "old")
     (tmp_path / "link.html").symlink_to(target)
     write_page(check_output(tmp_path / "link.html"), "new")
     assert target.read_text() == "new" and (tmp_path / "link.html").is_symlink()
-
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(StoreError, match="no space left"):
         write_page(target, "newer")
     assert target.read_text() == "new" and len(list(tmp_path.iterdir())) == 2
@@ -229,7 +228,7 @@ def browsed(page: Path, fragment: str) -> Elements:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: install chromium, or set KVKEEP_BROWSER to one's path")
-def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
+def test_a_browser_shows_the_recorded_states(tmp_path: Path) -> None:
     steps = [12, 24, 30, 31, 32, 33]
     texts = ["<b>", "two\nlines", " ", "</script><script>document.body.dataset.error='run'</script>"]
     texts += [f" word{number}" for number in range(30)]
@@ -268,8 +267,10 @@ def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
                 assert others[fate] == others.max() and ("a" in classes) == (resident > 0)
         counted = {code.name.lower(): int((state == code).sum()) for code in EntryState}
         fates = [one.attributes for one in shown.all if "data-fate" in one.attributes]
-        told = {one["data-fate"]: int(one["data-count"]) for one in fates}
-        assert all(told.get(name, 0) == count for name, count in counted.items()) and set(told) <= set(counted)
+        shown_fates = {one["data-fate"]: int(one["data-count"]) for one in fates}
+        assert all(shown_fates.get(name, 0) == count for name, count in counted.items()) and set(shown_fates) <= set(
+            counted
+        )
         before = arrived(states[step - 2][lanes], steps[step - 1]) if step > 1 else torch.ones_like(state)
         left = ((before == EntryState.RESIDENT) & (state != EntryState.RESIDENT)).any(0)
         assert int(body["data-left"]) == int(left.sum())

@@ -32,9 +32,9 @@ def after(method: str, tokens: int, rows: int = 1) -> int:
     cache = new_cache(tiny("llama"), method, **METHODS[method])
     step("llama", cache, prompt(rows, tokens - 1))
     step("llama", cache, prompt(rows, tokens)[:, -1:])
-    held = memory_of(cache)
+    memory = memory_of(cache)
     counted = entry_bytes(cache, tokens, rows)
-    assert method == "kv-direct" or counted <= held.resident_bytes + held.compressed_bytes
+    assert method == "kv-direct" or counted <= memory.resident_bytes + memory.compressed_bytes
     return counted
 
 
@@ -46,14 +46,14 @@ def test_more_tokens_and_rows_are_never_fewer_bytes(method: str) -> None:
     assert after(method, 50, rows=3) == 3 * counted[1]
 
 
-def test_exact_caches_read_every_token_and_a_window_its_own() -> None:
+def test_exact_caches_read_every_token_and_a_window_only_its_entries() -> None:
     assert {after(method, 80) for method in (STOCK, "full", "static", "kv-direct")} == {80 * TOKEN}
     assert after("window", 80) == after("window", 50) == 32 * TOKEN
     assert after("quantized:4", 80) < 80 * TOKEN
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_counts_where_the_head_shares_it(tied: bool) -> None:
+def test_an_embedding_counts_only_if_the_head_shares_it(tied: bool) -> None:
     model = deepcopy(tiny("llama"))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     head.weight = embedding.weight if tied else nn.Parameter(embedding.weight.detach().clone())
@@ -62,7 +62,7 @@ def test_an_embedding_counts_where_the_head_shares_it(tied: bool) -> None:
     assert weight_bytes(model) == every - (0 if tied else embedding.weight.nbytes)
 
 
-def test_buffers_count_and_experts_are_not_guessed() -> None:
+def test_buffers_count_and_experts_are_not_estimated() -> None:
     model = deepcopy(tiny("llama"))
     before = weight_bytes(model)
     assert before is not None
@@ -72,13 +72,13 @@ def test_buffers_count_and_experts_are_not_guessed() -> None:
     assert weight_bytes(model) is None
 
 
-def test_the_limit_is_a_division() -> None:
+def test_the_step_limit_is_bytes_over_bandwidth() -> None:
     assert step_limit_ms(3_000_000, 1_000_000, 1e9) == pytest.approx(4.0)
     assert step_limit_ms(None, 1, 1e9) is None and step_limit_ms(1, None, 1e9) is None
     assert step_limit_ms(1, 1, None) is None
 
 
-def test_the_rate_is_of_reading_that_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RATE_BYTES", 1 << 20)
     ticks = iter(range(10_000))
     monkeypatch.setattr(limits.time, "perf_counter", lambda: float(next(ticks)))

@@ -36,8 +36,8 @@ class EvenPress(ScorerPress):
     def score(self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         assert attentions is None and "position_embeddings" in kwargs and keys.shape[:3] == values.shape[:3]
         cos, _ = module.rotary_emb(hidden, torch.zeros(1, 1))  # what a press would take for position 0
-        own = {"hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio}
-        SEEN.append({"layer": module.layer_idx} | own)
+        notes = {"hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio}
+        SEEN.append({"layer": module.layer_idx} | notes)
         return self.sign * keys[..., 0]
 
 
@@ -118,7 +118,7 @@ def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     assert resident(cache) == [list(range(47, 63))] * 2  # no scored entry is left: the newest
 
 
-def test_what_a_press_is_shown() -> None:
+def test_a_press_receives_its_chunk_and_all_keys() -> None:
     tokens = prompt(1, 40)
     cache = new("EvenPress,sign=-1")
     step("llama", cache, tokens)
@@ -142,7 +142,7 @@ def test_what_a_press_is_shown() -> None:
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "kv"), ("qwen3", "residual"), ("gemma3", "tokens"), ("phi3", "residual")]
 )
-def test_exact_with_checkpoints(family: str, kind: str) -> None:
+def test_a_press_with_checkpoints_is_exact(family: str, kind: str) -> None:
     method = f"kvpress:window,window_size=4+checkpoint:{kind}"
     cache = KeepCache(tiny(family), method, budget=16, chunk=9, where="host")
     ids, mask = padded([45, 45])
@@ -157,21 +157,21 @@ def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
     assert all(head[-5:] == [24, 25, 26, 27, 28] for head in resident(cache))
 
 
-def test_rollback_and_rows() -> None:
+def test_scores_follow_rollbacks_and_reordered_rows() -> None:
     """After a rollback heads hold different numbers of entries; rows are reordered with their scores. With a checkpoint
     what follows is exact."""
     tokens, more, cache, twin = prompt(2, 40), prompt(2, 20), new("even"), new("even+checkpoint:kv")
-    for own in (cache, twin):
-        step("llama", own, tokens)
-        own.crop(-15)
+    for each in (cache, twin):
+        step("llama", each, tokens)
+        each.crop(-15)
     cache.reorder_cache(torch.tensor([1, 0]))
     step("llama", cache, more)
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
-    whole = expected("llama", torch.cat([tokens[:, :25], more], 1))
-    assert_near(step("llama", twin, more)[:, -1], whole[:, -1])
+    unbounded = expected("llama", torch.cat([tokens[:, :25], more], 1))
+    assert_near(step("llama", twin, more)[:, -1], unbounded[:, -1])
 
 
-def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
+def test_a_model_is_hooked_once_and_no_running_cache_remains() -> None:
     from kvkeep_lab import presses as adapter
 
     attention = tiny("llama").model.layers[0].self_attn
@@ -194,12 +194,12 @@ def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
         ("kvpress:fate", "Unknown press"),
     ],
 )
-def test_names_and_values_that_are_not_understood(spec: str, words: str) -> None:
+def test_invalid_presses_and_parameters_are_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         resolve(spec)
 
 
-def test_what_cannot_be_served_is_said() -> None:
+def test_presses_that_cannot_score_are_reported() -> None:
     with pytest.raises(UsageError, match=r"needs the name of a press \(kvpress:snapkv\): even, nested"):
         KeepCache(tiny("llama"), "kvpress", budget=16)
     with pytest.raises(UsageError, match="WholePress could not score 20 entries by 10 queries in layer 0: only supp"):
@@ -212,7 +212,7 @@ def test_what_cannot_be_served_is_said() -> None:
         step("llama", new("even"), tokens, mask)
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kvpress_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(UsageError, match=r"kvpress is not installed.*pip install --no-deps kvpress"):
         resolve("kvpress:snapkv")
@@ -229,7 +229,7 @@ def real() -> Any:
     "press",
     ["snapkv,window_size=4", "TOVAPress", "keydiff", "KnormPress", "expected-attention", "lagkv,lag_size=4", "cur"],
 )
-def test_presses_of_the_package(real: Any, press: str) -> None:
+def test_presses_of_the_real_package_work(real: Any, press: str) -> None:
     model, tokens = tiny("llama"), prompt(1, 45)
     exact = KeepCache(model, f"kvpress:{press}+checkpoint:kv", budget=16, chunk=9, where="host")
     assert_near(step("llama", exact, tokens)[:, -1], expected("llama", tokens)[:, -1])
@@ -238,7 +238,7 @@ def test_presses_of_the_package(real: Any, press: str) -> None:
     assert all(len(head) == 16 for layer in range(4) for head in resident(cache, layer))
 
 
-def test_the_package_chooses_as_it_does_by_itself(real: Any) -> None:
+def test_the_real_package_keeps_the_same_entries_as_by_itself(real: Any) -> None:
     """One chunk, layer 0: the entries that ScorerPress.compress would keep of the same keys."""
     model, tokens = tiny("llama"), prompt(1, 45)
     cache = KeepCache(model, "kvpress:snapkv,window_size=4,kernel_size=3", budget=16, chunk=16)

@@ -35,7 +35,7 @@ def on_disk(tmp_path: Path) -> torch.Tensor:
     return torch.arange(SIZE // 8, out=tensor)
 
 
-def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) -> None:
+def test_mapped_and_anonymous_memory_are_counted_separately(on_disk: torch.Tensor, tmp_path: Path) -> None:
     (file,) = mapped_below(tmp_path)
     file.drop()
     before = current_process_memory()
@@ -79,13 +79,13 @@ def test_a_checkpoint_is_dropped_before_every_token(
     assert stock.resident_bytes > 0
 
 
-def test_each_case_has_a_process_of_its_own(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loaded = load(str(model_folder), device="cpu")
     study = Bench(contexts=[80], budget="32", steps=4, process=True, only=["verified"])
-    told: list[str] = []
-    found = study.measure(Trial(loaded, progress=lambda what, done, total: told.append(what)))
-    assert [row.label for row in found.processes] == ["stock", "snapkv+verified kv@disk"] and len(told) == 2
+    labels: list[str] = []
+    found = study.measure(Trial(loaded, progress=lambda what, done, total: labels.append(what)))
+    assert [row.label for row in found.processes] == ["stock", "snapkv+verified kv@disk"] and len(labels) == 2
     assert not any(row.error for row in found.processes) and found.rows == []
     assert found.processes[1].per_pass is not None and found.processes[1].per_pass >= 1
     (table,) = study.tables(found)
@@ -93,7 +93,7 @@ def test_each_case_has_a_process_of_its_own(model_folder: Path, monkeypatch: pyt
     assert study.plain(study.restored(study.plain(found))) == study.plain(found)
 
 
-def test_an_interrupt_and_a_fault_leave_the_processes_that_were_measured(
+def test_an_interrupt_or_a_fault_keeps_the_finished_processes(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each case in a thread, in place of a process."""
@@ -118,7 +118,7 @@ def test_an_interrupt_and_a_fault_leave_the_processes_that_were_measured(
     assert not isinstance(nothing.value, Interruption)
 
 
-def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_is_refused_or_dies_is_reported(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(str(model_folder), device="cpu")
     small = process_cases([80], "2")[2]
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kvkeep_lab.ray_workers import _contents, cores
@@ -42,7 +43,7 @@ class Killed(Match):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_two_workers_of_which_one_is_killed(
+def test_a_killed_ray_worker_loses_no_cell(
     tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
@@ -53,11 +54,11 @@ def test_two_workers_of_which_one_is_killed(
     task = {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")}
     sizes = {"methods": ["h2o", "kv-direct", "static"], "budgets": ["25%"], "seeds": [0, 1]}
     experiment = small(model_folder, task=task, **sizes)
-    told: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     before, processes = descendants(os.getpid()), set[int]()
 
     def progress(label: str, done: int, total: int) -> None:
-        told.append((done, total))
+        steps.append((done, total))
         processes.update(descendants(os.getpid()) - before)
 
     killed = Path(tempfile.mkdtemp(prefix="kvkeep-", dir="/tmp" if Path("/tmp").is_dir() else None))
@@ -72,7 +73,7 @@ def test_two_workers_of_which_one_is_killed(
         tally = run(experiment, store, tmp_path, workers=2, ray="local", progress=progress)
         assert ray.is_initialized()
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
-    assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
+    assert (tmp_path / "killed").exists() and steps[-1] == (8, 8)
     assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
     assert not ray.is_initialized() and len(processes) > 3 and not killed.exists()
     until(lambda: not processes & living())
@@ -89,22 +90,17 @@ def scores(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
         run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
-def test_a_cluster_that_cannot_be_had_is_a_sentence(
-    tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-
-    def refuse(*given: object, **own: object) -> None:
-        raise RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
-
-    monkeypatch.setattr(ray, "init", refuse)
+    mismatch = RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
+    monkeypatch.setattr(ray, "init", Mock(side_effect=mismatch))
     (tmp_path / "text.txt").write_text(words)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = f"127.0.0.1:{listening.getsockname()[1]}"
@@ -117,7 +113,7 @@ def test_a_cluster_that_cannot_be_had_is_a_sentence(
                 run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
 
 
-def test_data_keep_their_places(tmp_path: Path) -> None:
+def test_data_files_keep_their_relative_paths(tmp_path: Path) -> None:
     for name in ("data/a.txt", "data/inner/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -125,7 +121,7 @@ def test_data_keep_their_places(tmp_path: Path) -> None:
     assert files == {"inner/a.txt": b"data/inner/a.txt", "a.txt": b"data/a.txt"} and _contents([]) == {}
 
 
-def test_cores_are_shared_as_machines_allow() -> None:
+def test_cores_are_shared_among_workers_by_machine() -> None:
     assert cores([8], 1) == 8 and cores([8], 3) == 2 and cores([8, 8], 2) == 8 and cores([3, 5], 2) == 3
     assert cores([16, 2, 0], 3) == 5
     with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):

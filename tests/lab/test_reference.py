@@ -24,7 +24,7 @@ from kvkeep.errors import StoreError, UsageError
 PROMPT = [(7 * number + 3) % 97 for number in range(60)]
 
 
-def test_exact_methods_are_the_reference() -> None:
+def test_exact_methods_equal_the_reference() -> None:
     listed = cases(["kv-direct", "full", "stock", "paged"], ["16", "50%"])
     found = compare(tiny("llama"), PROMPT, listed, new=12)
     assert [(row.method, row.budget) for row in found.rows] == [
@@ -38,12 +38,12 @@ def test_exact_methods_are_the_reference() -> None:
         assert row.prefill_s and row.tokens_per_s
     assert found.rows[1].kl == [0.0] * 12  # the same cache again: the same bits
     assert (found.context, found.rows[3].entries, found.rows[4].entries) == (72, 16, 36)
-    held = [row.held_bytes for row in found.rows]
-    assert held[3] < held[4] < found.reference.held_bytes
+    bytes_of_rows = [row.held_bytes for row in found.rows]
+    assert bytes_of_rows[3] < bytes_of_rows[4] < found.reference.held_bytes
 
 
 @pytest.mark.parametrize("method", ["h2o", "streaming-llm", "window"])
-def test_a_method_that_drops_is_told_apart_until_it_need_not_drop(method: str) -> None:
+def test_a_lossy_method_differs_until_its_budget_holds_the_text(method: str) -> None:
     small, large = compare(tiny("llama"), PROMPT, cases([method], ["16", "80"]), new=12).rows
     assert (small.error, small.exactness, small.entries, len(small.kl)) == ("", "lossy", 16, 12)
     assert small.match is not None and small.match < 1 and small.kl_mean is not None and small.kl_mean > 1e-3
@@ -51,7 +51,7 @@ def test_a_method_that_drops_is_told_apart_until_it_need_not_drop(method: str) -
     assert large.match == 1.0 and large.kl_max is not None and large.kl_max < 1e-8
 
 
-def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
+def test_free_running_and_teacher_forced_kl_part_where_the_texts_part() -> None:
     model = tiny("llama")
     found = compare(model, PROMPT, [ReferenceCase("window", "16")], new=12)
     reference, row = found.reference, found.rows[0]
@@ -59,9 +59,9 @@ def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
     same = row.differs_at + 1  # the first different token was chosen after the same text
     assert row.kl_free[:same] == row.kl[:same] and row.kl_free[same:] != row.kl[same:]
     ids, cache = torch.tensor([PROMPT]), KeepCache(model, "window", 16, context=72)
-    whole = torch.tensor([PROMPT + reference.tokens])
+    complete = torch.tensor([PROMPT + reference.tokens])
     with torch.no_grad():
-        expected = model(whole[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
+        expected = model(complete[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
         for position, token in enumerate(row.tokens):
             q = model(ids, past_key_values=cache).logits[0, -1].double().log_softmax(-1)
             by_hand = float((expected[position].exp() * (expected[position] - q)).sum())
@@ -72,7 +72,7 @@ def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_continued_as_generate_does(family: str) -> None:
+def test_the_reference_equals_transformers_generate(family: str) -> None:
     model = tiny(family)
     found = compare(model, PROMPT, [ReferenceCase("kv-direct", "16")], new=6)
     ids = torch.tensor([PROMPT])
@@ -81,7 +81,7 @@ def test_every_family_is_continued_as_generate_does(family: str) -> None:
     assert found.rows[0].match == 1.0
 
 
-def test_kl_and_likelihood_by_hand() -> None:
+def test_kl_and_likelihood_equal_those_computed_by_hand() -> None:
     p, q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
     found = judge(torch.tensor(p).log() + 3.0, torch.tensor(q).log() - 1.0, 0)  # logits: any constant may be added
     assert found.kl == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
@@ -113,7 +113,7 @@ class _Counting:
         self.seen = -lag
 
 
-def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_a_row_equal_those_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads three tokens, writes three; the case sees its second position late, so it writes another token there."""
     a, b, c = [4.0, 0.0, 0.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]
     made: list[_Counting] = []
@@ -139,14 +139,14 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 3  # the reference, freely, and forced, because it went its own way
 
 
-def test_in_16_bits_the_reference_sums_as_all_others_do() -> None:
+def test_in_16_bits_the_reference_is_the_full_method() -> None:
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     found = compare(model, PROMPT, cases(["full", "stock", "kv-direct"], ["24"]), new=6)
     assert found.reference.method == "full" and found.rows[0].kl == found.rows[0].kl_free == [0.0] * 6
     assert compare(tiny("llama"), PROMPT, [ReferenceCase("full")], new=2).reference.method == "stock"
 
 
-def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     honest = reading.new_cache
 
@@ -159,13 +159,13 @@ def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch)
     assert made == ["stock", "kv-direct"]
 
 
-def test_the_chunk_goes_to_those_that_take_one() -> None:
+def test_the_chunk_is_passed_to_methods_that_take_one() -> None:
     found = compare(tiny("llama"), PROMPT, cases(["full", "kv-direct"], ["16"]), new=3, chunk=8)
     assert [row.error for row in found.rows] == ["", ""]
     assert found.rows[1].memory["peak_cache_bytes"] < 60 * KeepCache(tiny("llama")).geometry.kv_bytes_per_token
 
 
-def test_one_token_has_no_decoding_speed_and_none_is_refused() -> None:
+def test_one_token_has_no_decoding_speed_and_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
         compare(tiny("llama"), [], [ReferenceCase("full")])
     row = compare(tiny("llama"), PROMPT, [ReferenceCase("full")], new=1).rows[0]
@@ -183,7 +183,7 @@ def row(number: int, budget: str | None, kl: float) -> ReferenceRow:
 
 @pytest.mark.parametrize(("methods", "passages"), [(1, 1), (9, 1), (4, 3)])
 @pytest.mark.parametrize("budgets", [[None], ["64"], ["12.5%", "25%", "50%"]])
-def test_the_figure_is_a_picture_however_few_or_many_it_shows(
+def test_the_figure_is_drawn_for_few_and_many_methods(
     tmp_path: Path, methods: int, passages: int, budgets: list[str | None]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -201,7 +201,7 @@ def test_the_figure_is_a_picture_however_few_or_many_it_shows(
     assert width == 1600 and 300 <= height <= 2000 and 10_000 < len(data) < 1_000_000
 
 
-def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_an_unwritable_figure_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for path, sentence in ((tmp_path / "nowhere" / "compare.png", "no folder"), (tmp_path / "folder.png", "written")):
         with pytest.raises(StoreError, match=sentence):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import exit_codes
 from kvkeep_lab.experiment import Cell, Experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
 from results import small, stored
 
 from kvkeep.errors import BudgetError, ModelError
-
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def experiment(model_folder: Path) -> Experiment:
     return small(model_folder, methods=["h2o", "kv-direct", "static"], budgets=["25%", "24"])
 
 
-def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
+def test_a_row_records_scores_costs_and_versions(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: steps.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
     store = stored(tmp_path / "r.jsonl")
     rows = {(row.method, row.budget): row for row in store.records}
@@ -51,10 +50,10 @@ def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path
     failed = rows["static", "25%"]
     assert failed.status == "failed" and failed.error.endswith(".") and not failed.scores
     assert store.definitions[0].experiment == experiment.model_dump(mode="json")
-    assert told[0][1:] == (0, 14) and told[-1] == ("static 24 (length 76)", 14, 14)
+    assert steps[0][1:] == (0, 14) and steps[-1] == ("static 24 (length 76)", 14, 14)
 
 
-def test_a_second_run_does_only_what_is_missing_and_what_failed(
+def test_a_second_run_measures_missing_and_failed_cells_only(
     experiment: Experiment, data: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.jsonl"
@@ -71,28 +70,28 @@ def test_a_second_run_does_only_what_is_missing_and_what_failed(
 
 
 @pytest.mark.slow
-def test_two_workers_measure_what_one_does(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+def test_two_workers_measure_the_same_as_one(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+    steps: list[int] = []
     found = []
     for workers in (1, 2):
         store = Store(tmp_path / f"{workers}.jsonl")
-        tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: told.append(done))
+        tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: steps.append(done))
         rows = stored(store.path).records
         assert tally.done == 5 and len(rows) == 7 and {row.machine["workers"] for row in rows} == {workers}
         found.append({row.cell: (row.scores, row.error) for row in rows})
     assert found[0] == found[1]
-    half = told.index(14) + 1
-    assert all(part == sorted(part) and (part[0], part[-1]) == (0, 14) for part in (told[:half], told[half:]))
+    half = steps.index(14) + 1
+    assert all(part == sorted(part) and (part[0], part[-1]) == (0, 14) for part in (steps[:half], steps[half:]))
 
 
-def test_other_data_are_other_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
+def test_changed_data_make_new_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
     path = tmp_path / "r.jsonl"
     run(experiment, Store(path), data, only=["full"])
     (data / "haystack" / "more.txt").write_text(words)
     assert run(experiment, Store(path), data, only=["full"]).done == 1
 
 
-def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
+def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = type(experiment.task).measure
@@ -116,7 +115,7 @@ def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
     ]
 
 
-def test_a_model_that_is_not_there_is_told_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
     assert stored(tmp_path / "r.jsonl").records == []
@@ -127,7 +126,7 @@ def made_up(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
     return TaskRecord(cell=cell.key, **common, budget=cell.budget, seed=0, point=cell.point, status="done")
 
 
-def test_two_runs_at_once_do_each_cell_once(
+def test_two_simultaneous_runs_measure_each_cell_once(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
@@ -136,17 +135,12 @@ def test_two_runs_at_once_do_each_cell_once(
 
     monkeypatch.setattr(Runner, "measure", slow)
     path, larger = tmp_path / "r.jsonl", experiment.with_(seeds=[0, 1, 2])
-    both = [FORK.Process(target=run, args=(larger, Store(path), data)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-        assert one.exitcode == 0
+    assert exit_codes(*(partial(run, larger, Store(path), data) for _ in range(2))) == [0, 0]
     found = stored(path)
     assert len(found.records) == len(found.done()) == 21 and found.torn == 0
 
 
-def test_killed_runs_lose_the_cell_in_hand_and_a_cell_that_three_died_of_has_failed(
+def test_a_killed_run_loses_its_current_cell_and_three_kills_fail_the_cell(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kills(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
@@ -157,10 +151,7 @@ def test_killed_runs_lose_the_cell_in_hand_and_a_cell_that_three_died_of_has_fai
     monkeypatch.setattr(Runner, "measure", kills)
     path, two = tmp_path / "r.jsonl", experiment.with_(budgets=["24"])
     for _ in range(3):
-        killed = FORK.Process(target=run, args=(two, Store(path), data))
-        killed.start()
-        killed.join()
-        assert killed.exitcode == -signal.SIGKILL
+        assert exit_codes(partial(run, two, Store(path), data)) == [-signal.SIGKILL]
     tally = run(two, Store(path), data)
     assert (tally.done, tally.found) == (2, 1)
     assert [record.error for record in tally.failed] == [
@@ -169,7 +160,7 @@ def test_killed_runs_lose_the_cell_in_hand_and_a_cell_that_three_died_of_has_fai
     assert [left.name for left in tmp_path.glob("r.jsonl.*")] == ["r.jsonl.lock"]
 
 
-def test_an_interrupt_is_raised_on_and_keeps_what_was_measured(
+def test_an_interrupt_is_reraised_and_keeps_the_finished_cells(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(runner: Runner, cell: Cell, step: Any) -> TaskRecord:

@@ -24,7 +24,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_hessian_blocks_are_autograd_s(seed: int) -> None:
+def test_hessian_blocks_equal_autograd(seed: int) -> None:
     query, keys, values, external = case(seed)
     weights, output = attended(query, keys, values)
     hessian = torch.autograd.functional.hessian(lambda k: attended(query, k, values)[1] @ external, keys)
@@ -36,7 +36,7 @@ def test_hessian_blocks_are_autograd_s(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_norms_and_cosines_are_those_of_the_vectors(seed: int) -> None:
+def test_norms_and_cosines_equal_those_of_the_written_out_vectors(seed: int) -> None:
     """Eqs. 23-25, written out."""
     query, keys, values, external = case(seed, tokens=9)
     values = values + 100  # what all values have in common is in no residual
@@ -52,7 +52,7 @@ def test_norms_and_cosines_are_those_of_the_vectors(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_exact_weight_is_where_the_expansion_is_stationary(seed: int) -> None:
+def test_the_exact_weight_makes_the_expansion_stationary(seed: int) -> None:
     """The second-order loss of moving both keys to w k_m + (1 - w) k_m+1, as Eq. 2 takes it (without the gradient's
     own term), has a slope of 0 there."""
     query, keys, values, external = case(seed)
@@ -72,7 +72,7 @@ def test_exact_weight_is_where_the_expansion_is_stationary(seed: int) -> None:
         assert slope.item() == pytest.approx(0, abs=1e-9)
 
 
-def test_the_closed_weight_is_exact_where_equation_32_holds() -> None:
+def test_the_closed_weight_is_exact_if_equation_32_holds() -> None:
     """Values on one line, the query far from both: residuals point one way, and so do the c_ij."""
     query, keys, _, external = case(1)
     direction = torch.randn(7, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

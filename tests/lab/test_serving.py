@@ -25,7 +25,7 @@ from kvkeep.serve.arbiter import Arbiter
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_rate_of_writing_counts_the_time_when_all_write() -> None:
+def test_the_writing_rate_counts_the_time_when_all_streams_write() -> None:
     early = StreamedAnswer(0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)
     late = StreamedAnswer(0.0, [3.0, 3.5, 4.0, 4.5], 8)  # two tokens a piece
     assert writing_rate([early, late]) == pytest.approx((1 + 3) * 13 / 9 / 1.5)
@@ -33,7 +33,7 @@ def test_the_rate_of_writing_counts_the_time_when_all_write() -> None:
     assert writing_rate([early, StreamedAnswer(0.0, [5.0, 6.0], 2)]) is None
 
 
-def test_a_share_is_of_the_models_positions_as_in_the_server_that_is_started() -> None:
+def test_a_percentage_budget_is_of_the_models_positions() -> None:
     loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
     server = Ours(loaded, 100, 1, "h2o", "25%", "20MB")
     with server.command(1) as (line, _):
@@ -43,7 +43,7 @@ def test_a_share_is_of_the_models_positions_as_in_the_server_that_is_started() -
     assert fitting(server, 100, "20MB") == Arbiter(20 * 10**6).fitting(started, 100)
 
 
-def test_a_server_is_measured_as_its_clients_see_it(run: Run, model_folder: Path) -> None:
+def test_a_served_bench_measures_what_clients_see(run: Run, model_folder: Path) -> None:
     options = ("--contexts", "40", "--sessions", "1,2", "--steps", "3", "--memory", "50MB", "-b", "20", "--json")
     code, out, err = run("bench", "--serve", "-m", str(model_folder), "--only", "h2o", *options)
     assert not code, err
@@ -53,9 +53,9 @@ def test_a_server_is_measured_as_its_clients_see_it(run: Run, model_folder: Path
         assert row["tokens_s"] > 0 and row["first_s"] > 0 and row["peak_bytes"] > 10**7 and row["fit"] > 2
 
 
-def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_or_a_fault_keeps_the_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of servers that are not started: one has a fault, one does not start, the last one is interrupted."""
-    asked: list[tuple[str, int, int]] = []
+    requests: list[tuple[str, int, int]] = []
 
     @contextmanager
     def running(server: Ours) -> Iterator[Running]:
@@ -67,10 +67,10 @@ def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.Mo
         server: Ours, running: Running, context: int, count: int, steps: int
     ) -> tuple[list[StreamedAnswer], int]:
         if steps > 2:
-            asked.append((server.method, context, count))
+            requests.append((server.method, context, count))
             if count == 2:
                 raise RuntimeError("a fault\nof a server")
-            if len(asked) == stops_at:
+            if len(requests) == stops_at:
                 raise KeyboardInterrupt
         return [StreamedAnswer(0.0, [1.0, 2.0], 2)], 10
 
@@ -90,14 +90,16 @@ def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.Mo
     assert [row.error for row in rows] == [
         *("", fault, "", fault), *["OSError: no port."] * 4, *("", fault, INTERRUPTED, INTERRUPTED),
     ]  # fmt: skip
-    asked.clear()
+    requests.clear()
     stops_at = 1
     with pytest.raises(KeyboardInterrupt) as nothing:
         study.measure(trial)
     assert not isinstance(nothing.value, Interruption)
 
 
-def test_what_cannot_be_measured_is_said(run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_cannot_be_measured_are_reported(
+    run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("KVKEEP_VLLM_PYTHON", raising=False)
     common = ("bench", "--serve", "-m", str(model_folder), "--contexts", "16", "--sessions", "1", "--steps", "3")
     code, out, _ = run(*common, "--only", "none", "--peers", "vllm,llama.cpp", "--json")

@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import exit_codes
 from kvkeep_lab.experiment import Cell
 from kvkeep_lab.store import Store, TaskRecord
 from results import stored
@@ -28,7 +30,7 @@ def cell(key: str) -> Cell:
     return Cell(key, "s", "m", 0, "h2o", "25%")
 
 
-def test_what_was_appended_is_read_and_only_once(tmp_path: Path) -> None:
+def test_appended_records_are_read_once(tmp_path: Path) -> None:
     store = Store(tmp_path / "new" / "results.jsonl")
     store.refresh()  # there is none yet
     assert store.records == [] and not store.unfinished
@@ -45,14 +47,14 @@ def test_what_was_appended_is_read_and_only_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 40, 10_000])
-def test_a_torn_last_line_is_skipped_told_and_closed(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "results.jsonl"
     store = Store(path)
     store.append(row("a"))
-    whole = path.stat().st_size
+    first_size = path.stat().st_size
     store.append(row("b"))
     size = path.stat().st_size
-    os.truncate(path, max(whole + 1, size - cut))  # a kill in the middle of the write
+    os.truncate(path, max(first_size + 1, size - cut))  # a kill in the middle of the write
     torn = stored(path)
     assert torn.done() == {"a"} and torn.unfinished and torn.torn == 0
     torn.append(row("c"))
@@ -61,7 +63,7 @@ def test_a_torn_last_line_is_skipped_told_and_closed(tmp_path: Path, cut: int) -
     assert torn.torn == (cut > 1) == stored(path).torn
 
 
-def test_lines_of_something_else_are_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "weather"}\nnot json\n\n')
     Store(path).append(row("a"))
@@ -76,12 +78,7 @@ def test_many_processes_append_at_once(tmp_path: Path) -> None:
         for number in range(40):
             Store(path).append(row(f"{name}{number}", error="x" * 5000))
 
-    writers = [FORK.Process(target=write, args=(name,)) for name in "pqr"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
+    assert exit_codes(*(partial(write, name) for name in "pqr")) == [0, 0, 0]
     found = stored(path)
     assert len(found.records) == 120 and len(found.done()) == 120 and found.torn == 0
 
@@ -112,13 +109,13 @@ def test_a_cell_is_claimed_once_and_a_killed_process_is_counted(tmp_path: Path) 
     assert [Store(path).claim(cell(key)) for key in "abc"] == [1, 1, 1]
 
 
-def test_a_cell_locked_and_never_begun_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lock_without_a_begun_cell_is_removed(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl.a.lock").touch()  # its process was killed between the two
     Store(tmp_path / "results.jsonl").forget([cell("a"), cell("b")])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cell_with_a_record_is_not_free_and_one_of_before_is(tmp_path: Path) -> None:
+def test_a_cell_recorded_since_the_start_cannot_be_claimed(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     Store(path).append(row("a"))
     store = Store(path, path.stat().st_size)
@@ -129,7 +126,7 @@ def test_a_cell_with_a_record_is_not_free_and_one_of_before_is(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir() if path.suffix in (".begun", ".lock")] == ["results.jsonl.lock"]
 
 
-def test_a_store_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+def test_an_unusable_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         Store(tmp_path / "file" / "results.jsonl").append(row("a"))

@@ -35,7 +35,7 @@ def haystack(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", TASKS.values(), ids=TASKS)
-def test_tasks_say_what_they_are(kind: type) -> None:
+def test_every_task_describes_itself(kind: type) -> None:
     task = kind()
     names = [metric.name for metric in task.metrics]
     assert len(set(names)) == len(names) and {*task.relative, *task.mapped} <= set(names)
@@ -59,7 +59,7 @@ def test_the_needle_goes_between_sentences(depth: float, place: int) -> None:
     assert hidden(" ".join(hay), "X.", depth) == " ".join([*hay[:place], "X.", *hay[place:]])
 
 
-def test_needles_have_the_length_and_place_asked(haystack: Path) -> None:
+def test_needles_have_the_requested_length_and_depth(haystack: Path) -> None:
     task = Needle(length=[128], depth=[0, 100], samples=3)
     assert task.points() == [{"length": 128, "depth": 0}, {"length": 128, "depth": 100}]
     near, far = (task.prepare(tokenizer(), text_files(haystack), point, 0) for point in task.points())
@@ -75,19 +75,19 @@ def test_needles_have_the_length_and_place_asked(haystack: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_ask_for_what_the_needle_says(name: str) -> None:
+def test_every_form_asks_for_the_value_of_its_needle(name: str) -> None:
     form = FORMS[name].filled(random.Random(0))
     assert form.value in form.needle and f"{form.lead} {form.value}" in form.needle
     assert "{" not in form.needle + form.question + form.lead + form.value
 
 
-def test_finding_by_hand() -> None:
+def test_finding_ignores_case_and_spaces_and_needs_the_complete_value() -> None:
     assert contains("It is  Dolores\nPark, I think.", "dolores park") and contains("48213", "48213")
     assert not contains("148213", "48213") and not contains("Dolores", "Dolores Park")
     assert share("a sandwich in a PARK", "eat a sandwich in Dolores Park") == pytest.approx(4 / 6)
 
 
-def test_a_needle_is_measured_as_it_would_be_by_hand(haystack: Path) -> None:
+def test_a_needle_is_scored_by_likelihood_and_answer(haystack: Path) -> None:
     task = Needle(length=[128], depth=[50], samples=1, new=4)
     (sample,) = task.prepare(tokenizer(), text_files(haystack), task.points()[0], 0)
     full = task.measure(subject(), sample)
@@ -100,7 +100,7 @@ def test_a_needle_is_measured_as_it_would_be_by_hand(haystack: Path) -> None:
     assert task.measure(subject(), sample).scores["found"] == 1.0
 
 
-def test_the_log_likelihood_is_the_models_own(haystack: Path) -> None:
+def test_the_log_likelihood_equals_the_models(haystack: Path) -> None:
     import torch
 
     ids, more = [5, 9, 11, 40], [7, 8, 60]
@@ -114,7 +114,7 @@ def test_the_log_likelihood_is_the_models_own(haystack: Path) -> None:
         assert one.examine(ids, right, 3).text == tokenizer().decode(right)
 
 
-def test_match_is_what_compare_computes(haystack: Path) -> None:
+def test_match_equals_compare(haystack: Path) -> None:
     task = Match(length=[60], new=8, samples=2)
     first, second = task.prepare(tokenizer(), text_files(haystack), {"length": 60}, 0)
     assert first.ids != second.ids and len(first.ids) == 60
@@ -131,7 +131,7 @@ def test_match_is_what_compare_computes(haystack: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("rouge_score") is None, reason="rouge-score is not installed")
-def test_rouge_by_hand() -> None:
+def test_rouge_equals_scores_computed_by_hand() -> None:
     found = rouge("the cat sat on the mat", "the cats sat there")
     precision, recall = 3 / 4, 3 / 6  # the, cat(s), sat
     assert found["rouge1"] == pytest.approx(2 * precision * recall / (precision + recall))
@@ -140,7 +140,7 @@ def test_rouge_by_hand() -> None:
     assert rouge("a b", "") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
 
 
-def test_articles_are_read_in_every_form_and_drawn(tmp_path: Path) -> None:
+def test_articles_are_read_in_every_form_and_drawn_by_seed(tmp_path: Path) -> None:
     path = tmp_path / "xsum.jsonl"
     given: list[dict[str, Any]] = [
         {"article": "###\nArticle: It rained.\n\nSummarize it.\n", "summary_gt": "Rain.", "n": 1},
@@ -174,21 +174,21 @@ def test_articles_are_read_in_every_form_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", HUBS)
-def test_without_data_the_hub_is_asked(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_data_articles_come_from_the_hub(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form = SUMMARIES[1] if "cnn" in file else SUMMARIES[2]
-    asked = []
+    requests = []
 
     class Datasets:
         @staticmethod
         def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
-            asked.append((repository, part, split))
+            requests.append((repository, part, split))
             return ({form.article: " ".join(WORDS[:number]), form.summary: "so"} for number in range(1, 600))
 
     monkeypatch.setattr(rows, "find_spec", lambda name: object())
     monkeypatch.setattr(rows, "import_module", lambda name: Datasets)
     task = Summary(file=file, samples=3)
     sources = task.sources(None)
-    assert len(articles(sources[0])) == 500 and asked == [(HUBS[file].repository, HUBS[file].part, "test")]
+    assert len(articles(sources[0])) == 500 and requests == [(HUBS[file].repository, HUBS[file].part, "test")]
     found = task.prepare(tokenizer(), sources, {}, 0)
     assert [len(sample.ids) for sample in found] == sorted({len(sample.ids) for sample in found})
     assert {sample.facts["summary"] for sample in found} == {"so"}

@@ -45,7 +45,7 @@ def record(method: str, kl: float, **changes: Any) -> TaskRecord:
     return TaskRecord.model_validate(common | {"method": method, "budget": "25%", "scores": {"kl": [kl, kl]}} | changes)
 
 
-def test_the_least_kl_of_each_method_at_each_budget() -> None:
+def test_tuning_chooses_the_candidate_of_least_kl_for_each_method_and_budget() -> None:
     tuning = Tuning.model_validate(TUNE)
     records = [
         record("h2o", 0.3), record("h2o:recent=0.1", 0.1), record("h2o:recent=0.9", 0.2),
@@ -61,7 +61,9 @@ def test_the_least_kl_of_each_method_at_each_budget() -> None:
     assert tuning.tried(["window", "h2o"]) == ["h2o", *OTHERS["h2o"]]
 
 
-def test_what_is_judged_was_chosen_on_other_passages(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+def test_parameters_are_chosen_on_other_passages_than_the_judged_ones(
+    experiment: Experiment, data: Path, tmp_path: Path
+) -> None:
     store = Store(tmp_path / "r.jsonl")
     tally = run(experiment, store, data)
     rows = [row for row in stored(store.path).records if isinstance(row, TaskRecord)]
@@ -80,7 +82,7 @@ def test_what_is_judged_was_chosen_on_other_passages(experiment: Experiment, dat
     assert (again.searched, again.done, again.found) == (0, 0, 5)
 
 
-def test_the_report_names_what_was_chosen(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+def test_the_report_names_the_chosen_parameters(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     run(experiment, Store(tmp_path / "r.jsonl"), data)
     found = groups([stored(tmp_path / "r.jsonl")])
     assert [group.experiment.name for group in found] == ["small", "small-tuning"]
@@ -95,7 +97,7 @@ def test_the_report_names_what_was_chosen(experiment: Experiment, data: Path, tm
     assert case.name == f"`{chosen}` less `window`" and len(case.values) == 2
 
 
-def test_only_some_methods_are_searched(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+def test_the_search_covers_only_the_selected_methods(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "r.jsonl")
     assert run(experiment, store, data, only=["window"]).searched == 0
     tally = run(experiment, Store(store.path), data, only=["h2o"])
@@ -103,9 +105,7 @@ def test_only_some_methods_are_searched(experiment: Experiment, data: Path, tmp_
     assert run(experiment, Store(store.path), data).searched == 2
 
 
-def test_candidates_that_fail_are_counted_and_the_others_choose(
-    experiment: Experiment, data: Path, tmp_path: Path
-) -> None:
+def test_a_failing_candidate_is_recorded_and_not_chosen(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     large = "quantized:8,exact=4096"  # more than the budget
     tune = {**TUNE, "candidates": {"quantized": [large]}}
     store = Store(tmp_path / "r.jsonl")
@@ -114,7 +114,7 @@ def test_candidates_that_fail_are_counted_and_the_others_choose(
     assert tally.done == 1 and stored(store.path).records[-1].method == "quantized"
 
 
-def test_what_cannot_be_tuned_is_told(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+def test_impossible_tunings_are_refused(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'full' takes no budget"):
         experiment.with_(tune={**TUNE, "candidates": {"h2o": ["full"]}})
     with pytest.raises(UsageError, match="candidates for 'snapkv'"):
@@ -123,7 +123,7 @@ def test_what_cannot_be_tuned_is_told(experiment: Experiment, data: Path, tmp_pa
         run(experiment.with_(tune={**TUNE, "files": 3}), Store(tmp_path / "r.jsonl"), data)
 
 
-def test_the_packaged_search_tries_as_many_of_ours_as_of_any_rival() -> None:
+def test_the_packaged_search_gives_kvkeep_no_more_candidates_than_rivals() -> None:
     experiment = load_experiment("bounded")
     assert isinstance(experiment, Experiment) and experiment.tune is not None and experiment.weights == "bfloat16"
     counts = {name: len(experiment.tune.tried([name])) for name in experiment.tune.candidates}

@@ -61,7 +61,7 @@ def records(folder: Path) -> dict[str, StudyRecord]:
     return found
 
 
-def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+def test_killed_processes_lose_no_cell_and_leave_nothing_behind(tmp_path: Path) -> None:
     cells = [*of_groups(2, 2), StandIn("kills once", 1), StandIn("kills always", 2)]
     found, seen = work(tmp_path, cells)
     assert set(found) == {cell.key for cell in cells} and max(map(len, seen)) == 2
@@ -72,7 +72,7 @@ def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path: Path
     assert len(processes) >= 2 and os.getpid() not in processes
 
 
-def test_what_a_worker_raises_is_raised_here(tmp_path: Path) -> None:
+def test_an_error_of_a_worker_is_raised_in_the_driver(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^There is no such model\.$"):
         work(tmp_path, [StandIn("quick"), StandIn("raises"), StandIn("hangs", 1)])
     assert multiprocessing.active_children() == [] and set(records(tmp_path)) == {"quick"}
@@ -80,7 +80,7 @@ def test_what_a_worker_raises_is_raised_here(tmp_path: Path) -> None:
         work(tmp_path, [StandIn("breaks")])
 
 
-def test_what_cannot_be_sent_or_is_not_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_be_pickled_or_imported_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Measures):
         pass
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_a_sentence(tmp_path: Path, monke
         work(tmp_path, [StandIn("quick")], make=partial(notebook.Makes, tmp_path))
 
 
-def test_a_script_without_a_guard_is_a_sentence(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nimport standins\n")
     script.write_text(script.read_text() + f"standins.main({str(tmp_path / 'out')!r})\n")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvkeep.memory.places import Disk, place
 CPU = torch.device("cpu")
 
 
-def test_disk_memory_is_mapped_from_the_folder_by_files_without_a_name(tmp_path: Path) -> None:
+def test_disk_memory_is_mapped_from_unnamed_files_of_the_folder(tmp_path: Path) -> None:
     tensor = Disk(tmp_path).allocate((1024, 1024), torch.float32)
     tensor.fill_(7)
     assert tensor.shape == (1024, 1024) and tensor.sum() == 7 * 1024**2 and list(tmp_path.iterdir()) == []
@@ -26,7 +27,7 @@ def test_disk_memory_is_mapped_from_the_folder_by_files_without_a_name(tmp_path:
     assert not maps.exists() or str(tmp_path) in maps.read_text()
 
 
-def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+def test_no_file_is_left_after_a_kill(tmp_path: Path) -> None:
     code = (
         "import sys, os, signal, torch\n"
         "from kvkeep.memory.places import Disk\n"
@@ -39,31 +40,27 @@ def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "nowhere.*no such file"), ("file", "not a directory")])
-def test_what_is_no_folder_is_one_sentence(tmp_path: Path, name: str, words: str) -> None:
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match=words):
         Disk(tmp_path / name)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="permission denied"):
         Disk(tmp_path)
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(tmp_path)
-
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(StoreError, match="the disk is full"):
         disk.allocate((10,), torch.float32)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_place_is_named_with_its_near_match() -> None:
+def test_an_unknown_place_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean disk"):
         place("dsk", CPU)

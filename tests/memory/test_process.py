@@ -10,7 +10,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.memory.process import ProcessMemory, current_process_memory
 
 
-def test_what_the_system_writes_is_read(tmp_path: Path) -> None:
+def test_memory_is_read_from_the_systems_file(tmp_path: Path) -> None:
     lines = ["55-7f ---p 00000000 00:00 0  [rollup]", "Rss: 100 kB", "Pss:   70 kB", "Anonymous: 60 kB"]
     (tmp_path / "rollup").write_text("\n".join(lines))
     assert current_process_memory(tmp_path / "rollup") == ProcessMemory(70 << 10, 60 << 10, 40 << 10)

@@ -36,7 +36,7 @@ def stores(home: Place) -> dict[str, Rows]:
 @pytest.mark.parametrize("name", stores(Device(CPU)))
 @settings(max_examples=60, deadline=None)
 @given(operations=OPERATIONS)
-def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str, object]]) -> None:
+def test_every_store_of_rows_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str, object]]) -> None:
     home = {"device": Device(CPU), "host": Host(CPU)}.get(place) or Disk("/tmp")
     rows, twin, first = stores(home)[name], torch.zeros(2, 1, 0, 3), 0
     counter = 0.0
@@ -63,12 +63,12 @@ def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str
             assert torch.equal(rows.pick(lane, slot), twin[lane, 0, slot])
         if isinstance(rows, Ring):
             assert rows.data is None or rows.data.shape[2] <= rows.capacity
-            whole = rows.everything()
-            if whole is not None:
-                assert sorted(whole[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
+            stored = rows.everything()
+            if stored is not None:
+                assert sorted(stored[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
 
 
-def test_pages_are_as_long_as_what_comes() -> None:
+def test_pages_are_as_long_as_the_appended_chunks() -> None:
     """So that a prompt's chunks are read again in few pieces; single rows fill blocks."""
     pages = PagedRows(Device(CPU), smallest=4, largest=20)
     for count in (14, 1, 1, 50, 1):
@@ -96,7 +96,7 @@ def test_a_static_buffer_is_allocated_once() -> None:
         st.tuples(st.integers(0, 2), st.sampled_from(["append", "truncate", "share"]), st.integers(0, 23))
     )
 )
-def test_what_is_shared_is_held_once_and_nobody_changes_it_for_another(operations: list[tuple[int, str, int]]) -> None:
+def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[tuple[int, str, int]]) -> None:
     """Three owners, who append, truncate, and begin anew with the rows of the one before them."""
     owners, twins = [SharedRows(block=4) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
     counter = 0.0
@@ -113,12 +113,14 @@ def test_what_is_shared_is_held_once_and_nobody_changes_it_for_another(operation
             owners[who] = SharedRows(block=4)
             twins[who] = twins[who - 1][:, :, : value + 1]
             owners[who].share(owners[who - 1], twins[who].shape[2])
-            whole = [part.data_ptr() for part in owners[who].head]
-            assert whole == [part.data_ptr() for part in owners[who - 1].head][: len(whole)]
+            stored = [part.data_ptr() for part in owners[who].head]
+            assert stored == [part.data_ptr() for part in owners[who - 1].head][: len(stored)]
             assert owners[who].settled == twins[who].shape[2] // 4 * 4
-        for own, twin in zip(owners, twins, strict=True):
-            assert own.length == twin.shape[2]
-            assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in own.head)
-            if own.length:
-                assert torch.equal(own.view(), twin)
-                assert torch.equal(concatenated(own, own.length // 2, own.length), twin[:, :, own.length // 2 :])
+        for owner, twin in zip(owners, twins, strict=True):
+            assert owner.length == twin.shape[2]
+            assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in owner.head)
+            if owner.length:
+                assert torch.equal(owner.view(), twin)
+                assert torch.equal(
+                    concatenated(owner, owner.length // 2, owner.length), twin[:, :, owner.length // 2 :]
+                )

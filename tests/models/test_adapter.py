@@ -24,7 +24,7 @@ def observe(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], DynamicC
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_shapes_give_the_same_bits(family: str) -> None:
+def test_rebuilt_entries_equal_the_cached_ones_bit_for_bit(family: str) -> None:
     """KV-Direct, Table 2: with the shapes of the forward pass the rebuilt entries are the cached ones, bit for bit."""
     model = tiny(family)
     adapter, ids = bind(model), torch.arange(2, 8).unsqueeze(0)
@@ -41,7 +41,7 @@ def test_same_shapes_give_the_same_bits(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "gpt2", "deepseek_v3"])
-def test_the_short_way_is_taken_where_it_is_the_same(family: str) -> None:
+def test_direct_projection_is_used_where_it_gives_the_same_entries(family: str) -> None:
     assert bind(tiny(family))._direct == (family in ("llama", "qwen3", "gemma3"))
 
 
@@ -57,7 +57,7 @@ def test_a_family_whose_entries_differ_is_refused_by_name(monkeypatch: pytest.Mo
         KeepCache(model, "kv-direct", 16, checkpoint="residual", where="host")
 
 
-def test_attention_is_answered_within_the_block_only() -> None:
+def test_an_attender_is_set_within_its_context_only() -> None:
     marker: Any = object()
     with attending(marker):
         assert current_attender() is marker

@@ -6,6 +6,7 @@ import io
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,94 +27,90 @@ WAYS = [
 
 
 @pytest.fixture
-def own() -> Any:
+def fresh() -> Any:
     """A model that a test may change, and that no other test has used: transformers' own hooks stay on a model."""
     return tiny.__wrapped__("llama")
 
 
-def test_a_bound_model_can_be_saved(own: Any) -> None:
-    KeepCache(own, "h2o", 16)
+def test_a_bound_model_can_be_saved(fresh: Any) -> None:
+    KeepCache(fresh, "h2o", 16)
     file = io.BytesIO()
-    torch.save(own, file)
+    torch.save(fresh, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    results = [forward(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (own, loaded)]
+    results = [forward(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (fresh, loaded)]
     assert torch.equal(*results)
 
 
-def test_unbinding_leaves_a_stock_model(own: Any) -> None:
+def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
     """And binding, once or twice, leaves other caches alone."""
 
     def hooks() -> int:
-        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in fresh.modules())
 
-    plain, before = hooks(), forward(own, DynamicCache(config=own.config), TEXT).logits
-    cache = KeepCache(own, "h2o", 16)
+    plain, before = hooks(), forward(fresh, DynamicCache(config=fresh.config), TEXT).logits
+    cache = KeepCache(fresh, "h2o", 16)
     bound = hooks()
-    assert bind(own) is bind(own) and own.config._attn_implementation == NAME and hooks() == bound > plain
-    assert torch.equal(before, forward(own, DynamicCache(config=own.config), TEXT).logits)
-    unbind(own)
-    unbind(own)
-    assert own.config._attn_implementation == "sdpa" and not hasattr(own, "_kvkeep_binding") and hooks() == plain
+    assert bind(fresh) is bind(fresh) and fresh.config._attn_implementation == NAME and hooks() == bound > plain
+    assert torch.equal(before, forward(fresh, DynamicCache(config=fresh.config), TEXT).logits)
+    unbind(fresh)
+    unbind(fresh)
+    assert fresh.config._attn_implementation == "sdpa" and not hasattr(fresh, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
-        forward(own, cache, TEXT)
-
-
-def interrupted(*given: Any, **options: Any) -> Any:
-    raise KeyboardInterrupt
+        forward(fresh, cache, TEXT)
 
 
 @pytest.mark.parametrize("at", ["adapter", "third layer"])
-def test_an_interrupted_binding_leaves_stock_layers(own: Any, at: str) -> None:
+def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None:
     """Bound again, all that reads residuals works; unbound right away, the model is stock."""
-    layers = own.model.layers
+    layers = fresh.model.layers
     for again in (True, False):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             place = (binding, "Adapter") if at == "adapter" else (layers[2], "register_forward_pre_hook")
-            patch.setattr(*place, interrupted)
-            bind(own)
-        assert own.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+            patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
+            bind(fresh)
+        assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
         for kind in ("residual", "tokens") if again else ():
-            forward(own, KeepCache(own, "kv-direct", 16, checkpoint=kind), TEXT)
-            assert own.config._attn_implementation == NAME
+            forward(fresh, KeepCache(fresh, "kv-direct", 16, checkpoint=kind), TEXT)
+            assert fresh.config._attn_implementation == NAME
             assert [len(layer._forward_pre_hooks) for layer in layers] == [1] * 4
-        unbind(own)
-        assert own.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+        unbind(fresh)
+        assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
 
 
-def test_a_model_is_not_unbound_while_another_thread_binds_one(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_unbound_while_another_thread_binds_one(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     undo, free = binding.Binding.undo, list[bool]()
 
-    def look() -> bool:
+    def unlocked() -> bool:
         if found := binding._LOCK.acquire(blocking=False):
             binding._LOCK.release()
         return found
 
     def watched(one: binding.Binding) -> None:
         with ThreadPoolExecutor(1) as threads:
-            free.append(threads.submit(look).result())
+            free.append(threads.submit(unlocked).result())
         undo(one)
 
     monkeypatch.setattr(binding.Binding, "undo", watched)
-    bind(own)
-    unbind(own)
+    bind(fresh)
+    unbind(fresh)
     assert free == [False]
 
 
-def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = own.set_attn_implementation
+def test_threads_that_make_its_first_caches_bind_a_model_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = fresh.set_attn_implementation
 
     def slowly(name: str) -> None:
         time.sleep(0.02)
         slow(name)
 
-    monkeypatch.setattr(own, "set_attn_implementation", slowly)
+    monkeypatch.setattr(fresh, "set_attn_implementation", slowly)
     with ThreadPoolExecutor(4) as threads:
-        assert len({*threads.map(bind, [own] * 4)}) == 1
-    assert [len(layer._forward_pre_hooks) for layer in own.model.layers] == [1] * 4
+        assert len({*threads.map(bind, [fresh] * 4)}) == 1
+    assert [len(layer._forward_pre_hooks) for layer in fresh.model.layers] == [1] * 4
 
 
-def test_what_observes_is_given_every_query_whatever_logits_are_wanted() -> None:
+def test_selectors_see_every_query_whatever_logits_are_kept() -> None:
     """Layers that share keys are given the last queries alone by transformers, where only their logits are wanted."""
     caches = [KeepCache(tiny("gemma4"), "h2o", 16, chunk=16) for _ in "ab"]
     for cache, keep in zip(caches, (0, 20), strict=True):
@@ -121,17 +118,17 @@ def test_what_observes_is_given_every_query_whatever_logits_are_wanted() -> None
     assert all(map(torch.equal, *(cache.entry_states() for cache in caches)))
 
 
-def test_eager_attention_is_refused(own: Any) -> None:
-    own.set_attn_implementation("eager")
+def test_eager_attention_is_refused(fresh: Any) -> None:
+    fresh.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="eager.*sdpa"):
-        bind(own)
+        bind(fresh)
 
 
 @pytest.mark.parametrize("method", ["h2o", "kv-direct", "paged"])
-def test_another_model_is_refused(own: Any, method: str) -> None:
+def test_another_model_is_refused(fresh: Any, method: str) -> None:
     for other in (tiny("llama"), tiny("qwen2")):
         bind(other)
-        cache = KeepCache(own, method, None if method == "paged" else 16)
+        cache = KeepCache(fresh, method, None if method == "paged" else 16)
         with pytest.raises(UsageError, match="made for another model"):
             forward(other, cache, TEXT)
         assert cache.get_seq_length() == 0
@@ -139,17 +136,17 @@ def test_another_model_is_refused(own: Any, method: str) -> None:
 
 def test_prompts_longer_than_a_chunk_are_compiled() -> None:
     """With a back end that compiles nothing: what is traced is the same."""
-    own = tiny.__wrapped__("llama", 1)
-    cache, other = (KeepCache(own, "h2o", 16) for _ in range(2))
-    compiled = torch.compile(own, backend="eager")
+    fresh = tiny.__wrapped__("llama", 1)
+    cache, other = (KeepCache(fresh, "h2o", 16) for _ in range(2))
+    compiled = torch.compile(fresh, backend="eager")
     for part in (TEXT, TEXT[:, :1]):
         result = forward(compiled, cache, part).logits
-        torch.testing.assert_close(result, forward(own, other, part).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result, forward(fresh, other, part).logits, atol=1e-5, rtol=1e-5)
     assert cache.get_seq_length() == other.get_seq_length() == 61
 
 
 @pytest.mark.parametrize(("method", "budget"), WAYS)
-def test_what_inference_mode_read_is_continued_outside(method: str, budget: int | None) -> None:
+def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budget: int | None) -> None:
     model, results = tiny("llama"), []
     for mode in (torch.inference_mode, torch.no_grad):
         cache = KeepCache(model, method, budget)
@@ -163,18 +160,18 @@ def test_what_inference_mode_read_is_continued_outside(method: str, budget: int 
         assert torch.equal(one, other)
 
 
-def test_gradient_checkpointing_is_refused(own: Any) -> None:
+def test_gradient_checkpointing_is_refused(fresh: Any) -> None:
     """transformers keeps the cache from its layers then, and says so."""
-    own.activation_checkpointing_enable()
-    own.train()
+    fresh.activation_checkpointing_enable()
+    fresh.train()
     with pytest.raises(KvkeepError, match="gradient checkpointing"):
-        own(TEXT, past_key_values=KeepCache(own, "h2o", 16))
-    own.eval()
-    assert forward(own, KeepCache(own, "h2o", 16), TEXT).logits.shape[1] == 60
+        fresh(TEXT, past_key_values=KeepCache(fresh, "h2o", 16))
+    fresh.eval()
+    assert forward(fresh, KeepCache(fresh, "h2o", 16), TEXT).logits.shape[1] == 60
 
 
 @pytest.mark.parametrize("kind", ["kv", "residual", "residual:2", "tokens"])
-def test_what_is_rebuilt_is_not_among_hidden_states(kind: str) -> None:
+def test_hidden_states_exclude_rebuilt_tokens(kind: str) -> None:
     model, cache, stock = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind), DynamicCache()
     results = []
     for one in (cache, stock):
@@ -186,7 +183,7 @@ def test_what_is_rebuilt_is_not_among_hidden_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["argument", "config"])
-def test_what_layers_hand_out_needs_one_chunk(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_logits_need_an_input_of_one_chunk(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3_moe")
     options = {"output_router_logits": True} if by == "argument" else {}
     monkeypatch.setattr(model.config, "output_router_logits", by == "config")
@@ -209,7 +206,7 @@ class TestMasks:
 
     @pytest.mark.parametrize("options", [{"checkpoint": "kv"}, {"checkpoint": "residual"}], ids=str)
     @pytest.mark.parametrize("method", ["kv-direct", "h2o+checkpoint", "snapkv+verified", "h2o+pages:all", "paged"])
-    def test_exact_methods_obey_them_chunk_by_chunk(self, method: str, options: dict[str, str]) -> None:
+    def test_exact_methods_follow_a_custom_mask(self, method: str, options: dict[str, str]) -> None:
         model = tiny("llama")
         cache = KeepCache(model, method) if method == "paged" else KeepCache(model, method, 16, **options)
         expected = forward(model, DynamicCache(), TEXT, attention_mask=self.mask).logits
@@ -218,13 +215,13 @@ class TestMasks:
         )
 
     @pytest.mark.parametrize("kind", ["residual:2", "tokens"])
-    def test_what_runs_the_model_again_refuses_them(self, kind: str) -> None:
+    def test_checkpoints_that_rerun_the_model_refuse_custom_masks(self, kind: str) -> None:
         model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind)
         with pytest.raises(UsageError, match="runs the model again by its own masks"):
             forward(model, cache, TEXT, attention_mask=self.mask)
         assert cache.get_seq_length() == 0
 
-    def test_of_another_size_are_refused(self) -> None:
+    def test_a_mask_of_the_wrong_size_is_refused(self) -> None:
         model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 60, chunk=60)
         with pytest.raises(UsageError, match="The attention mask covers 99 entries; there are 60"):
             forward(model, cache, TEXT, attention_mask=torch.ones(1, 1, 60, 99, dtype=torch.bool))

@@ -24,7 +24,7 @@ def random_rows(kind: str, count: int = 24, blocks: int = 3) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_weights_are_the_blocks_exactly(kind: str) -> None:
+def test_dense_weights_equal_ggufs_dequantisation(kind: str) -> None:
     about, theirs = KINDS[kind], GGMLQuantizationType[kind]
     assert GGML_QUANT_SIZES[theirs] == (about.elements, about.size)
     rows = random_rows(kind)
@@ -35,7 +35,7 @@ def test_weights_are_the_blocks_exactly(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_panels_hold_every_bit(kind: str, kernels: None) -> None:
+def test_packed_panels_keep_every_bit(kind: str, kernels: None) -> None:
     """Blocks come out as they went in, a row's values are those of its blocks, and memory is at most 1.03 of the
     file's, of whole panels."""
     about = KINDS[kind]
@@ -59,7 +59,7 @@ def test_panels_hold_every_bit(kind: str, kernels: None) -> None:
         (4, float("-inf"), "infinite or NaN: the file is damaged"),
     ],
 )
-def test_a_weight_beyond_the_scales_is_said(bits: int, weight: float, sentence: str) -> None:
+def test_a_weight_beyond_the_range_of_scales_is_refused(bits: int, weight: float, sentence: str) -> None:
     rows = torch.randn(3, 64)
     rows[1, 40] = weight
     with pytest.raises(ModelError, match=sentence):
@@ -73,7 +73,7 @@ def test_the_largest_weights_have_finite_scales(bits: int, greatest: float) -> N
 
 
 @pytest.mark.parametrize(("bits", "furthest"), [(4, 0.55 / 15), (8, 0.51 / 127), (16, 2**-8)])
-def test_what_is_quantised_is_near(bits: int, furthest: float) -> None:
+def test_quantised_weights_are_near_the_originals(bits: int, furthest: float) -> None:
     weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     groups = weight.unflatten(1, (-1, 32))
     size = groups.amax(-1) - groups.amin(-1) if bits == 4 else groups.abs().amax(-1)

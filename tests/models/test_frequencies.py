@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from conftest import tokenizer
+from conftest import saved
 from families import COMMON, VOCABULARY, tiny
 from kvkeep_lab.bits import PADDING, greatest_difference, one_at_a_time
 
@@ -49,7 +49,7 @@ def answer(model: Any, cache: Any, prompt: int, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spec", ["full", "kv-direct", "h2o+checkpoint"])
-def test_a_text_is_exact_as_long_as_frequencies_stay_and_lossy_beyond(name: str, spec: str) -> None:
+def test_a_cache_is_exact_until_frequencies_change_and_lossy_beyond(name: str, spec: str) -> None:
     model = made(name)
     cache = KeepCache(model, spec, budget=None if spec == "full" else 24)
     assert answer(model, cache, 40, LENGTH - 39) == answer(model, None, 40, LENGTH - 39)
@@ -63,7 +63,7 @@ def test_a_text_is_exact_as_long_as_frequencies_stay_and_lossy_beyond(name: str,
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("prompt", [40, 2 * LENGTH - 20])
-def test_generate_keeps_the_cache_beyond(name: str, prompt: int) -> None:
+def test_generate_keeps_the_cache_when_frequencies_change(name: str, prompt: int) -> None:
     """Phi-3's own would drop it, and read the whole text again without a budget."""
     model = made(name)
     cache = KeepCache(model, "kv-direct", budget=24)
@@ -73,10 +73,8 @@ def test_generate_keeps_the_cache_beyond(name: str, prompt: int) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_same_bits_are_promised_within_a_context_where_frequencies_stay(name: str, tmp_path: Any) -> None:
-    made(name).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path, weights="bfloat16", device="cpu").model
+def test_same_bits_are_promised_only_within_a_context_of_constant_frequencies(name: str, tmp_path: Any) -> None:
+    model = load(saved(made(name), tmp_path), weights="bfloat16", device="cpu").model
 
     def cache(context: int | None) -> KeepCache:
         return KeepCache(model, "kv-direct", budget=24, context=context)
@@ -85,10 +83,10 @@ def test_the_same_bits_are_promised_within_a_context_where_frequencies_stay(name
     within = cache(LENGTH).describe()
     assert all(one.same_bits and not one.note for one in within)
     text = TEXT[:, : LENGTH - PADDING]  # beside a row of the whole length
-    alone = one_at_a_time(model, text, KeepCache(model, "full"))
-    assert greatest_difference(model, text, alone, lambda: cache(LENGTH), seed=1) == (0.0, 0.0)
+    reference = one_at_a_time(model, text, KeepCache(model, "full"))
+    assert greatest_difference(model, text, reference, lambda: cache(LENGTH), seed=1) == (0.0, 0.0)
 
 
-def test_frequencies_of_other_models_stay() -> None:
+def test_other_models_have_constant_frequencies() -> None:
     for family in ("llama", "gemma3", "gpt2"):
         assert ModelGeometry.from_config(tiny(family).config).steady_positions is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from conftest import tokenizer
+from conftest import saved
 from families import COMMON, FAMILIES
 from torch import Tensor
 
@@ -57,16 +57,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(6.0) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
-        folder: Path = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
-        return load(folder, weights=weights, device="cpu").model
+        return load(saved(model, tmp_path_factory.mktemp(family)), weights=weights, device="cpu").model
 
     return make
 
 
 def fused(model: Any) -> list[FusedLayer]:
-    return [own for part in model.modules() if isinstance(own := vars(part).get("forward"), FusedLayer)]
+    return [forward for part in model.modules() if isinstance(forward := vars(part).get("forward"), FusedLayer)]
 
 
 @torch.no_grad()
@@ -92,7 +89,7 @@ def assert_alike(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("family", FUSED)
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
-def test_fused_layers_give_what_modules_give(family: str, weights: str, made: Any) -> None:
+def test_fused_layers_equal_the_modules(family: str, weights: str, made: Any) -> None:
     model = made(family, weights)
     assert len(fused(model)) == 4
     mask = torch.ones_like(IDS)
@@ -101,12 +98,12 @@ def test_fused_layers_give_what_modules_give(family: str, weights: str, made: An
 
 
 @pytest.mark.parametrize("family", [*OTHERS, "phi3", "gpt2", "qwen3_moe"])
-def test_a_family_that_differs_runs_by_its_modules(family: str, made: Any) -> None:
+def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
     """Where it differs, that is: not a bit of it is a fused layer's."""
     model, other = made(family), plain(made(family))
     for part, norm in zip(model.modules(), other.modules(), strict=True):
-        if isinstance(own := vars(part).get("forward"), FusedNorm):
-            vars(norm)["forward"] = own
+        if isinstance(forward := vars(part).get("forward"), FusedNorm):
+            vars(norm)["forward"] = forward
     found = logits(model)
     assert torch.isfinite(found).all()
     assert torch.equal(found, logits(other)) if family != "smollm3" else len(fused(model)) < 4
@@ -116,16 +113,14 @@ def test_a_family_that_differs_runs_by_its_modules(family: str, made: Any) -> No
 @pytest.mark.parametrize(
     ("gate", "number"), [("silu", 0), ("gelu_pytorch_tanh", 1), ("gelu", None), ("relu", None), ("gelu_new", 1)]
 )
-def test_the_gate_is_that_of_the_mlp(gate: str, number: int | None, tmp_path: Path) -> None:
+def test_the_gate_is_the_activation_of_the_mlp(gate: str, number: int | None, tmp_path: Path) -> None:
     """With weights as models begin with, whose gates differ little."""
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    found = fused(load(tmp_path, weights="bfloat16", device="cpu").model)
-    assert [layer.gate for layer in found] == ([] if number is None else [number] * 4)
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
+    assert [layer.gate for layer in fused(model)] == ([] if number is None else [number] * 4)
 
 
-def test_what_is_hooked_is_called(made: Any) -> None:
+def test_hooks_on_fused_layers_are_called(made: Any) -> None:
     model, called = copy.deepcopy(made("llama")), []
     before = logits(model)
     handle = model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *given: called.append(given[2].shape))
@@ -137,7 +132,7 @@ def test_what_is_hooked_is_called(made: Any) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_models_of_their_own(copied: Any, made: Any) -> None:
+def test_copies_of_a_fused_model_are_independent(copied: Any, made: Any) -> None:
     model = copy.deepcopy(made("qwen3"))
     other, before = copied(model), logits(model)
     layers = fused(other)
@@ -149,7 +144,7 @@ def test_copies_are_models_of_their_own(copied: Any, made: Any) -> None:
     assert torch.equal(logits(other), before)
 
 
-def test_a_dtype_is_asked_for_in_vain(made: Any) -> None:
+def test_changing_the_dtype_does_not_change_packed_weights(made: Any) -> None:
     """Codes are what they are, and layers give the same."""
     model = copy.deepcopy(made("gemma3"))
     before = logits(model)
@@ -166,13 +161,13 @@ def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytes
     assert not any("forward" in vars(part) for part in model.modules()) and library() is not None
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("library_threads", [False, True], ids=["torch", "library"])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, own: bool, made: Any) -> None:
+def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, library_threads: bool, made: Any) -> None:
     model, before = made("qwen3", weights), torch.get_num_threads()
     ids, found = IDS.repeat(1, 5), []
     try:
-        if own:
+        if library_threads:
             kernels().kvkeep_use_openmp(None, None)
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -200,26 +195,26 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def whole(model: Any) -> bool:
+def fully_native(model: Any) -> bool:
     return library_computes(model, layers_of(decoder_of(model)))
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_a_model_whose_angles_torch_computes_is_not_whole(kind: str, tmp_path: Path) -> None:
+def test_a_model_whose_angles_torch_computes_is_not_fully_native(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
     config = hf.LlamaConfig(**COMMON | {"intermediate_size": 64}, head_dim=16, rope_parameters=rope)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path, weights="bfloat16", device="cpu").model
-    assert len(fused(model)) == 4 and whole(model) is (kind in ("default", "linear", "llama3"))
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
+    assert len(fused(model)) == 4 and fully_native(model) is (kind in ("default", "linear", "llama3"))
 
 
-def test_a_model_is_whole_if_the_library_computes_all_of_its_layers_and_logits(made: Any) -> None:
-    assert all(whole(made(family)) for family in FUSED)
-    assert not any(whole(made(family)) for family in [*OTHERS, "phi3", "gpt2", "qwen3_moe"] if family != "granite")
+def test_a_model_is_fully_native_if_the_library_computes_every_layer_and_logits(made: Any) -> None:
+    assert all(fully_native(made(family)) for family in FUSED)
+    assert not any(
+        fully_native(made(family)) for family in [*OTHERS, "phi3", "gpt2", "qwen3_moe"] if family != "granite"
+    )
     capped = copy.deepcopy(made("gemma3"))
     capped.config.get_text_config().final_logit_softcapping = 30.0
-    assert not whole(capped)
+    assert not fully_native(capped)
 
 
 @pytest.mark.parametrize(
@@ -236,28 +231,28 @@ def test_a_model_is_whole_if_the_library_computes_all_of_its_layers_and_logits(m
         ("mlp", "down_proj", 64, 64),
     ],
 )
-def test_matrices_of_other_shapes_are_refused_before_a_kernel_reads_them(
+def test_matrices_of_wrong_shapes_are_refused_before_a_kernel_reads_them(
     part: str, name: str, outputs: int, inputs: int, made: Any
 ) -> None:
     layer = copy.deepcopy(made("llama")).model.layers[0]
     block = getattr(layer, part)
-    own = getattr(block, name)
-    assert (own.out_features, own.in_features) != (outputs, inputs)
+    matrix = getattr(block, name)
+    assert (matrix.out_features, matrix.in_features) != (outputs, inputs)
     setattr(block, name, PackedLinear(quantised(torch.randn(outputs, inputs), 16)))
     with pytest.raises(TypeError, match="shapes"):
         FusedLayer(layer)
 
 
-def test_models_can_be_loaded_at_once(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_can_be_loaded_simultaneously(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of one model's layer begins and ends within another's."""
     (one, *_), (other, *_) = fused(copy.deepcopy(made("llama"))), fused(copy.deepcopy(made("qwen3")))
-    own, tried = fusing.sdpa_attention_forward, []
+    original, tried = fusing.sdpa_attention_forward, []
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         if not tried:
             tried.append(other)
             assert fusing._agrees(other)
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(fusing, "sdpa_attention_forward", attention)
     assert fusing._agrees(one) and tried

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import available, load
 
 
-def test_a_folder_is_read_as_it_is(model_folder: Path) -> None:
+def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
     loaded = load(model_folder, device="cpu")
     stored = load_file(model_folder / "model.safetensors")
     for name, weight in loaded.model.state_dict().items():
@@ -32,7 +33,7 @@ def test_a_folder_is_read_as_it_is(model_folder: Path) -> None:
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]  # no copy is made of a folder
 
 
-def test_loading_prints_nothing_and_leaves_logging_as_it_was(
+def test_loading_prints_nothing_and_restores_logging(
     model_folder: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers.utils import logging
@@ -69,6 +70,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("name", "kind", "sentence"),
     [
+        ("", UsageError, "name of the model is empty"),
         ("smolm2", UsageError, "Unknown model 'smolm2': did you mean smollm2?"),
         *(
             (name, ModelError, f"There is no model at '{name}'")
@@ -76,7 +78,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
         ),
     ],
 )
-def test_a_name_of_nothing_is_refused(name: str, kind: type[KvkeepError], sentence: str) -> None:
+def test_an_unknown_model_is_refused(name: str, kind: type[KvkeepError], sentence: str) -> None:
     with pytest.raises(kind) as refusal:
         load(name)
     assert sentence in str(refusal.value)
@@ -88,11 +90,6 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ModelError, match="'some/model' is not a folder and cannot be loaded from the hub"):
         load("some/model", revision="main", progress=said.append)
     assert said == ["Asking the Hugging Face hub for some/model ..."]
-
-
-def test_no_name_is_no_folder() -> None:
-    with pytest.raises(UsageError, match="The model's name is empty"):
-        load("")
 
 
 @pytest.mark.parametrize(
@@ -118,36 +115,39 @@ def test_a_folder_that_lacks_a_file_is_refused(spoiled: Callable[..., Path], wit
         ("config.json", 1, "damaged or incomplete .*not a valid JSON"),
     ],
 )
-def test_a_file_cut_short_is_refused(spoiled: Callable[..., Path], name: str, keep: int, sentence: str) -> None:
+def test_a_truncated_file_is_refused(spoiled: Callable[..., Path], name: str, keep: int, sentence: str) -> None:
     file = spoiled() / name
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match=sentence):
         load(file.parent)
 
 
+@pytest.mark.parametrize("weights_format", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "sentence"), [(0, "it lacks"), (-1, "its config states another shape for")])
-def test_a_weight_that_does_not_fit_is_never_made_up(spoiled: Callable[..., Path], rows: int, sentence: str) -> None:
+def test_a_missing_or_misshapen_weight_is_refused(
+    spoiled: Callable[..., Path], rows: int, sentence: str, weights_format: str
+) -> None:
     """Transformers fills it with random numbers."""
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     weights = load_file(file)
     weight = weights.pop(name)[:rows].contiguous()
     save_file(weights | ({name: weight} if rows else {}), file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=f"{sentence} {name};"):
-        load(file.parent)
+        load(file.parent, weights=weights_format, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["bert", "camembert", "t5", "bart", "vit", "whisper"])
-def test_what_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
+def test_a_model_that_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"is a '{family}' model; kvkeep runs only decoders"):
         load(spoiled(config={"model_type": family}))
 
 
-def test_a_models_own_code_is_not_run(
+def test_code_in_a_model_folder_is_not_run(
     spoiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Transformers would ask on the terminal; here nobody is asked and nothing runs."""
-    own = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
-    folder = spoiled(config={"model_type": "frobnicator", **own})
+    custom_code = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    folder = spoiled(config={"model_type": "frobnicator", **custom_code})
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     with pytest.raises(UnsupportedModelError, match="is a 'frobnicator' model, a family that transformers"):
@@ -156,16 +156,13 @@ def test_a_models_own_code_is_not_run(
 
 
 def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("torch.nn.Module.to", full)
-    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    for name in ("torch.nn.Module.to", "transformers.PreTrainedModel.to"):
+        monkeypatch.setattr(name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(ModelError, match="does not fit into the memory of cpu"):
         load(model_folder, device="cpu")
 
 
-def test_available_counts_what_lies_on_disk(model_folder: Path) -> None:
+def test_available_counts_the_files_on_disk(model_folder: Path) -> None:
     """In an empty cache that is nothing."""
     rows = {row.name: row for row in available()}
     assert {"smollm2", "gemma3-270m"} <= set(rows)
@@ -196,7 +193,7 @@ def test_the_default_model_answers(smollm2: object) -> None:
 
 
 @pytest.mark.real
-def test_the_default_models_weights_are_the_files(smollm2: object) -> None:
+def test_the_default_models_weights_equal_the_file(smollm2: object) -> None:
     """Against gguf's own dequantisation; the rows of query and key lie in another order there, so not those."""
     from gguf import GGUFReader
     from gguf.quants import dequantize

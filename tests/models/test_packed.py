@@ -24,7 +24,7 @@ def test_a_scale_that_is_no_number_is_refused(bits: int, scale: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_no_rows_give_no_rows(bits: int) -> None:
+def test_an_input_without_rows_gives_no_rows(bits: int) -> None:
     matrix = PackedLinear(quantised(WEIGHT, bits))
     assert matrix(torch.empty(1, 0, 64, dtype=torch.bfloat16)).shape == (1, 0, 40)
     assert PackedEmbedding(matrix)(torch.empty(1, 0, dtype=torch.int64)).shape == (1, 0, 64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
+from conftest import saved
 from families import FAMILIES, tiny
 from gguf_files import written
 from safetensors.torch import load_file, save_file
@@ -30,12 +30,6 @@ from kvkeep.native import library
 BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 
 
-def family_folder(family: str, folder: Path) -> Path:
-    tiny(family).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
 def dense(model: Any) -> dict[str, Tensor]:
     """All weights by name in float32, packed ones written out."""
     found = {name: weight.detach().float() for name, weight in model.named_parameters()}
@@ -49,7 +43,7 @@ def dense(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def held(model: Any) -> int:
+def packed_bytes(model: Any) -> int:
     """Bytes of parameters, and of codes and scales without the padding of panels."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for module in model.modules():
@@ -65,10 +59,10 @@ def least(name: str, bits: int) -> int:
     return max(8, bits) if name.startswith(("model.embed_tokens", "lm_head")) else bits
 
 
-def test_packed_weights_are_those_of_the_folder(model_folder: Path) -> None:
+def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
     stored = load_file(model_folder / "model.safetensors")
-    for asked, bits in BITS.items():
-        model = load(model_folder, weights=asked, device="cpu").model
+    for requested, bits in BITS.items():
+        model = load(model_folder, weights=requested, device="cpu").model
         names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, PackedLinear)}
         expected = {
             name: quantised(weight, least(name, bits)).dense() if name in names else weight.bfloat16().float()
@@ -78,14 +72,14 @@ def test_packed_weights_are_those_of_the_folder(model_folder: Path) -> None:
         found = dense(model)
         assert found.keys() == expected.keys()
         for name, weight in expected.items():
-            assert torch.equal(found[name], weight), (asked, name)
+            assert torch.equal(found[name], weight), (requested, name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("asked", ["bfloat16", "int8"])
-def test_every_family_is_packed(family: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["bfloat16", "int8"])
+def test_packed_weights_of_every_family_give_the_same_logits(family: str, requested: str, tmp_path: Path) -> None:
     """Its logits are those of the plain model with the weights that were packed; all matrices are there."""
-    loaded = load(family_folder(family, tmp_path), weights=asked, device="cpu")
+    loaded = load(saved(tiny(family), tmp_path), weights=requested, device="cpu")
     model, plain = loaded.model, copy.deepcopy(tiny(family))
     assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
     written, expected = dense(model), dict(plain.named_parameters())
@@ -96,49 +90,37 @@ def test_every_family_is_packed(family: str, asked: str, tmp_path: Path) -> None
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours, theirs = model(ids).logits.float(), plain(ids).logits
-    alike = torch.cosine_similarity(ours, theirs, dim=-1)
-    assert alike.median() > 0.998  # rounding may make a router choose another expert for single tokens
-    assert hasattr(plain.config, "num_experts_per_tok") or alike.min() > 0.99
+    cosines = torch.cosine_similarity(ours, theirs, dim=-1)
+    assert cosines.median() > 0.998  # rounding may make a router choose another expert for single tokens
+    assert hasattr(plain.config, "num_experts_per_tok") or cosines.min() > 0.99
     packed = [module for module in model.modules() if isinstance(module, Packed)]
     assert packed if matrices(plain) else not packed
     assert not any(parameter.is_meta for parameter in [*model.parameters(), *model.buffers()])
-    assert loaded.weights is not None and loaded.weights.nbytes == held(model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(model)
     assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
     assert KeepCache(model).geometry.dtype_bytes == 2
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_shares_its_matrix(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["tied", "stored twice", "untied"])
+def test_an_equal_head_and_embedding_share_a_matrix(head: str, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     config = copy.deepcopy(tiny("llama").config)
-    config.tie_word_embeddings = tied
+    config.tie_word_embeddings = head != "untied"
     made = LlamaForCausalLM(config)
-    made.save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path, weights="int8", device="cpu").model
-    assert (model.model.embed_tokens.matrix is model.lm_head) == tied
-    expected = quantised(made.lm_head.weight.detach(), 8).dense()
-    assert torch.equal(model.lm_head.dense(), expected)
-
-
-def test_a_matrix_that_a_folder_holds_twice_is_shared(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    config = copy.deepcopy(tiny("llama").config)
-    config.tie_word_embeddings = True
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    twice = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-    save_file(twice, file, metadata={"format": "pt"})
-    model = load(tmp_path, weights="int4", device="cpu").model
-    assert model.model.embed_tokens.matrix is model.lm_head
+    file = saved(made, tmp_path) / "model.safetensors"
+    if head == "stored twice":
+        weights = load_file(file)
+        twice = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+        save_file(weights | twice, file, metadata={"format": "pt"})
+    for requested in ("int8", "int4"):
+        model = load(tmp_path, weights=requested, device="cpu").model
+        assert (model.model.embed_tokens.matrix is model.lm_head) == (head != "untied")
+        assert torch.equal(model.lm_head.dense(), quantised(made.lm_head.weight.detach(), 8).dense())
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q2_K"])
-def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
+def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> None:
     """Against transformers' own reading of the file: every packed weight to the bit, others in bfloat16."""
     from transformers import AutoModelForCausalLM
 
@@ -148,7 +130,7 @@ def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found, expected = dense(loaded.model), {name: weight.float() for name, weight in theirs.state_dict().items()}
     assert found.keys() == expected.keys()
-    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
     assert loaded.weights.tensors.keys() == expected.keys() - {"lm_head.weight"}
     matrix = loaded.weights.tensors["model.layers.0.self_attn.q_proj.weight"]
     about = KINDS.get(kind)
@@ -165,38 +147,27 @@ def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     assert again.weights == loaded.weights and again.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("asked", ["float32", "float16", "bfloat16", "int8", "int4"])
-def test_a_file_in_another_format(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["float32", "float16", "bfloat16", "int8", "int4"])
+def test_a_gguf_file_can_be_loaded_in_another_format(requested: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     file = tmp_path / "own.gguf"
     written(file, "Q8_0")
-    loaded = load(file, weights=asked, device="cpu")
+    loaded = load(file, weights=requested, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found = dense(loaded.model)
-    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
     for name, weight in theirs.named_parameters():
-        kind = torch.float32 if asked == "float32" else torch.float16 if asked == "float16" else torch.bfloat16
-        matrix = weight.ndim == 2 and asked.startswith("int")
+        kind = torch.float32 if requested == "float32" else torch.float16 if requested == "float16" else torch.bfloat16
+        matrix = weight.ndim == 2 and requested.startswith("int")
         expected = weight.detach().to(kind).float()
         if matrix:
-            expected = quantised(weight.detach(), least(name, BITS[asked])).dense()
+            expected = quantised(weight.detach(), least(name, BITS[requested])).dense()
         assert torch.equal(found[name], expected), name
 
 
-def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path]) -> None:
-    file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
-    weights = load_file(file)
-    weight = weights.pop(name)
-    for others, sentence in (({}, "it lacks"), ({name: weight[:-1].clone()}, "its config states another shape for")):
-        save_file(weights | others, file, metadata={"format": "pt"})
-        for asked in BITS:
-            with pytest.raises(ModelError, match=f"{sentence} {name};"):
-                load(file.parent, weights=asked, device="cpu")
-
-
 @pytest.mark.parametrize(
-    ("free", "asked", "sentence"),
+    ("free", "requested", "sentence"),
     [
         (0, "auto", "weights auto, and 0 B of memory are free; it fits in none of float32, bfloat16"),
         (80_000, "float32", "with weights bfloat16 it would take 74.4 KB."),
@@ -205,7 +176,7 @@ def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path])
     ],
 )
 def test_a_model_too_large_is_refused_before_it_is_read(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, asked: str, sentence: str
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, requested: str, sentence: str
 ) -> None:
     sizes = {kind: describe(model_folder, weights=kind).weights.nbytes for kind in ("float32", *BITS)}
     assert (
@@ -214,17 +185,17 @@ def test_a_model_too_large_is_refused_before_it_is_read(
     monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: free)
     monkeypatch.setattr("kvkeep.models.loading.read_weights", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ModelError) as refusal:
-        load(model_folder, weights=asked, device="cpu")
+        load(model_folder, weights=requested, device="cpu")
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("asked", ["int8", "int4"])
-def test_a_device_without_a_product_is_refused(asked: str) -> None:
-    with pytest.raises(UsageError, match=f"Weights in {asked} run on the cpu only, not on cuda:1; ask for"):
-        chosen_format(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
+@pytest.mark.parametrize("requested", ["int8", "int4"])
+def test_integer_weights_are_refused_on_an_accelerator(requested: str) -> None:
+    with pytest.raises(UsageError, match=f"Weights in {requested} run on the cpu only, not on cuda:1; ask for"):
+        chosen_format(requested, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
 
 
-def test_auto_keeps_what_the_file_says(kernels: None) -> None:
+def test_auto_weights_follow_the_file_and_the_device(kernels: None) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert chosen_format("auto", cpu, True, torch.float32) == chosen_format("auto", cpu, True, torch.bfloat16)
     assert chosen_format("auto", cpu, True, torch.float32).packed
@@ -250,15 +221,15 @@ def test_without_kernels_all_formats_work(without_kernels: None, model_folder: P
     plain = load(model_folder, weights="bfloat16", device="cpu").model
     assert type(plain.lm_head) is nn.Linear
     reference = tiny("llama")(ids).logits
-    for asked in ("bfloat16", "int8", "int4"):
-        logits = load(model_folder, weights=asked, device="cpu").model(ids).logits.float()
-        assert torch.cosine_similarity(logits, reference, dim=-1).min() > 0.95, asked
+    for requested in ("bfloat16", "int8", "int4"):
+        logits = load(model_folder, weights=requested, device="cpu").model(ids).logits.float()
+        assert torch.cosine_similarity(logits, reference, dim=-1).min() > 0.95, requested
     assert isinstance(load(tmp_path / "own.gguf", device="cpu").model.lm_head, PackedLinear)
 
 
-def test_a_quantised_model_is_loaded_as_it_is(spoiled: Callable[..., Path]) -> None:
-    own = tiny("llama").config.to_dict()
-    folder = spoiled(config=own | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+def test_other_weights_than_auto_are_refused_for_a_quantised_model(spoiled: Callable[..., Path]) -> None:
+    settings = tiny("llama").config.to_dict()
+    folder = spoiled(config=settings | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
     with pytest.raises(UsageError, match="are already quantised and are loaded as they are; ask for auto"):
         load(folder, weights="int8", device="cpu")
 
@@ -269,8 +240,8 @@ def test_packed_weights_are_not_saved(model_folder: Path, tmp_path: Path) -> Non
     assert not any(tmp_path.iterdir())
 
 
-def test_the_fingerprint_covers_codes(model_folder: Path) -> None:
-    models = [load(model_folder, weights=asked, device="cpu").model for asked in BITS]
+def test_the_fingerprint_covers_packed_weights(model_folder: Path) -> None:
+    models = [load(model_folder, weights=requested, device="cpu").model for requested in BITS]
     assert len({fingerprint(model) for model in models}) == len(BITS)
     model = models[1]
     before = fingerprint(model)
@@ -279,7 +250,7 @@ def test_the_fingerprint_covers_codes(model_folder: Path) -> None:
     assert fingerprint(model) != before
 
 
-def test_a_cast_keeps_codes(model_folder: Path) -> None:
+def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:
     model, ids = load(model_folder, weights="int8", device="cpu").model, torch.tensor([[1, 5, 9]])
     before, expected = dense(model), model(ids).logits
     wide = copy.deepcopy(model).float()
@@ -288,7 +259,7 @@ def test_a_cast_keeps_codes(model_folder: Path) -> None:
     assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.997
 
 
-def test_available_says_what_becomes_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_lists_the_packed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkeep.models import embedded
 
     file = tmp_path / "own.gguf"

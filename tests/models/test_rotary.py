@@ -36,35 +36,31 @@ def moved(frequencies: torch.Tensor, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6, 5e6, 8e6, 1e8])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_frequencies_are_those_of_the_config(kind: str, theta: float, dim: int) -> None:
-    own = module(theta, dim, **KINDS[kind])
-    found = [_frequencies(_parameters(own, None), moved(own.inv_freq, steps)) for steps in (-2, 0, 2)]
+def test_frequencies_follow_from_the_config(kind: str, theta: float, dim: int) -> None:
+    embedding = module(theta, dim, **KINDS[kind])
+    found = [_frequencies(_parameters(embedding, None), moved(embedding.inv_freq, steps)) for steps in (-2, 0, 2)]
     assert found[0] is not None and found[1] is not None and found[2] is not None
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
-    assert torch.allclose(found[1], own.inv_freq, rtol=2e-6, atol=0)
-
-
-def test_frequencies_of_another_kind_are_the_modules() -> None:
-    own = module(1e4, 64, rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
-    for steps in (0, 2):
-        assert _frequencies(_parameters(own, None), moved(own.inv_freq, steps)) is None
+    assert torch.allclose(found[1], embedding.inv_freq, rtol=2e-6, atol=0)
 
 
 @pytest.mark.usefixtures("kernels")
-def test_it_says_whether_frequencies_are_computed_here() -> None:
+def test_a_replaced_module_says_whether_kvkeep_computes_its_frequencies() -> None:
     for kind, parameters in [*KINDS.items(), ("yarn", {"rope_type": "yarn", "factor": 4.0})]:
-        own = module(1e4, 64, **parameters, **({} if kind != "yarn" else {"original_max_position_embeddings": 1024}))
-        replace_rotary(own)
-        assert own.forward.exact is (kind != "yarn") and own.forward.dims == {64}
+        embedding = module(
+            1e4, 64, **parameters, **({} if kind != "yarn" else {"original_max_position_embeddings": 1024})
+        )
+        replace_rotary(embedding)
+        assert embedding.forward.exact is (kind != "yarn") and embedding.forward.dims == {64}
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
-def test_angles_are_those_of_the_module(kind: str) -> None:
-    own = module(5e6, 128, **KINDS[kind])
+def test_angles_equal_those_of_the_module(kind: str) -> None:
+    embedding = module(5e6, 128, **KINDS[kind])
     x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([[0, 3, 500, 8000]])
-    wanted = own(x, positions)
-    replace_rotary(own)
-    assert isinstance(own.forward, Rotary)
-    for ours, theirs in zip(own(x, positions), wanted, strict=True):
+    wanted = embedding(x, positions)
+    replace_rotary(embedding)
+    assert isinstance(embedding.forward, Rotary)
+    for ours, theirs in zip(embedding(x, positions), wanted, strict=True):
         assert (ours - theirs).abs().max() <= 0.01

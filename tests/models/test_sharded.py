@@ -22,8 +22,8 @@ from kvkeep.models.sharded import devices, processes
 from kvkeep.serve.engine import Engine
 
 STEPS = 3
-ALONE = {"paged", "random", "tova", "duo-attention:sinks=2", "kvzip:sinks=2", "h2o-fisher", "window+verified:7"}
-TOGETHER = {"full", "static", "kv-direct", "kv-lru", "window", "h2o", "snapkv", "revive", "h2o+merge", "quantized:4"}
+REFUSED = {"paged", "random", "tova", "duo-attention:sinks=2", "kvzip:sinks=2", "h2o-fisher", "window+verified:7"}
+SUPPORTED = {"full", "static", "kv-direct", "kv-lru", "window", "h2o", "snapkv", "revive", "h2o+merge", "quantized:4"}
 """Methods that need all heads in one process, and that do not; all others are measured."""
 NAMES = [name for name in CASES if taken(name, "llama") and not CASES[name].gradients]
 
@@ -57,7 +57,9 @@ def half(rank: int, folder: str, port: int) -> None:
     distributed.destroy_process_group()
 
 
-def test_heads_split_over_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_with_heads_split_over_two_processes_work_or_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny("llama").save_pretrained(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +69,7 @@ def test_heads_split_over_two_processes(tmp_path: Path, monkeypatch: pytest.Monk
     start_processes(half, (str(tmp_path), port), 2, start_method="fork")
     ranks = [torch.load(tmp_path / f"found{rank}") for rank in range(2)]
     refused = {CASES[name].spec for name, found in ranks[0].items() if isinstance(found, str)}
-    assert refused > ALONE and not refused & TOGETHER
+    assert refused > REFUSED and not refused & SUPPORTED
     for name in NAMES:
         one, other = (found[name] for found in ranks)
         if isinstance(one, str):
@@ -79,7 +81,7 @@ def test_heads_split_over_two_processes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("method", ["full", "kv-direct", "revive", "kvzip"])
-def test_layers_that_are_offloaded_or_on_several_devices(method: str, tmp_path: Path) -> None:
+def test_offloaded_layers_work_and_several_devices_are_refused(method: str, tmp_path: Path) -> None:
     """Offloaded layers run on the first device; the second accelerator is made up, as nothing is to run there."""
     tiny("llama").save_pretrained(tmp_path / "model")
     parts = ["embed_tokens", *(f"layers.{number}" for number in range(3)), "norm", "rotary_emb"]
@@ -108,7 +110,7 @@ def test_layers_that_are_offloaded_or_on_several_devices(method: str, tmp_path: 
         KeepCache(model, method, budget)
 
 
-def test_what_asks_for_one_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_and_sessions_refuse_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(tiny("llama")), "tp_size", 2)
     with pytest.raises(UnsupportedModelError, match="tensor parallel"):
         Engine(small("llama"), 10**9)

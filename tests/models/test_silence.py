@@ -11,7 +11,7 @@ from kvkeep.models.silence import silenced
 
 
 @pytest.mark.parametrize("handled", [False, True])
-def test_kvkeeps_warnings_are_told_once_and_bars_are_not(
+def test_warnings_of_kvkeep_are_printed_once_and_progress_bars_are_not(
     handled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if handled else [])

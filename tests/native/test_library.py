@@ -60,11 +60,18 @@ def normed(rows: int = 64) -> torch.Tensor:
     return out
 
 
+def interpreted(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in an interpreter of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
 # ---- which path ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_path_is_the_default_and_any_other_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.path() == paths()[0] and "plain" in paths()
     expected = normed()
     for name in paths():
@@ -72,31 +79,13 @@ def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.M
         monkeypatch.setenv("KVKEEP_CPU", name)
         assert native.path() == name
         assert torch.equal(normed(), expected)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_without_a_wish_the_best_path_is_taken_whatever_was_chosen_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVKEEP_CPU", "plain")
-    assert native.path() == "plain"
     monkeypatch.delenv("KVKEEP_CPU")
-    assert native.path() == paths()[0]
-
-
-@pytest.mark.parametrize(("made", "why"), [(False, "was not built"), (True, "cannot be used")])
-def test_a_path_without_a_library_says_what_is_missing(
-    made: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
-    if made:
-        native.FILE.write_bytes(b"half a file")
-    monkeypatch.setenv("KVKEEP_CPU", "avx2")
-    with pytest.raises(UsageError, match=f"^KVKEEP_CPU=avx2 needs the native library, which {why}\\.$"):
-        native.path()
+    assert native.path() == paths()[0]  # an earlier choice does not persist
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["nonsense", "\udcff"])  # the second is a byte that is no UTF-8
-def test_a_path_that_is_not_here_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_the_processor_lacks_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [*paths(), "torch"]
     forget()
     monkeypatch.setenv("KVKEEP_CPU", name)
@@ -107,20 +96,16 @@ def test_a_path_that_is_not_here_is_refused_by_name(name: str, monkeypatch: pyte
             call()
 
 
-def test_the_command_line_refuses_it_before_anything_heavy_is_loaded() -> None:
+def test_the_command_line_refuses_an_unknown_path_before_importing_torch() -> None:
     program = "import sys; from kvkeep.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    command = [sys.executable, "-c", program, "generate", "--prompt", "x"]
-    environment = {**os.environ, "KVKEEP_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = interpreted(program, "generate", "--prompt", "x", KVKEEP_CPU="nonsense")
     assert done.returncode == 2 and done.stdout.strip() == "False"
     assert re.fullmatch(
         r"kvkeep: KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'\. It runs .*torch\.\n", done.stderr
     )
 
 
-def test_without_the_library_by_choice_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_choosing_torch_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVKEEP_CPU", "torch")
     native.check_environment()
     assert native.library() is None and native.path() == "torch" and not caplog.text
@@ -129,15 +114,23 @@ def test_without_the_library_by_choice_nothing_is_said(
 # ---- a library that cannot be used -----------------------------------------------------------------------------------
 
 
-def test_a_missing_library_is_said_once_and_torch_does_all(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("content", "why"), [(b"", "was not built"), (b"half a file", "cannot be used")])
+def test_a_missing_or_unusable_library_is_logged_once_and_torch_computes(
+    content: bytes,
+    why: str,
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
+    if content:
+        native.FILE.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert native.library() is None and native.library() is None
-    assert [record.getMessage() for record in caplog.records] == [
-        f"The native library was not built. kvkeep computes with torch, {native.SLOWDOWN}."
-    ]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith(f"The native library {why}")
+    assert message.endswith(f". kvkeep computes with torch, {native.SLOWDOWN}.")
     model = load(model_folder, weights="int8", device="cpu").model
     cache = KeepCache(model, "window+checkpoint:kv", budget=16, where="host")
     with torch.no_grad():
@@ -145,17 +138,10 @@ def test_a_missing_library_is_said_once_and_torch_does_all(
         ours, plain = model(ids, past_key_values=cache).logits, model(ids).logits
     assert torch.cosine_similarity(ours.float(), plain.float(), dim=-1).min() > 0.999
     assert not any(report.same_bits for report in cache.describe())
-
-
-def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = tmp_path / "libkvkeep.so"
-    broken.write_bytes(b"half a file")
-    monkeypatch.setattr(native, "FILE", broken)
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
-    assert "The native library cannot be used" in caplog.text and len(caplog.records) == 1
+    forget()
+    monkeypatch.setenv("KVKEEP_CPU", "avx2")
+    with pytest.raises(UsageError, match=f"^KVKEEP_CPU=avx2 needs the native library, which {why}\\.$"):
+        native.path()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -164,48 +150,40 @@ def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
     """Loading a file cut short would end the process by a signal."""
     data = native.FILE.read_bytes()
     half = len(data) // 2
-    whole = tmp_path / native.FILE.name
-    whole.write_bytes(data[:half] + bytes(4096) + data[half + 4096 :] if damage == "zeros" else damage(data))
-    whole.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")
+    damaged = tmp_path / native.FILE.name
+    damaged.write_bytes(data[:half] + bytes(4096) + data[half + 4096 :] if damage == "zeros" else damage(data))
+    damaged.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")
     program = (
         "import pathlib, sys; from kvkeep.native import library as native\n"
         "native.FILE = pathlib.Path(sys.argv[1]); print(native.path())"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(whole)], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = interpreted(program, str(damaged))
     assert done.stdout.strip() == "torch" and "its file is damaged" in done.stderr, done
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_library_with_other_structures_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class KvStep(ctypes.Structure):
-        """One with two fields of as many bytes in another order."""
+class OtherStep(ctypes.Structure):
+    """A KvStep with two fields of the same size in another order."""
 
-        _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
-
-    forget()
-    monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], KvStep))
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
-    start = structures.KvStep.reduce_max.offset
-    assert f"KvStep.token is 8 bytes at {start + 8}, not 8 bytes at {start}; install kvkeep again" in caplog.text
+    _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", [*structures.CONSTANTS, "KV_NEW"])
-def test_a_library_with_other_constants_is_not_used(
+@pytest.mark.parametrize("name", ["KvStep", *structures.CONSTANTS, "KV_NEW"])
+def test_a_library_with_other_structures_or_constants_is_not_used(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forget()
-    monkeypatch.setitem(structures.CONSTANTS, name, 77)
+    if name == "KvStep":
+        monkeypatch.setattr(OtherStep, "__name__", name)
+        monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], OtherStep))
+        start = structures.KvStep.reduce_max.offset
+        why = rf"KvStep\.token is 8 bytes at {start + 8}, not 8 bytes at {start}"
+    else:
+        monkeypatch.setitem(structures.CONSTANTS, name, 77)
+        why = rf"{name} is {'missing' if name == 'KV_NEW' else '[0-9]+'}, not 77"
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    compiled = "missing" if name == "KV_NEW" else r"\d+"
-    assert re.search(rf"{name} is {compiled}, not 77; install kvkeep again", caplog.text)
+    assert re.search(f"{why}; install kvkeep again", caplog.text)
 
 
 # ---- the header ------------------------------------------------------------------------------------------------------
@@ -231,7 +209,7 @@ def declared_structures() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_structures_are_those_of_the_header() -> None:
+def test_structures_equal_those_of_the_header() -> None:
     """Those of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
     expected = declared_structures()
     by_name = {structure.__name__: structure for structure in (*structures.STRUCTURES, structures.KvField)}
@@ -242,14 +220,14 @@ def test_structures_are_those_of_the_header() -> None:
         assert listed == ([] if name in REPORTED else [*fields]), name
 
 
-def test_constants_are_those_of_the_header() -> None:
+def test_constants_equal_those_of_the_header() -> None:
     declared = {
         name for body in re.findall(r"enum \w+ \{(.*?)\}", DECLARED, re.DOTALL) for name in re.findall(r"KV_\w+", body)
     }
     assert {*structures.CONSTANTS} == {*re.findall(r"NUMBER\((KV_\w+)\)", LAYOUT)} == declared - {"KV_KINDS"}
 
 
-def test_signatures_are_those_of_the_header() -> None:
+def test_signatures_equal_those_of_the_header() -> None:
     letters = {"int64_t": "l", "int": "i", "float": "f", "void": ""}
     declared = {}
     for result, name, arguments in re.findall(
@@ -275,31 +253,13 @@ def test_every_field_and_function_of_the_header_is_explained() -> None:
         assert re.search(rf"\*/\n[^\n]*\b{function}\(", HEADER), function
 
 
-def test_no_structure_takes_a_field_that_it_does_not_have() -> None:
+def test_an_unknown_field_of_a_structure_cannot_be_set() -> None:
     for structure in structures.STRUCTURES:
         with pytest.raises(AttributeError):
             structure().nonsense = 1  # type: ignore[attr-defined]
 
 
 # ---- threads and float modes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kernels")
-def test_threads_change_no_bit() -> None:
-    loaded, expected = native.kernels(), normed(400)
-    try:
-        loaded.kvkeep_use_openmp(None, None)
-        for count in (1, 2, 3, 8):
-            loaded.kvkeep_set_threads(count)
-            assert torch.equal(normed(400), expected), count
-    finally:
-        native._share_threads(loaded)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(normed(400), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 PROGRAM = """
@@ -326,18 +286,16 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("threads", ["torch", "own"])
-def test_a_child_of_fork_has_threads_again(threads: str) -> None:
+def test_a_forked_child_can_use_threads(threads: str) -> None:
     """The parent's are not there in the child, which would wait for them forever. (Torch's own operations do, from some
     30,000 elements on: here are fewer.)"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, threads]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = interpreted(PROGRAM, threads, PYTHONWARNINGS="ignore")
     assert done.stdout.split() == ["0", "True"], done.stderr
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows", [1, 400])
-def test_subnormal_numbers_are_kept_whatever_a_program_has_set(rows: int) -> None:
+def test_subnormal_numbers_are_kept_whatever_the_programs_float_mode(rows: int) -> None:
     """The sum of squares is normal, and what is written is not."""
     x = torch.full((rows, 16), 2.0**-20).bfloat16()
     weight, out = torch.full((16,), 2.0**-130), torch.empty_like(x)

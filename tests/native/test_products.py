@@ -48,7 +48,7 @@ def rounded(x: Tensor) -> Tensor:
     rows=st.integers(1, 50),
     seed=st.integers(0, 99),
 )
-def test_products_are_the_reference_and_rows_are_those_alone(
+def test_products_equal_the_reference_and_rows_are_independent(
     kind: str, biased: bool, outputs: int, blocks: int, rows: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def test_products_are_the_reference_and_rows_are_those_alone(
     assert torch.equal(found, linear(x[:, None].expand(-1, 2, -1))[:, 1])  # twice as many, and not contiguous
 
 
-def test_extreme_inputs_are_those_of_a_row_alone() -> None:
+def test_rows_of_extreme_inputs_are_independent() -> None:
     """Zeros, tiny and huge numbers, and the largest sums of all."""
     torch.manual_seed(0)
     x = torch.randn(19, 256).bfloat16()
@@ -78,7 +78,7 @@ def test_extreme_inputs_are_those_of_a_row_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
-def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_torch_are_equally_accurate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     matrix, bias, x = made(kind, 45, 3), torch.randn(45), torch.randn(7, 96).bfloat16()
     monkeypatch.setattr(packed, "library", lambda: None)
@@ -88,7 +88,7 @@ def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest
     assert ((linear(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 0.02 * wanted.abs().mean()).all()
 
 
-def test_kinds_have_the_sizes_of_the_library() -> None:
+def test_packed_sizes_equal_those_of_the_library() -> None:
     assert {*KINDS} == {*KIND_NUMBERS}
     for name, kind in KINDS.items():
         assert kernels().kvkeep_packed_bytes(KIND_NUMBERS[name], kind.elements, 16) == 16 * kind.packed

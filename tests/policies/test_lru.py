@@ -79,29 +79,29 @@ class Lane:
 
 def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int, threshold: float, rows: int) -> int:
     """Hold every layer and lane against the reference after every step; return the most that came back at once."""
-    model, most = tiny("llama"), 0
+    model, largest = tiny("llama"), 0
     cache = KeepCache(model, method, budget, checkpoint="kv")
     cache.stream.chunk = 1000
     heads = 2
     lanes = [[Lane(budget, limit, threshold) for _ in range(rows * heads)] for _ in cache.layers]
-    own, generator = cache.stream.attend, torch.Generator().manual_seed(seed)
+    honest, generator = cache.stream.attend, torch.Generator().manual_seed(seed)
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
-        nonlocal most
-        output, index = own(module, query, key, value, mask, scaling), module.layer_idx
+        nonlocal largest
+        output, index = honest(module, query, key, value, mask, scaling), module.layer_idx
         grouped = query.unflatten(1, (heads, -1)).flatten(0, 1).double().numpy()
-        held = cache.layers[index].resident.resident_slots()
+        flags = cache.layers[index].resident.resident_slots()
         for number, lane in enumerate(lanes[index]):
             lane.step(grouped[number], key.flatten(0, 1)[number].double().numpy(), scaling)
             where = f"layer {index}, lane {number}, {len(lane.keys)} slots"
-            assert held[number].nonzero().flatten().tolist() == sorted(lane.used), where
-            most = max(most, lane.returned)
+            assert flags[number].nonzero().flatten().tolist() == sorted(lane.used), where
+            largest = max(largest, lane.returned)
         return output
 
     cache.stream.attend = attend
     for count in chunks:
         forward(model, cache, torch.randn(rows, count, 32, generator=generator) * 0.3)
-    return most
+    return largest
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -113,12 +113,12 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 2),
 )
-def test_does_what_the_reference_does(
+def test_lru_keeps_and_recalls_what_the_reference_does(
     budget: int, chunks: list[int], threshold: float, limit: int, seed: int, rows: int
 ) -> None:
     method = f"lru:threshold={threshold}+fetch-on-miss:limit={limit},threshold={threshold}"
     replayed(method, budget, [*chunks, *[1] * 6, 3, *[1] * 4], seed, limit, threshold, rows)
 
 
-def test_the_named_method_recalls_64_at_most_and_does() -> None:
+def test_kv_lru_recalls_at_most_64_entries() -> None:
     assert replayed("kv-lru", 160, [250, *[1] * 8], seed=1, limit=64, threshold=0.0, rows=1) == 64

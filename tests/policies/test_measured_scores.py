@@ -54,7 +54,7 @@ def test_information_is_the_squared_gradient_summed_over_texts(family: str) -> N
     assert [weight.requires_grad for weight in model.parameters()] == flags
 
 
-def test_without_a_text_the_model_writes_its_own() -> None:
+def test_without_a_text_information_is_measured_on_generated_text() -> None:
     one = information(deepcopy(tiny("llama")), geometry("llama"))
     frozen = deepcopy(tiny("llama")).requires_grad_(False)
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def test_layers_share_the_budget_by_information(tmp_path: Path) -> None:
     scores = tmp_path / "scores.txt"
     scores.write_text("8\n4\n3\n1\n")
     cache = KeepCache(tiny("llama"), f"h2o-fisher:least=0.2,scores={scores}", 100)
-    assert [own for (own,) in cache.budgets or ()] == [180, 100, 80, 40]
+    assert [budget_of for (budget_of,) in cache.budgets or ()] == [180, 100, 80, 40]
     cache = KeepCache(tiny("llama"), f"h2o-fisher:scores={scores}+sketch:0.2,swap=1.1", 100, chunk=20)
     step("llama", cache, prompt(1, 200))
     memory = cache.memory()
@@ -100,7 +100,7 @@ def test_scores_are_the_attention_paid_to_the_passkey() -> None:
         torch.testing.assert_close(scores[layer], expected, atol=1e-5, rtol=1e-3)
 
 
-def test_budgets_follow_the_file(tmp_path: Path) -> None:
+def test_budgets_of_heads_follow_the_score_file(tmp_path: Path) -> None:
     (tmp_path / "heads.tsv").write_text("0.9\t0.1\n0.2\t0.8\n0.3\t0.1\n0.7\t0.2\n")
     cache = KeepCache(tiny("llama"), f"duo-attention:retrieval=0.375,scores={tmp_path / 'heads.tsv'}", 40)
     assert cache.budgets is not None
@@ -108,9 +108,9 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
     assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
     assert cache.describe()[0].note == f"by head: {many}, {few}"
     step("llama", cache, prompt(1, 120))
-    held = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
-    assert held == sum(map(sum, cache.budgets)) <= 40 * 8
-    assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
+    entries = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
+    assert entries == sum(map(sum, cache.budgets)) <= 40 * 8
+    assert cache.resident_bytes() == entries * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
         *((name, None, r"scores\.txt': no such file or directory\.$") for name in ("duo-attention", "h2o-fisher")),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, method: str, content: str | None, says: str) -> None:
+def test_an_unsuitable_score_file_is_refused(tmp_path: Path, method: str, content: str | None, says: str) -> None:
     path = tmp_path / "scores.txt"
     if content is not None:
         path.write_text(content)

@@ -16,13 +16,13 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.specs import required
 
 
-def test_a_name_is_its_method() -> None:
+def test_every_method_resolves_by_its_name() -> None:
     for name, method in methods().items():
         assert method.name == name and resolve(name) == method and method.summary and method.source is not None
 
 
 @pytest.mark.parametrize("selector", [name for name, made in SELECTORS.items() if not required(made)])
-def test_a_selector_alone_drops(selector: str) -> None:
+def test_a_selector_without_a_fate_drops(selector: str) -> None:
     for said in (selector, f"{selector}+drop"):
         method = resolve(said)
         assert method.name == said  # as it was written: reports and saved sessions repeat it
@@ -40,7 +40,7 @@ def test_checkpoints_make_any_selector_exact(kind: str) -> None:
     assert "checkpoint" in method.options and method.becomes == "checkpointed"
 
 
-def test_all_parts_take_parameters() -> None:
+def test_every_part_of_a_method_takes_parameters() -> None:
     cache = KeepCache(tiny("llama"), "snapkv:8,kernel=3+checkpoint:residual:3", 32, where="host")
     assert str(cache.spec) == "residual:3"  # of the name; where it has none, the option says
     assert str(KeepCache(tiny("llama"), "window+checkpoint", 32, checkpoint="kv").spec) == "kv"
@@ -120,7 +120,7 @@ def test_all_parts_take_parameters() -> None:
         ("kv-lru+redecode", ["without another recall"]),
     ],
 )
-def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
+def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         resolve(text)
     assert all(word in str(raised.value) for word in words), raised.value
@@ -154,14 +154,14 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
         (BudgetError, {"method": "h2o+verified", "chunk": 3}, 3, "give it at least 4"),
     ],
 )
-def test_what_cannot_be_a_cache_is_said(
+def test_invalid_options_of_a_cache_are_refused_with_their_reason(
     kind: type[KvkeepError], given: dict[str, Any], budget: int | None, words: str
 ) -> None:
     with pytest.raises(kind, match=words):
         KeepCache(tiny("llama"), budget=budget, **{"chunk": None if budget is None else 8} | given)
 
 
-def test_the_least_budget_that_a_sentence_names_is_enough() -> None:
+def test_the_smallest_budget_named_in_a_refusal_is_enough() -> None:
     for method in ("revive", "h2o+quantize:8", "h2o+quantize:2", "lowrank:4", "h2o+sketch:rows=5", "kvslimmer"):
         with pytest.raises(BudgetError, match="give it") as refusal:
             KeepCache(tiny("llama"), method, 12, chunk=8)
@@ -172,7 +172,7 @@ def test_the_least_budget_that_a_sentence_names_is_enough() -> None:
             KeepCache(tiny("llama"), method, least - 1, chunk=8)
 
 
-def test_models_that_a_part_cannot_serve_are_named() -> None:
+def test_models_that_a_part_does_not_support_are_refused() -> None:
     for family in ("gpt2", "deepseek_v3"):
         with pytest.raises(UnsupportedModelError, match=r"merging.*h2o\+merge"):
             KeepCache(tiny(family), "kvslimmer:sinks=4", 32)

@@ -59,18 +59,18 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_second_derivatives_are_the_papers(seed: int) -> None:
+def test_curvatures_equal_the_second_derivatives(seed: int) -> None:
     """Eqs. 20-22: h = (E c) q q^T / d."""
     case = Case(seed)
-    (own, both), (_, other) = case.hessian(case.gradient)
+    (first, both), (_, other) = case.hessian(case.gradient)
     outer = torch.outer(case.query, case.query) * SCALE**2
     c11, c22, c12 = (c[0, 0] for c in curvatures(case.pairs()))
-    for block, curvature in ((own, c11), (other, c22), (both, c12)):
+    for block, curvature in ((first, c11), (other, c22), (both, c12)):
         torch.testing.assert_close(block, (case.gradient @ curvature) * outer)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_residuals_are_parallel_the_closed_form_is_the_best_share(seed: int) -> None:
+def test_the_closed_form_is_the_best_share_if_residuals_are_parallel(seed: int) -> None:
     """There Eq. 32 holds exactly. Tried by brute force: of the second-order loss, with Hessians by automatic
     differentiation, and of the loss of Eq. 1 itself, the squared change of the output when both keys are replaced."""
     case = Case(seed, entries=40, line=True)
@@ -78,18 +78,18 @@ def test_where_residuals_are_parallel_the_closed_form_is_the_best_share(seed: in
     assert 0 < share < 1
     before = case.output(*case.keys[:2])
     gradient = case.values[0] - before  # along the line
-    (own, both), (_, other) = case.hessian(gradient)
+    (first, both), (_, other) = case.hessian(gradient)
 
     def second_order(key: torch.Tensor) -> torch.Tensor:
         one, two = key - case.keys[0], key - case.keys[1]
-        return one @ own @ one / 2 + one @ both @ two + two @ other @ two / 2
+        return one @ first @ one / 2 + one @ both @ two + two @ other @ two / 2
 
     assert share == pytest.approx(case.best(second_order), abs=2e-3)
     replaced = case.best(lambda key: (case.output(key, key) - before).square().sum())
     assert share == pytest.approx(replaced, abs=0.05)  # the first derivatives weigh by a, not by a (1 - 2 a)
 
 
-def test_where_the_output_lies_between_the_values_the_closed_form_is_off() -> None:
+def test_the_closed_form_is_wrong_if_the_output_lies_between_the_values() -> None:
     """Eq. 32 takes both residuals to have the same angle with the gradient. Where they point apart, the best share is
     outside [0, 1], which no average of the two keys can be, and norms do not see it."""
     case = Case(1, entries=40, line=True)
@@ -101,12 +101,12 @@ def test_where_the_output_lies_between_the_values_the_closed_form_is_off() -> No
     assert 0 < float(KVSlimmer().share(case.pairs())) < 1
 
 
-def test_shares_leave_the_segment_where_one_has_most_of_the_attention() -> None:
+def test_shares_leave_the_segment_if_one_entry_has_most_attention() -> None:
     case = Case(2, line=True)
     pairs = case.pairs()
-    most, nothing = (
+    uneven, nothing = (
         Pairs(pairs.keys, pairs.values, tuple(torch.tensor(given).view(2, 1, 1)), pairs.output, None, pairs.real)
         for given in ((0.6, 0.01), (0.0, 0.0))
     )
-    assert not 0 <= float(KVSlimmer().share(most)) <= 1
+    assert not 0 <= float(KVSlimmer().share(uneven)) <= 1
     assert KVSlimmer().share(nothing).isnan().all()

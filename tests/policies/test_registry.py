@@ -42,7 +42,7 @@ def test_names_are_unambiguous() -> None:
     assert all(name == name.lower().strip() and not set(name) & set(":+,= ") for name in every)
 
 
-def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
+def test_a_registered_part_is_a_method_and_may_be_registered_again() -> None:
     for _ in range(2):
         register("oldest", Oldest)
     assert resolve("oldest:few=5+checkpoint").selector == Oldest(5) and "oldest" in methods()
@@ -53,19 +53,19 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
         assert spec != "oldest" or all(states[..., :80].all() for states in cache.entry_states())
 
 
-def test_a_parameter_that_may_name_a_file_is_marked_and_can_be_refused() -> None:
+def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
     """Every parameter that is text is either marked or one of a few words; a part of others is refused as our own."""
 
     class Taught(Oldest):
         files = ("taught",)
         taught: str = ""
 
-    class Told(Drop):
-        files = ("told",)
-        told: str = ""
+    class Noted(Drop):
+        files = ("note",)
+        note: str = ""
 
     register("taught", dataclass(frozen=True)(Taught))
-    register("told", dataclass(frozen=True)(Told))
+    register("note", dataclass(frozen=True)(Noted))
     words = {"checkpoint": {"kind"}, "merge": {"by"}, "sketch": {"estimate", "by", "keys"}, "tiers": {"without"}}
     words |= {"streaming-llm": {"positions"}, "kvpress": {"press"}}
     marked = set()
@@ -77,7 +77,7 @@ def test_a_parameter_that_may_name_a_file_is_marked_and_can_be_refused() -> None
             marked |= {(name, one) for one in part.files}
     marked -= {("kvpress", "options")}  # of the lab, for a package that need not be here
     scores = {(name, "scores") for name in ("duo-attention", "h2o-fisher")}
-    assert marked == scores | {("taught", "taught"), ("told", "told")}
+    assert marked == scores | {("taught", "taught"), ("note", "note")}
     for name, one in marked:
         spec = f"h2o+{name}" if name in FATES else name
         with pytest.raises(UsageError, match=f"The '{one}' of '{name}' may name a file"):
@@ -104,7 +104,7 @@ def test_a_parameter_that_may_name_a_file_is_marked_and_can_be_refused() -> None
         *(("thing", part, "no selector, fate, recall or preset") for part in (int, Oldest())),
     ],
 )
-def test_what_cannot_be_registered_is_said(name: str, part: type[Selector], words: str) -> None:
+def test_invalid_registrations_are_refused(name: str, part: type[Selector], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         register(name, part)
 
@@ -154,7 +154,7 @@ THINGS: dict[str, type[Any]] = {"thing": Thing, "word": Word, "bare": Bare, "siz
         ("sized:7", Sized(7)),
     ],
 )
-def test_parameters(text: str, made: Any) -> None:
+def test_parameters_are_parsed_by_name_and_position(text: str, made: Any) -> None:
     built = build("thing", text, THINGS)
     assert built == made and [*map(type, vars(built).values())] == [*map(type, vars(made).values())]
 
@@ -174,7 +174,7 @@ def test_parameters(text: str, made: Any) -> None:
         ("sized", ["kind 'sized' needs size"]),
     ],
 )
-def test_what_is_not_understood_is_said(text: str, words: list[str]) -> None:
+def test_invalid_parameters_are_refused(text: str, words: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         build("kind", text, THINGS)
     assert all(word in str(raised.value) for word in words), raised.value

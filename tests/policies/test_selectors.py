@@ -59,16 +59,16 @@ class Step:
     value: Array
     output: Array
     scaling: float
-    held: Array
+    kept_flags: Array
 
 
 def watched(cache: KeepCache) -> list[list[Step]]:
     """Record the attention calls of every layer."""
     steps: list[list[Step]] = [[] for _ in cache.layers]
-    own = cache.stream.attend
+    honest = cache.stream.attend
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
-        output, index = own(module, query, key, value, mask, scaling), module.layer_idx
+        output, index = honest(module, query, key, value, mask, scaling), module.layer_idx
         parts = (part.double().numpy() for part in (query, key, value, output))
         steps[index].append(Step(*parts, scaling, cache.layers[index].resident.resident_slots().numpy()))
         return output
@@ -93,7 +93,7 @@ class Rule:
 
     ties = 0.0
 
-    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+    def inspect(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
         """Look at a step, and at all keys and values so far, (kv_heads, slots, dim), before :meth:`observe`."""
 
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
@@ -164,7 +164,7 @@ class Expected(Rule):
     def __init__(self, future: int, sinks: int, epsilon: float = 0.0) -> None:
         self.future, self.sinks, self.epsilon = future, sinks, epsilon
 
-    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+    def inspect(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
         self.fresh, slots, query = None, keys.shape[1], step.query[row]
         first, dim = slots - query.shape[1], keys.shape[2]
         asking = [place for place in range(first, slots) if place >= self.sinks]
@@ -177,17 +177,17 @@ class Expected(Rule):
             before = np.stack([rotation(place, dim).T @ query[head, place - first] for place in asking])
             mean = mean_rotation @ before.mean(0)
             covariance = mean_rotation @ np.cov(before.T, bias=True) @ mean_rotation.T
-            own = head // group
-            scored = [slot for slot in range(self.sinks, slots) if kept[own, slot]]
+            kv_head = head // group
+            scored = [slot for slot in range(self.sinks, slots) if kept[kv_head, slot]]
             exponents = np.array(
                 [
-                    mean @ keys[own, slot] * step.scaling
-                    + keys[own, slot] @ covariance @ keys[own, slot] * step.scaling**2 / 2
+                    mean @ keys[kv_head, slot] * step.scaling
+                    + keys[kv_head, slot] @ covariance @ keys[kv_head, slot] * step.scaling**2 / 2
                     for slot in scored
                 ]
             )
             weights = np.exp(exponents - exponents.max())
-            self.fresh[own, scored] += weights / weights.sum() / group
+            self.fresh[kv_head, scored] += weights / weights.sum() / group
         self.fresh = (self.fresh + self.epsilon) * np.sqrt((values**2).sum(-1))
 
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
@@ -236,13 +236,13 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
         scores, kept = (np.pad(rows, ((0, 0), (0, new))) for rows in (scores, kept))
         slots = keys.shape[1]
         lanes = slice(row * heads, (row + 1) * heads)
-        nudge = 1 + rule.ties * step.held[lanes]
+        nudge = 1 + rule.ties * step.kept_flags[lanes]
         if new == 1:  # a single token takes its place before it attends
             kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget - 1)
         kept[:, slots - new :] = True
         causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
         weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
-        rule.look(step, row, keys, values, kept)
+        rule.inspect(step, row, keys, values, kept)
         scores = rule.observe(scores, weights.mean(1), kept)
         if new > 1:
             kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget)
@@ -250,13 +250,13 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
 
 
 def assert_follows(cache: KeepCache, steps: list[list[Step]], rule: Rule, budgets: list[int]) -> None:
-    for index, (layer, own) in enumerate(zip(cache.layers, steps, strict=True)):
+    for index, (layer, layer_steps) in enumerate(zip(cache.layers, steps, strict=True)):
         for row in range(layer.rows):
             lanes = slice(row * layer.heads, (row + 1) * layer.heads)
-            found = zip(own, followed(rule, own, row, budgets[index]), strict=True)
+            found = zip(layer_steps, followed(rule, layer_steps, row, budgets[index]), strict=True)
             for number, (step, (kept, output)) in enumerate(found):
                 where = f"layer {index}, row {row}, step {number}"
-                np.testing.assert_array_equal(step.held[lanes], kept, where)
+                np.testing.assert_array_equal(step.kept_flags[lanes], kept, where)
                 np.testing.assert_allclose(step.output[row], output, atol=2e-5, rtol=2e-4, err_msg=where)
 
 
@@ -285,7 +285,9 @@ RULES: dict[str, Rule] = {
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 2),
 )
-def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: int, seed: int, rows: int) -> None:
+def test_every_selector_keeps_what_its_reference_keeps(
+    method: str, chunks: list[int], budget: int, seed: int, rows: int
+) -> None:
     cache = KeepCache(model(), method, budget)
     cache.stream.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
     steps = watched(cache)
@@ -293,29 +295,30 @@ def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: 
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("recall", "lengths", "taken"),
+    [
+        # A first chunk that fits, one that overflows, decoding, a second turn, and decoding again.
+        ("", [5, 30, *[1] * 15, 9, 2, *[1] * 6], [5, 14, 16, *[1] * 15, 9, 2, *[1] * 6]),
+        # All of a prompt is attended, whatever the budget, and all its entries compete once; so in a second turn.
+        ("+oneshot", [70, *[1] * 10, 40, *[1] * 5], [70, *[1] * 10, 40, *[1] * 5]),
+    ],
+    ids=["chunks", "oneshot"],
+)
 @pytest.mark.parametrize("method", RULES)
-def test_keeps_what_the_reference_keeps_between_short_and_long_chunks(method: str) -> None:
-    """A first chunk that fits, one that overflows, decoding, a second turn, and decoding again. And the comparison
-    tells selectors apart: all but one do not follow the rule of that one."""
-    cache = KeepCache(model(), method, 18, chunk=16)
+def test_every_selector_keeps_what_its_reference_keeps_in_two_turns(
+    method: str, recall: str, lengths: list[int], taken: list[int]
+) -> None:
+    """And the comparison tells selectors apart: all but one do not follow the rule of that one."""
+    cache = KeepCache(model(), method + recall, 18, chunk=None if recall else 16)
     steps = watched(cache)
-    read(cache, [5, 30, *[1] * 15, 9, 2, *[1] * 6], seed=3, rows=2)
-    assert [step.key.shape[2] for step in steps[0][:3]] == [5, 14, 16]  # taken in chunks
+    read(cache, lengths, seed=3, rows=2)
+    assert [step.key.shape[2] for step in steps[0]] == taken
     assert_follows(cache, steps, RULES[method], [18] * LAYERS)
-    assert steps[0][-1].held.sum(1).tolist() == [18] * 4
+    assert steps[0][-1].kept_flags.sum(1).tolist() == [18] * 4
     if method != "window":
         with pytest.raises(AssertionError, match="layer"):
             assert_follows(cache, steps, RULES["window"], [18] * LAYERS)
-
-
-@pytest.mark.parametrize("method", RULES)
-def test_of_a_prompt_read_at_once_it_keeps_what_the_reference_keeps(method: str) -> None:
-    """All of it is attended, whatever the budget, and all its entries compete once; so in a second turn."""
-    cache = KeepCache(model(), f"{method}+oneshot", 18)
-    steps = watched(cache)
-    read(cache, [70, *[1] * 10, 40, *[1] * 5], seed=4, rows=2)
-    assert [step.key.shape[2] for step in steps[0]] == [70, *[1] * 10, 40, *[1] * 5]
-    assert_follows(cache, steps, RULES[method], [18] * LAYERS)
 
 
 # -- pyramidkv: the same votes, other budgets --------------------------------------------------------
@@ -336,22 +339,24 @@ def pyramid(entries: int, window: int, beta: float, layers: int) -> list[int]:
         ("pyramidkv:window=5,kernel=3,beta=1", 17, 5, 3, 1.0),  # beta 1: no pyramid
     ],
 )
-def test_pyramidkv(text: str, entries: int, window: int, kernel: int, beta: float) -> None:
+def test_pyramidkv_keeps_what_its_reference_keeps(
+    text: str, entries: int, window: int, kernel: int, beta: float
+) -> None:
     cache = KeepCache(model(), text, entries, chunk=16)
     budgets = pyramid(entries, window, beta, LAYERS)
     steps = watched(cache)
     read(cache, [7, 40, *[1] * 20], seed=5)  # the chunk is longer than the last layer's budget
     assert_follows(cache, steps, Votes(window, kernel), budgets)
-    assert [int(own[-1].held[0].sum()) for own in steps] == budgets
+    assert [int(layer_steps[-1].kept_flags[0].sum()) for layer_steps in steps] == budgets
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(layers=st.integers(1, 60), entries=st.integers(1, 300), window=st.integers(1, 64), beta=st.floats(1, 50))
-def test_pyramidkv_spends_what_it_has_and_narrows_its_window_to_half_the_budget(
+def test_pyramidkv_spends_the_budget_and_limits_its_window_to_half_of_it(
     layers: int, entries: int, window: int, beta: float
 ) -> None:
     geometry = ModelGeometry.from_config(LlamaConfig(num_hidden_layers=layers))
-    budgets = [own for (own,) in PyramidKV(window=window, beta=beta).budgets(None, geometry, entries)]
+    budgets = [entry_count for (entry_count,) in PyramidKV(window=window, beta=beta).budgets(None, geometry, entries)]
     assert budgets == sorted(budgets, reverse=True) and budgets[-1] >= min(window, entries // 2)
     assert entries * layers - layers <= sum(budgets) <= entries * layers
     if layers > 1:
@@ -379,9 +384,9 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
     cache = KeepCache(model(), "random:seed=4", 16)
     steps = watched(cache)
     read(cache, [33, 7, *[1] * 20], seed=9, rows=2)  # another text, other chunks, more rows: the same draws
-    for own, scores in zip(steps, by_layer, strict=True):
+    for layer_steps, scores in zip(steps, by_layer, strict=True):
         length, previous = 0, np.zeros((4, 0), dtype=bool)
-        for step in own:
+        for step in layer_steps:
             before, length = length, length + step.key.shape[2]
             kept = np.pad(previous, ((0, 0), (0, length - before)))
             rank = np.tile(scores[:, :length], (2, 1))
@@ -389,7 +394,7 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
                 kept = best(rank, kept, 15)
             kept[:, before:] = True
             previous = best(rank, kept, 16)
-            assert (step.held == previous).all()
+            assert (step.kept_flags == previous).all()
 
 
 def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> None:
@@ -400,7 +405,7 @@ def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> No
     assert len({tuple(np.argsort(row)) for row in rows}) == len(rows)  # not one order shifted
 
 
-def test_random_draws_are_even() -> None:
+def test_random_draws_are_uniform() -> None:
     """Mean and spread of uniform numbers in [0, 1), within four standard errors; first and last slots alike."""
     drawn = np.stack([layer for seed in range(20) for layer in draws(seed, [60])]).reshape(-1, 60)
     assert drawn.min() >= 0 and drawn.max() < 1
@@ -415,7 +420,7 @@ def test_random_draws_are_even() -> None:
 # -- h2o with a half-life ------------------------------------------------------------------------------
 
 
-def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
+def test_a_half_life_makes_scores_independent_of_arrival() -> None:
     """Each entry is given as much by every query that can see it: its mark is that, from a chunk on or from a step."""
     selector, given, scores = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
     for low, high in [(0, 30), (30, 70), *((slot, slot + 1) for slot in range(70, 120))]:
@@ -427,7 +432,7 @@ def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
         torch.testing.assert_close(scores, given[:, :high])
 
 
-def test_with_a_half_life_attention_of_long_ago_fades() -> None:
+def test_a_half_life_halves_old_attention() -> None:
     selector, slots, scores = H2O(halflife=50), torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
     for step in range(500, 550):
         scores = selector.observe(Candidates(slots, scores, 0, step, 1, 2, 1, 0), torch.tensor([[0.0, 1.0]]), 1)

@@ -52,13 +52,13 @@ LINES = pytest.StashKey[Lines]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    own = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("soak"))}
-    wanted = {*own.values()} if SOAK == "all" else {int(number) for number in SOAK.split(",") if number}
-    if unknown := wanted - {*own.values()}:
-        raise pytest.UsageError(f"There is no check {min(unknown)}; there are {sorted({*own.values()})}.")
-    left = [item for item in items if (own[item] in wanted if item in own else not SOAK)]
+    numbers = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("soak"))}
+    wanted = {*numbers.values()} if SOAK == "all" else {int(number) for number in SOAK.split(",") if number}
+    if unknown := wanted - {*numbers.values()}:
+        raise pytest.UsageError(f"There is no check {min(unknown)}; there are {sorted({*numbers.values()})}.")
+    left = [item for item in items if (numbers[item] in wanted if item in numbers else not SOAK)]
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
-    items[:] = sorted(left, key=lambda item: own[item]) if SOAK else left
+    items[:] = sorted(left, key=lambda item: numbers[item]) if SOAK else left
 
 
 @pytest.fixture

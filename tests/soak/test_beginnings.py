@@ -14,8 +14,7 @@ from running import TEXT, Program, bearer, figures, program
 
 from kvkeep.models.loading import Loaded
 
-CLIENTS, SYSTEM, OWN, NEW = 20, 1000, 12, 16
-KINDS: list[dict[str, Any]] = [{"method": "full"}, {"method": "kv-direct", "budget": 256}]
+CLIENTS, SYSTEM, SUFFIX, NEW = 20, 1000, 12, 16
 
 
 @pytest.mark.real
@@ -23,29 +22,32 @@ KINDS: list[dict[str, Any]] = [{"method": "full"}, {"method": "kv-direct", "budg
 @pytest.mark.parametrize(
     "kind", [{"method": "full"}, {"method": "kv-direct", "budget": 256}], ids=["full", "kv-direct"]
 )
-def test_a_system_prompt_is_read_once(kind: dict[str, Any], real: Loaded, say: Any, tmp_path: Path) -> None:
+def test_a_shared_system_prompt_is_read_once(kind: dict[str, Any], real: Loaded, say: Any, tmp_path: Path) -> None:
     dice = random.Random(0)
     system = dice.choices(range(1000, 20_000), k=SYSTEM)
-    prompts = [[*system, *dice.choices(range(1000, 20_000), k=OWN)] for _ in range(CLIENTS)]
+    prompts = [[*system, *dice.choices(range(1000, 20_000), k=SUFFIX)] for _ in range(CLIENTS)]
     wanted = []
     for number, prompt in enumerate(prompts):
-        own = Alone(real, **kind)
-        own.answer(prompt, NEW)
-        wanted.append(own.text)
+        single = Alone(real, **kind)
+        single.answer(prompt, NEW)
+        wanted.append(single.text)
         say.progress(f"{number + 1} of {CLIENTS} alone")
     with program("--memory", "512MB", "-x", "full", "--sessions", str(tmp_path)) as running:
-        found = asyncio.run(asked(running, prompts, kind))
+        found = asyncio.run(answers_of(running, prompts, kind))
         counts = figures(running.address)
     assert [text for text, _ in found] == wanted
     assert sorted(cached for _, cached in found) == [0, *[SYSTEM] * (CLIENTS - 1)]
-    held = sum(value for name, value in counts.items() if name.startswith("kvkeep_cache_bytes") and "disk" not in name)
+    cache_bytes = sum(
+        value for name, value in counts.items() if name.startswith("kvkeep_cache_bytes") and "disk" not in name
+    )
     say(
-        f"{CLIENTS} clients at once with {SYSTEM} tokens of system prompt and {OWN} of their own, {kind['method']}: "
-        f"{SYSTEM + CLIENTS * OWN} tokens read of {CLIENTS * (SYSTEM + OWN)}, answers as alone, {held / 1e6:.0f} MB"
+        f"{CLIENTS} clients at once with {SYSTEM} tokens of system prompt and {SUFFIX} of their own, {kind['method']}: "
+        f"{SYSTEM + CLIENTS * SUFFIX} tokens read of {CLIENTS * (SYSTEM + SUFFIX)}, answers as alone, "
+        f"{cache_bytes / 1e6:.0f} MB"
     )
 
 
-async def asked(running: Program, prompts: list[list[int]], kind: dict[str, Any]) -> list[tuple[str, int]]:
+async def answers_of(running: Program, prompts: list[list[int]], kind: dict[str, Any]) -> list[tuple[str, int]]:
     """Ask all at once; return texts, and the tokens that were not read again."""
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> tuple[str, int]:

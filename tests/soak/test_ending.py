@@ -42,12 +42,12 @@ class Talk:
 
     number: int
     loaded: Loaded
-    alone: Alone | None = None
+    reference: Alone | None = None
     name: str = ""
     ids: list[int] = field(default_factory=list)  # prompt and answer of all turns that are known to have ended
     begun: int = 0
     turns: int = 0  # in all
-    held: int = 0  # tokens that the server has of the session, as far as is known
+    saved: int = 0  # tokens that the server has of the session, as far as is known
     went_on: int = 0  # tokens of turns before a kill that were not read again after it
 
     @property
@@ -60,37 +60,37 @@ class Talk:
             return
         found = httpx.get(f"{running.address}/v1/sessions/{self.name}", headers=bearer())
         tokens = found.json()["tokens"] if found.status_code == 200 else 0
-        assert tokens >= self.held, (self.name, tokens, self.held)
-        if tokens > self.held:  # it was saved, and the server killed before it could say so
+        assert tokens >= self.saved, (self.name, tokens, self.saved)
+        if tokens > self.saved:  # it was saved, and the server killed before it could say so
             self.heard(None)
-            assert tokens == self.held, (self.name, tokens, self.held)
+            assert tokens == self.saved, (self.name, tokens, self.saved)
         self.went_on += tokens
 
     def next(self) -> tuple[list[int], int]:
         """What is asked next: the prompt, and the tokens of its answer. The same again for a turn that was lost."""
         if not self.name or len(self.ids) > POSITIONS:
             self.begun += 1
-            self.name, self.ids, self.held = f"talk-{self.number}-{self.begun}", [], 0
+            self.name, self.ids, self.saved = f"talk-{self.number}-{self.begun}", [], 0
             with LOCK:
-                self.alone = Alone(self.loaded, **self.kind)
+                self.reference = Alone(self.loaded, **self.kind)
         dice = random.Random(f"{self.name} {len(self.ids)}")
         return [*self.ids, *dice.choices(range(5, 97), k=dice.randint(3, 30))], dice.randint(4, 24)
 
     def heard(self, text: str | None) -> None:
         """A turn has ended, with this text where it was heard."""
         prompt, new = self.next()
-        assert self.alone is not None
+        assert self.reference is not None
         with LOCK:
-            self.ids = [*prompt, *self.alone.answer(prompt, new)]
-        self.held, self.turns = len(self.ids) - 1, self.turns + 1
-        assert text in (None, self.alone.text), self.name
+            self.ids = [*prompt, *self.reference.answer(prompt, new)]
+        self.saved, self.turns = len(self.ids) - 1, self.turns + 1
+        assert text in (None, self.reference.text), self.name
 
-    def go_on(self, running: Program, told: Callable[[], None]) -> None:
+    def continue_until_gone(self, running: Program, on_event: Callable[[], None]) -> None:
         """Ask for turn after turn, until the server is gone."""
         with suppress(httpx.TransportError):
             while True:
                 prompt, new = self.next()
-                kind = {"session": self.name, **({} if self.held else self.kind)}
+                kind = {"session": self.name, **({} if self.saved else self.kind)}
                 body = {"model": running.model, "prompt": prompt, "max_tokens": new, "temperature": 0, "kvkeep": kind}
                 text, reason = "", None
                 options = {"stream_options": {"include_usage": True}}
@@ -104,17 +104,15 @@ class Talk:
                                 reason = event["choices"][0]["finish_reason"] or reason
                             else:
                                 cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-                                assert cached == self.held, (self.name, cached, self.held)
-                            told()
+                                assert cached == self.saved, (self.name, cached, self.saved)
+                            on_event()
                 if reason is None:
                     raise httpx.ReadError("the stream broke off")
                 self.heard(text)
 
 
 @pytest.mark.soak(3)
-def test_kills_in_the_middle_of_answers_lose_nothing_that_was_told(
-    model_folder: Path, tmp_path: Path, say: Any
-) -> None:
+def test_kills_during_answers_lose_no_finished_turn(model_folder: Path, tmp_path: Path, say: Any) -> None:
     folder, loaded, kills = tmp_path / "s", kvkeep.load(str(model_folder)), 20
     options = ["--model", str(model_folder), "--memory", "8MB", "-x", "full", "--sessions", str(folder)]
     talks, dice, answering = [Talk(number, loaded) for number in range(8)], random.Random(3), 0
@@ -125,16 +123,16 @@ def test_kills_in_the_middle_of_answers_lose_nothing_that_was_told(
             pieces, enough = [0], dice.randint(20, 400)
             reached = threading.Event()
 
-            def told(pieces: list[int] = pieces, enough: int = enough, reached: threading.Event = reached) -> None:
+            def on_event(pieces: list[int] = pieces, enough: int = enough, reached: threading.Event = reached) -> None:
                 pieces[0] += 1
                 if pieces[0] >= enough:
                     reached.set()
 
             faults: list[BaseException] = []
 
-            def talking(talk: Talk, running: Program = running, told: Any = told, faults: Any = faults) -> None:
+            def talking(talk: Talk, running: Program = running, on_event: Any = on_event, faults: Any = faults) -> None:
                 try:
-                    talk.go_on(running, told)
+                    talk.continue_until_gone(running, on_event)
                 except BaseException as error:
                     faults.append(error)
 
@@ -177,7 +175,7 @@ SESSIONS, GRACE = 8, 3
 def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_path: Path) -> None:
     options = ["--memory", "600MB", "-x", "full", "--sessions", str(tmp_path), "--grace", str(GRACE)]
     kinds = [KINDS[number % len(KINDS)] for number in range(SESSIONS)]
-    alone = [Alone(real, **kind) for kind in kinds]
+    references = [Alone(real, **kind) for kind in kinds]
     first = [random.Random(number).choices(range(1000, 20_000), k=80) for number in range(SESSIONS)]
     heard: list[str] = ["" for _ in range(SESSIONS)]
     reasons: list[str | None] = [None] * SESSIONS
@@ -202,11 +200,11 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
         start = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(30) == 0
-        took = time.monotonic() - start
+        elapsed = time.monotonic() - start
         for thread in threads:
             thread.join(30)
-    assert took < 10 and set(reasons) == {"length"}, (took, reasons)
-    say.progress(f"gone within {took:.1f} s")
+    assert elapsed < 10 and set(reasons) == {"length"}, (elapsed, reasons)
+    say.progress(f"gone within {elapsed:.1f} s")
     known = {}
     for info in SessionStore(tmp_path).sessions():
         assert not info.problem and not info.held and info.turns == 1
@@ -215,21 +213,21 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     assert len(known) == SESSIONS
     cut = read = 0
     with program(*options) as running:
-        for number, own in enumerate(alone):
+        for number, reference in enumerate(references):
             ids = known[number]
             new = len(ids) - len(first[number]) + 1  # the last token was told, and not read
-            answer = own.answer(first[number], new)
-            assert ids == [*first[number], *answer[:-1]] and own.text == heard[number], number
+            answer = reference.answer(first[number], new)
+            assert ids == [*first[number], *answer[:-1]] and reference.text == heard[number], number
             prompt = [*first[number], *answer, 2000, 3000, 4000]
             body = {"model": running.model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
             found = post(running.address, {**body, "kvkeep": {"session": f"talk-{number}"}}, path=TEXT).json()
-            own.answer(prompt, 8)
-            assert found["choices"][0]["text"] == own.text, number
+            reference.answer(prompt, 8)
+            assert found["choices"][0]["text"] == reference.text, number
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids)
             cut, read = cut + new, read + len(prompt) - len(ids)
             say.progress(f"{number + 1} of {SESSIONS} go on")
     say(
-        f"SIGTERM with --grace {GRACE} beside {SESSIONS} answers of 2,000 tokens: gone within {took:.1f} s, all "
+        f"SIGTERM with --grace {GRACE} beside {SESSIONS} answers of 2,000 tokens: gone within {elapsed:.1f} s, all "
         f"{cut:,} tokens told are saved; after a restart the next turns read their own {read} tokens only, answers as "
         "alone"
     )

@@ -79,7 +79,7 @@ class Leaving:
 
 
 @pytest.mark.parametrize("cycles", [12, pytest.param(1000, marks=pytest.mark.soak(5))])
-def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
+def test_clients_that_disconnect_leave_nothing_behind(
     cycles: int, say: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two at a time: the memory is one answer's, so that the second waits behind the first."""
@@ -164,7 +164,7 @@ MEASURED, TOKENS, SLOW, ENDLESS, ROUNDS = 4, 48, 2, 20, 7
 
 @pytest.mark.real
 @pytest.mark.soak(6)
-def test_clients_that_never_read_or_never_end_a_header_slow_nobody(say: Any, tmp_path: Path) -> None:
+def test_slow_clients_do_not_slow_others(say: Any, tmp_path: Path) -> None:
     """In both halves of a round as many answers are written; in one, some of their readers are slow."""
     options = ["--memory", "500MB", "-x", "h2o", "-b", "128", "--sessions", str(tmp_path)]
     ratios, read = list[float](), list[int]()
@@ -203,7 +203,7 @@ async def gaps(running: Program, count: int, more: int) -> list[float]:
     async with httpx.AsyncClient(headers=bearer(), timeout=120) as client:
         every = await asyncio.gather(*(one(client, number) for number in range(count + more)))
     begun = max(times[0] for times in every)
-    return [after - before for own in every[:count] for before, after in pairwise(own) if before >= begun]
+    return [after - before for times in every[:count] for before, after in pairwise(times) if before >= begun]
 
 
 def body(running: Program, number: int) -> dict[str, Any]:
@@ -232,8 +232,8 @@ def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for number in range(SLOW):
-            own = stack.enter_context(raw(running.address, body(running, MEASURED + number), TEXT))
-            threads.append(threading.Thread(target=reads, args=(own,)))
+            reader = stack.enter_context(raw(running.address, body(running, MEASURED + number), TEXT))
+            threads.append(threading.Thread(target=reads, args=(reader,)))
         threads += [threading.Thread(target=asks) for _ in range(ENDLESS)]
         for thread in threads:
             thread.start()

@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, running: Program) -> None:
         self.running, self.cache, self.process, self.limit = running, list[float](), list[int](), 0.0
 
-    def look(self) -> None:
+    def scrape(self) -> None:
         """Scrape once."""
         found = figures(self.running.address)
         kinds = {name: value for name, value in found.items() if name.startswith("kvkeep_cache_bytes")}
@@ -55,7 +55,7 @@ class Watch:
 
         def looks() -> None:
             while not over.wait(0.1):
-                self.look()
+                self.scrape()
 
         thread = threading.Thread(target=looks)
         thread.start()
@@ -68,20 +68,20 @@ class Watch:
 
 @pytest.mark.real
 @pytest.mark.soak(2)
-def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
+def test_a_hundred_sessions_run_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
     kinds = [kind for kind, _ in zip(itertools.cycle(METHODS), range(SESSIONS), strict=False)]
     tokens = PROMPT + (TURNS - 1) * MORE + TURNS * NEW
     each = [peak_bytes(KeepCache(real.model, **kind), tokens) for kind in METHODS]
     memory = FIT * sum(each) // len(each) // 10**6 + 1  # MB
     prompts, wanted = [], []
     for number, kind in enumerate(kinds):
-        own, ids = Alone(real, **kind), list[int]()
+        single, ids = Alone(real, **kind), list[int]()
         for turn in range(TURNS):
             dice = random.Random(f"{number} {turn}")
             ids = [*ids, *dice.choices(range(1000, 20_000), k=MORE if turn else PROMPT)]
             prompts.append(ids)
-            ids = [*ids, *own.answer(ids, NEW)]
-            wanted.append(own.text)
+            ids = [*ids, *single.answer(ids, NEW)]
+            wanted.append(single.text)
         if number % 10 == 9:
             say.progress(f"{number + 1} of {SESSIONS} alone")
     options = ["--memory", f"{memory}MB", "--waiting", str(SESSIONS), "-x", "full", "--sessions", str(tmp_path)]
@@ -89,7 +89,7 @@ def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: 
         turns = [Watch(running) for _ in range(TURNS)]
         for turn, watch in enumerate(turns):
             with watch.looking():
-                found = asyncio.run(asked(running, prompts[turn::TURNS], kinds if turn == 0 else None))
+                found = asyncio.run(answers_of(running, prompts[turn::TURNS], kinds if turn == 0 else None))
             for number, (text, cached) in enumerate(found):
                 assert text == wanted[number * TURNS + turn], (number, turn, kinds[number])
                 assert turn == 0 or cached == len(prompts[number * TURNS + turn - 1]) + NEW - 1, (number, turn, cached)
@@ -110,7 +110,7 @@ def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: 
     )
 
 
-async def asked(
+async def answers_of(
     running: Program, prompts: list[list[int]], kinds: list[dict[str, Any]] | None
 ) -> list[tuple[str, int]]:
     """Ask for one turn of every session; return texts, and the tokens that were not read again."""
@@ -118,9 +118,9 @@ async def asked(
 
     async def one(client: httpx.AsyncClient, number: int) -> tuple[str, int]:
         body = {"model": running.model, "prompt": prompts[number], "max_tokens": NEW, "temperature": 0}
-        own = {"session": f"talk-{number}", **({} if kinds is None else kinds[number])}
+        session = {"session": f"talk-{number}", **({} if kinds is None else kinds[number])}
         async with free:
-            found = (await client.post(running.address + TEXT, json={**body, "kvkeep": own})).json()
+            found = (await client.post(running.address + TEXT, json={**body, "kvkeep": session})).json()
         return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     async with httpx.AsyncClient(headers=bearer(), timeout=600) as client:

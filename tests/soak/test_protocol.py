@@ -41,27 +41,22 @@ NEW = 32
 
 
 def asking(question: str) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": NEW,
-        "temperature": 0,
-    }
+    return {"model": "tiny", "messages": [{"role": "user", "content": question}], "max_tokens": NEW, "temperature": 0}
 
 
 @pytest.mark.real
 @pytest.mark.soak(1)
-def test_openais_client_is_told_all_that_it_asks_for(real: Loaded, say: Any, tmp_path: Path) -> None:
-    alone = {}
+def test_openais_client_gets_correct_answers_and_typed_errors(real: Loaded, say: Any, tmp_path: Path) -> None:
+    single = {}
     for question in QUESTIONS:
         ids = encode(real.tokenizer, asking(question)["messages"])
         made = kvkeep.generate(real.model, real.tokenizer, ids, KeepCache(real.model, "full"), max_new_tokens=NEW)
-        alone[question] = made.text, len(ids), len(made.tokens)
+        single[question] = made.text, len(ids), len(made.tokens)
     streaming: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     seen = Counter[str]()
 
     def check(question: str, text: str | None, usage: Any) -> None:
-        assert (text, usage.prompt_tokens, usage.completion_tokens) == alone[question], question
+        assert (text, usage.prompt_tokens, usage.completion_tokens) == single[question], question
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         seen["answers"] += 1
         seen["tokens"] += usage.completion_tokens
@@ -75,19 +70,19 @@ def test_openais_client_is_told_all_that_it_asks_for(real: Loaded, say: Any, tmp
         given: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": KEYS[0], "max_retries": 0}
         with openai.OpenAI(**given) as client:
             for question in QUESTIONS:
-                whole = client.chat.completions.create(**asking(question))
-                check(question, whole.choices[0].message.content, whole.usage)
+                complete = client.chat.completions.create(**asking(question))
+                check(question, complete.choices[0].message.content, complete.usage)
                 chunks = [*client.chat.completions.create(**asking(question), **streaming)]
                 check(question, joined(chunks), chunks[-1].usage)
                 say.progress(f"{seen['answers']} answers")
 
-        async def together() -> None:
+        async def at_once() -> None:
             async with openai.AsyncOpenAI(**given) as client:
 
                 async def one(question: str, stream: bool) -> None:
                     if not stream:
-                        whole = await client.chat.completions.create(**asking(question))
-                        check(question, whole.choices[0].message.content, whole.usage)
+                        complete = await client.chat.completions.create(**asking(question))
+                        check(question, complete.choices[0].message.content, complete.usage)
                         return
                     chunks = [
                         chunk async for chunk in await client.chat.completions.create(**asking(question), **streaming)
@@ -96,7 +91,7 @@ def test_openais_client_is_told_all_that_it_asks_for(real: Loaded, say: Any, tmp
 
                 await asyncio.gather(*(one(question, stream) for question in QUESTIONS for stream in (False, True)))
 
-        asyncio.run(together())
+        asyncio.run(at_once())
     kinds = errors(tmp_path)
     say(
         f"{seen['answers']} answers by the openai client, whole and streamed, one by one and 16 at once: text and "
@@ -148,7 +143,7 @@ def errors(folder: Path) -> list[str]:
 
 
 @pytest.mark.soak(7)
-def test_what_is_wrong_is_refused_by_its_status_and_name(say: Any) -> None:
+def test_wrong_requests_are_refused_with_their_status_and_field(say: Any) -> None:
     engine = Engine(small(), 10**8, waiting=8)
     seen = Counter[int]()
     with serving(engine=engine, limits=Limits(answers=5)) as (address, _):
@@ -206,12 +201,12 @@ def crowd(address: str, engine: Engine) -> list[int]:
     found: list[int] = []
 
     def clients(key: str, count: int) -> list[threading.Thread]:
-        own = [
+        clients = [
             threading.Thread(target=lambda: found.append(post(address, BODY, key).status_code)) for _ in range(count)
         ]
-        for thread in own:
+        for thread in clients:
             thread.start()
-        return own
+        return clients
 
     def come(least: int) -> bool:
         return len(found) + engine.waiting - 5 >= least
@@ -219,9 +214,9 @@ def crowd(address: str, engine: Engine) -> list[int]:
     with crowded(engine):
         threads = clients(KEYS[0], 24)
         assert within(25, lambda: len(found) == 19 and engine.waiting == 5)
-        for told in range(20, 28):  # three more wait
+        for number in range(20, 28):  # three more wait
             threads += clients(KEYS[1], 1)
-            assert within(25, partial(come, told))
+            assert within(25, partial(come, number))
         assert within(25, lambda: len(found) == 24)
     for thread in threads:
         thread.join(60)
@@ -245,12 +240,12 @@ def of_wrong_types() -> Iterator[tuple[str, dict[str, Any], str]]:
     text = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
     tokens = {"messages": ASK}
     places: list[tuple[str, type[Any], str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
-        (CHAT, ChatRequest, "", lambda own: {**BODY, **own}),
-        (TEXT, TextRequest, "", lambda own: {**text, **own}),
-        ("/tokenize", TokenizeRequest, "", lambda own: {**tokens, **own}),
-        (CHAT, Extension, "kvkeep.", lambda own: {**BODY, "kvkeep": own}),
-        (CHAT, StreamOptions, "stream_options.", lambda own: {**BODY, "stream_options": own}),
-        (CHAT, Message, "messages.0.", lambda own: {**BODY, "messages": [{**ASK[0], **own}]}),
+        (CHAT, ChatRequest, "", lambda given: {**BODY, **given}),
+        (TEXT, TextRequest, "", lambda given: {**text, **given}),
+        ("/tokenize", TokenizeRequest, "", lambda given: {**tokens, **given}),
+        (CHAT, Extension, "kvkeep.", lambda given: {**BODY, "kvkeep": given}),
+        (CHAT, StreamOptions, "stream_options.", lambda given: {**BODY, "stream_options": given}),
+        (CHAT, Message, "messages.0.", lambda given: {**BODY, "messages": [{**ASK[0], **given}]}),
     ]
     for path, schema, place, body in places:
         for name, about in schema.model_json_schema()["properties"].items():
@@ -265,11 +260,11 @@ def of_wrong_types() -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.mark.soak(8)
-def test_keys_know_nothing_of_each_other(say: Any, tmp_path: Path) -> None:
+def test_sessions_of_one_key_are_invisible_to_others(say: Any, tmp_path: Path) -> None:
     keys = [f"key-{number}" for number in range(20)]
     names, turns = ["talk", "notes"], 3
     engine = Engine(small(), 10**8, store=SessionStore(tmp_path))
-    foreign = own = probes = 0
+    foreign = reused = probes = 0
     with serving(keys, engine=engine) as (address, _):
         texts: dict[tuple[str, str], list[dict[str, str]]] = {}
         for turn in range(turns):
@@ -282,7 +277,7 @@ def test_keys_know_nothing_of_each_other(say: Any, tmp_path: Path) -> None:
                     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
                     assert (cached == 0) == (turn == 0), (key, name, turn, cached)
                     foreign += cached if turn == 0 else 0
-                    own += cached
+                    reused += cached
                     said.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
             say.progress(f"turn {turn + 1} of {turns}")
         assert len({str(one) for one in texts.values()}) == 1
@@ -305,5 +300,5 @@ def test_keys_know_nothing_of_each_other(say: Any, tmp_path: Path) -> None:
     assert len(folders) == len(keys) and not any(key in str(path) for key in keys for path in tmp_path.rglob("*"))
     say(
         f"{len(keys)} keys with the same {len(names)} sessions and words, {turns} turns: {foreign} tokens cached of "
-        f"another's, {own:,} of their own; {probes} looks at another's session: 404 or nothing cached"
+        f"another's, {reused:,} of their own; {probes} looks at another's session: 404 or nothing cached"
     )

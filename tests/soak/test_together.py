@@ -23,15 +23,15 @@ from kvkeep.serve.engine import Engine
 
 
 @pytest.mark.soak(10)
-def test_sessions_of_every_method_and_family_come_and_go(say: Any) -> None:
+def test_batched_sessions_of_every_method_equal_single_ones(say: Any) -> None:
     """Eight at a time; one in four is cancelled at some step."""
-    whole = cut = tokens = 0
+    complete = cut = tokens = 0
     names = set[str]()
     for place, family in enumerate(FAMILIES):
         dice = random.Random(f"soak {family}")
-        asked = mixed(family, dice, 10**6)
+        cases = mixed(family, dice, 10**6)
         engine, here, clients = Engine(small(family), 10**9), list[Client](), list[Client]()
-        for name, ids, new, cache in asked:
+        for name, ids, new, cache in cases:
             while len([one for one in here if not one.done]) >= 8 or dice.random() < 0.6:
                 engine.step()
                 if here and dice.random() < 0.05:
@@ -41,16 +41,16 @@ def test_sessions_of_every_method_and_family_come_and_go(say: Any) -> None:
             clients.append(here[-1])
             names.add(name)
         run(engine)
-        for client, (name, ids, new, cache) in zip(clients, asked, strict=True):
+        for client, (name, ids, new, cache) in zip(clients, cases, strict=True):
             found = [*client.ended.tokens]
             assert found == alone(family, ids, new, **cache)[: len(found)], (family, name)
             assert client.ended.reason == "cancelled" or len(found) == new
-            whole, cut = whole + (len(found) == new), cut + (len(found) < new)
+            complete, cut = complete + (len(found) == new), cut + (len(found) < new)
             tokens += len(found)
-        say.progress(f"{place + 1} of {len(FAMILIES)} families, {whole + cut} answers")
+        say.progress(f"{place + 1} of {len(FAMILIES)} families, {complete + cut} answers")
     say(
-        f"{whole + cut} sessions of {len(names)} methods on {len(FAMILIES)} families, 8 at a time, joining at random, "
-        f"{cut} cancelled: all {tokens:,} tokens as generate alone"
+        f"{complete + cut} sessions of {len(names)} methods on {len(FAMILIES)} families, 8 at a time, joining at "
+        f"random, {cut} cancelled: all {tokens:,} tokens as generate alone"
     )
 
 
@@ -60,7 +60,7 @@ LEAST = 2.0
 
 
 @pytest.mark.parametrize("arrivals", [[1, 28], pytest.param(range(1, 29), marks=pytest.mark.soak(11))])
-def test_short_prompts_pass_long_ones(arrivals: Iterable[int], say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_overtake_long_ones(arrivals: Iterable[int], say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """arrivals: chunks of a prompt of 29 that are read when the short one comes."""
     for module in (batch, job):
         monkeypatch.setattr(module, "CHUNK", 16)
@@ -84,20 +84,22 @@ def test_short_prompts_pass_long_ones(arrivals: Iterable[int], say: Any, monkeyp
 
 @pytest.mark.real
 @pytest.mark.soak(11)
-def test_eight_together_are_faster_than_one_by_one(say: Any, tmp_path: Path) -> None:
+def test_eight_sessions_at_once_are_faster_than_one_by_one(say: Any, tmp_path: Path) -> None:
     seconds: dict[str, list[float]] = {"processor": [], "wall": []}
     with program("--memory", "1GB", "-x", "full", "--sessions", str(tmp_path)) as running:
         asyncio.run(answers(running, SESSIONS, 4))
         for number in range(ROUNDS):
-            together = asyncio.run(answers(running, SESSIONS, NEW))
-            apart = [asyncio.run(answers(running, 1, NEW, own)) for own in range(SESSIONS)]
-            for place, own in enumerate(seconds.values()):
-                own.append(sum(one[place] for one in apart) / together[place])
+            at_once = asyncio.run(answers(running, SESSIONS, NEW))
+            apart = [asyncio.run(answers(running, 1, NEW, first)) for first in range(SESSIONS)]
+            for place, values in enumerate(seconds.values()):
+                values.append(sum(one[place] for one in apart) / at_once[place])
             say.progress(f"round {number + 1} of {ROUNDS}: {seconds['processor'][-1]:.2f} ×")
-    told = {name: f"{median(own):.2f} × ({min(own):.2f} to {max(own):.2f})" for name, own in seconds.items()}
+    ratios = {
+        name: f"{median(values):.2f} × ({min(values):.2f} to {max(values):.2f})" for name, values in seconds.items()
+    }
     say(
-        f"{SESSIONS} sessions of {NEW} tokens take one by one {told['processor']} the server's processor time of all "
-        f"together, median of {ROUNDS} rounds, and {told['wall']} the time"
+        f"{SESSIONS} sessions of {NEW} tokens take one by one {ratios['processor']} the server's processor time of all "
+        f"together, median of {ROUNDS} rounds, and {ratios['wall']} the time"
     )
     assert median(seconds["processor"]) >= LEAST, seconds
 

@@ -25,7 +25,9 @@ def text(tmp_path: Path, words: str) -> str:
 
 
 @pytest.mark.parametrize(("method", "fate"), [("h2o", "dropped"), ("h2o+checkpoint", "checkpointed")])
-def test_json_is_a_summary(run: Run, model_folder: Path, text: str, tmp_path: Path, method: str, fate: str) -> None:
+def test_json_output_sums_up_the_inspection(
+    run: Run, model_folder: Path, text: str, tmp_path: Path, method: str, fate: str
+) -> None:
     page = tmp_path / "page.html"
     code, out, err = run(
         "inspect", "-m", str(model_folder), "-x", method, "-b", "32", "--chunk", "32", "-f", text, "-p", "the of",
@@ -43,7 +45,7 @@ def test_json_is_a_summary(run: Run, model_folder: Path, text: str, tmp_path: Pa
     assert content.startswith("<!doctype html>") and content.endswith("</html>\n")
 
 
-def test_a_person_reads_the_answer_and_one_line(run: Run, model_folder: Path, tmp_path: Path) -> None:
+def test_text_output_is_the_answer_and_one_line(run: Run, model_folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("an older page")
     code, out, err = run("inspect", "-m", str(model_folder), "-p", "the of and", "-n", "3", "-o", str(page))
@@ -66,7 +68,7 @@ def test_a_person_reads_the_answer_and_one_line(run: Run, model_folder: Path, tm
         (("-p", "the " * 600), "512 positions"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_refused_in_one_sentence(
     run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +81,7 @@ def test_bad_input_is_one_sentence(
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_is_write_protected_stays(
+def test_a_write_protected_page_is_not_overwritten(
     run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     page = tmp_path / "page.html"
@@ -92,7 +94,7 @@ def test_what_is_write_protected_stays(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_interrupting_the_answer_leaves_a_whole_page(tmp_path: Path, model_folder: Path, words: str) -> None:
+def test_an_interrupted_answer_leaves_a_complete_page(tmp_path: Path, model_folder: Path, words: str) -> None:
     """A process of its own, a real SIGINT, while it writes."""
     (tmp_path / "t").write_text(words)
     page = tmp_path / "out" / "page.html"

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -96,7 +97,7 @@ def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> None:
+def test_a_command_prints_one_json_object_or_tables(call: Run, name: str) -> None:
     options, fields, words = COMMANDS[name]
     report = answered(call, name)
     assert set(report) == {*fields.split(), "machine"} and report.get("figure") is None
@@ -106,7 +107,7 @@ def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> 
     assert "weights=float32" in err and "Traceback" not in err
 
 
-def test_a_figure(call: Run, tmp_path: Path) -> None:
+def test_output_option_draws_a_figure(call: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     assert answered(call, "analyse bounds", "-o", str(picture))["figure"] == str(picture)
@@ -118,7 +119,7 @@ def test_a_figure(call: Run, tmp_path: Path) -> None:
 # -- what is in the objects ---------------------------------------------------------------------------
 
 
-def test_rank_without_a_text_and_with_a_prompt(run: Run, model_folder: Path) -> None:
+def test_rank_needs_no_text_and_takes_a_prompt(run: Run, model_folder: Path) -> None:
     common = ("analyse", "rank", "-m", str(model_folder))
     code, out, err = run(*common, "--json")
     assert code == 0 and json.loads(out)["truncations"] == [], err
@@ -126,7 +127,7 @@ def test_rank_without_a_text_and_with_a_prompt(run: Run, model_folder: Path) -> 
     assert code == 0 and len(json.loads(out)["truncations"]) == 6, err
 
 
-def test_rows_of_a_comparison(call: Run) -> None:
+def test_compare_prints_a_row_for_each_method_and_budget(call: Run) -> None:
     report = answered(call, "compare", "-x", "static", "-x", "full", "-x", "kv-direct,full")
     assert (report["prompt_tokens"], report["new_tokens"], report["context"]) == (200, 4, 204)
     for row in (report["reference"], *report["rows"]):
@@ -144,7 +145,7 @@ def test_rows_of_a_comparison(call: Run) -> None:
     assert rows["kv-direct", "16"]["match"] == 1.0 and "larger budget" in rows["static", "16"]["error"]
 
 
-def test_turns_models_and_stretches(call: Run) -> None:
+def test_json_of_other_commands_has_their_rows(call: Run) -> None:
     turns = answered(call, "longchat")["turns"]
     names = ("stock", "kv-direct", "h2o")
     assert [(row["turn"], row["method"]) for row in turns] == [(turn, name) for turn in (1, 2) for name in names]
@@ -170,16 +171,14 @@ def test_turns_models_and_stretches(call: Run) -> None:
     assert [row["label"] for row in proof["rows"]] == ["full", "window at 20"] and len(proof["answers"]) == 2
 
 
-def test_a_text_is_shortened_and_that_is_said(call: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shortened_text_is_reported(call: Run, caplog: pytest.LogCaptureFixture) -> None:
     common = ("-x", "full", "--limit", "50", "-n", "4", "--json")
     code, out, _ = call("compare", *common)
     assert code == 0 and json.loads(out)["prompt_tokens"] == 50
     assert "Only the first 50 of the text's 200 tokens are read." in caplog.text
 
 
-def test_a_text_and_a_prompt_are_put_into_the_template_unless_they_are_raw(
-    run: Run, model_folder: Path, text: str
-) -> None:
+def test_raw_option_skips_the_chat_template(run: Run, model_folder: Path, text: str) -> None:
     common = ("compare", "-m", str(model_folder), "-f", text, "-p", "the of", "-x", "full", "-n", "4", "--json")
     code, out, _ = run(*common, "--limit", "50")
     assert code == 0 and json.loads(out)["prompt_tokens"] > 52  # with the template's own tokens
@@ -187,7 +186,7 @@ def test_a_text_and_a_prompt_are_put_into_the_template_unless_they_are_raw(
     assert code == 0 and json.loads(out)["prompt_tokens"] == 52
 
 
-def test_what_was_merged_is_told(call: Run) -> None:
+def test_merged_pairs_are_reported(call: Run) -> None:
     code, out, err = call("compare", "-x", "kvslimmer:sinks=4,h2o", "-b", "32", "-n", "8")
     assert code == 0, err
     assert "pairs merged, 0 shares of keys clamped." in out and out.count("pairs merged") == 1
@@ -227,13 +226,13 @@ def test_what_was_merged_is_told(call: Run) -> None:
         ("recompute", "--beside nonsense", "Unknown shape"),
     ],
 )
-def test_bad_input_is_one_sentence(call: Run, name: str, options: str, sentence: str) -> None:
+def test_bad_options_are_refused_in_one_sentence(call: Run, name: str, options: str, sentence: str) -> None:
     code, out, err = call(name, *options.split())
     lines = [line for line in err.splitlines() if line.strip()]
     assert code == 2 and out == "" and len(lines) == 1 and sentence in lines[0], err
 
 
-def test_a_short_text_and_ranks_of_nothing(run: Run, model_folder: Path, tmp_path: Path) -> None:
+def test_a_text_that_is_missing_or_too_short_is_refused(run: Run, model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("the of and")
     code, out, err = run("analyse", "spectra", "-m", str(model_folder), "-f", str(tmp_path / "short.txt"))
     assert code == 2 and out == "" and "3 tokens" in err
@@ -243,14 +242,16 @@ def test_a_short_text_and_ranks_of_nothing(run: Run, model_folder: Path, tmp_pat
     assert code == 2 and out == "" and "nothing to answer" in err
 
 
-def test_figures_need_their_package_before_anything_is_read(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_figure_package_is_reported_before_a_model_is_loaded(
+    call: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
     monkeypatch.setattr("kvkeep_lab.cli.study.load", lambda *given, **options: pytest.fail("a model was loaded"))
     code, out, err = call("compare", "-x", "full", "-o", "compare.png")
     assert code == 2 and out == "" and "pip install 'kvkeep[lab]'" in err
 
 
-def test_nothing_measured_is_a_failure(call: Run, tmp_path: Path) -> None:
+def test_a_command_that_measures_nothing_fails(call: Run, tmp_path: Path) -> None:
     picture = tmp_path / "compare.png"
     code, out, err = call("compare", "-x", "kv-direct", "-b", "3", "-n", "4", "-o", str(picture), "--json")
     assert code == 1 and "No method could be measured" in err and not picture.exists()
@@ -261,11 +262,10 @@ def test_nothing_measured_is_a_failure(call: Run, tmp_path: Path) -> None:
 # -- what is interrupted ------------------------------------------------------------------------------
 
 
-def interrupted(*given: Any, **options: Any) -> Any:
-    raise KeyboardInterrupt
+interrupted = Mock(side_effect=KeyboardInterrupt)
 
 
-def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_first_result_prints_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in (
         ("analyse spectra", "kvkeep_lab.studies.spectra.head_weights"),
         ("compare", "kvkeep_lab.reference.Reference.of"),
@@ -278,7 +278,7 @@ def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monk
         assert code == 1 and out == "" and "nothing to show" in err and "Traceback" not in err
 
 
-def test_an_interrupt_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_comparison_prints_the_finished_rows(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = Reference.measure, []
 
     def second_time(*arguments: Any) -> Any:
@@ -328,7 +328,7 @@ def test_rows_appear_as_they_are_measured_and_sigterm_shows_those(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_an_interrupt_leaves_the_turns_and_the_counts_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_studies_print_the_finished_rows(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     converse, samples = LongChat.converse, recall_timing._Bench.samples
 
     def fourth_turn(*arguments: Any) -> Any:
@@ -348,7 +348,9 @@ def test_an_interrupt_leaves_the_turns_and_the_counts_until_then(call: Run, monk
     assert {row["n"] for row in model["rows"]} == {1} and model["interrupted"]
 
 
-def test_what_cannot_go_on_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_a_study_that_runs_out_of_positions_prints_the_finished_rows(
+    call: Run, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", (words,))
     code, out, err = call("longchat", "-b", "16", "-n", "5", "--turns", "9", "-x", "stock,kv-direct")
     assert code == 1 and "512 positions" in err and "held" in out and "Traceback" not in err
@@ -356,7 +358,7 @@ def test_what_cannot_go_on_leaves_what_was_measured(call: Run, monkeypatch: pyte
     assert code == 1 and "600 tokens are more than the 512" in err and "perplexity" in out and "Traceback" not in err
 
 
-def test_a_claim_that_does_not_hold_is_a_failure(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contradicted_claim_makes_verify_fail(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep_lab.studies.patching.Patching.holds", False)
     code, out, err = call("verify", "--quick", "--json")
     assert code == 1 and "4 measurements contradict a claim" in err and not json.loads(out)["holds"]

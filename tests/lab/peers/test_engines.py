@@ -125,7 +125,7 @@ def bench(**options: Any) -> Bench:
     return Bench.model_validate(sizes | options)
 
 
-def test_engines_are_timed_beside_ours_with_the_same_ids(trial: Trial, notes: Notes) -> None:
+def test_other_engines_are_timed_on_the_same_ids(trial: Trial, notes: Notes) -> None:
     study = bench(peers=["llama.cpp", "vllm"])
     found = study.measure(trial)
     rows = {(row.label, row.context): row for row in found.rows}
@@ -157,7 +157,7 @@ def test_engines_are_timed_beside_ours_with_the_same_ids(trial: Trial, notes: No
     assert study.plain(study.restored(study.plain(found))) == study.plain(found)
 
 
-def test_rows_of_a_batch_are_timed_when_all_decode(trial: Trial, notes: Notes) -> None:
+def test_a_batch_is_timed_once_all_its_rows_decode(trial: Trial, notes: Notes) -> None:
     study = Throughput(methods=["stock"], batches=[1, 3], length=32, steps=4, rounds=1, peers=["vllm", "llama.cpp"])
     found = study.measure(trial)
     assert all(found.of(batch, method) for batch in (1, 3) for method in ("stock", "vllm"))
@@ -175,7 +175,7 @@ def test_rows_of_a_batch_are_timed_when_all_decode(trial: Trial, notes: Notes) -
     assert len(table.rows) == 2 + 2 + 4 and any("with 3 rows" in note for note in table.notes)
 
 
-def test_what_is_not_there_is_a_sentence_below_the_table(
+def test_a_missing_engine_is_noted_below_the_table(
     trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for engine in ENGINES.values():
@@ -198,13 +198,13 @@ def test_what_is_not_there_is_a_sentence_below_the_table(
         assert said in note and "\n" not in note
 
 
-def test_without_a_gguf_file_there_is_no_llama(trial: Trial, notes: Notes) -> None:
+def test_llama_cpp_needs_a_gguf_file(trial: Trial, notes: Notes) -> None:
     other = Loaded(trial.model, trial.tokenizer, "some/model", "some/model")
     with opened(["llama.cpp"], other, {}, 20) as (made, absent):
         assert made == [] and absent == ["llama.cpp reads a GGUF file, and 'some/model' has none."]
 
 
-def test_one_that_dies_leaves_the_others_rows(trial: Trial, notes: Notes, tmp_path: Path) -> None:
+def test_an_engine_that_dies_does_not_affect_other_rows(trial: Trial, notes: Notes, tmp_path: Path) -> None:
     broken = LLAMA.replace("note(read=tokens)", "len(tokens) < 40 or __import__('os')._exit(3)")
     (tmp_path / "llama_cpp.py").write_text(broken)
     found = bench(peers=["llama.cpp", "vllm"], rounds=1).measure(trial)
@@ -215,7 +215,7 @@ def test_one_that_dies_leaves_the_others_rows(trial: Trial, notes: Notes, tmp_pa
     assert all(row.step_ms for row in found.rows if row.label in ("stock", "vllm"))
 
 
-def test_processes_end_with_the_block(trial: Trial, notes: Notes) -> None:
+def test_engine_processes_end_with_the_context_manager(trial: Trial, notes: Notes) -> None:
     with pytest.raises(KeyboardInterrupt), opened(["llama.cpp", "vllm:compiled"], trial.loaded, {}, 20) as (made, _):
         assert [engine.name for engine in made] == ["llama.cpp", "vllm:compiled"]
         raise KeyboardInterrupt

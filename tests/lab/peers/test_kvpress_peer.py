@@ -101,10 +101,10 @@ def by_hand(model: Any, kept: int, unseen: int = 0, sinks: int = 2) -> list[floa
     return [*logs, float(output.logits[0, -1].log_softmax(-1)[RIGHT[-1]])]
 
 
-def test_nothing_pruned_is_our_full_cache(subjects: Any) -> None:
+def test_kvpress_without_pruning_equals_the_full_cache(subjects: Any) -> None:
     ours, theirs = subjects("full"), subjects("peer-kvpress:full")
-    expected, told = ours.examine(IDS, RIGHT, 5), theirs.examine(IDS, RIGHT, 5)
-    assert told.logs == pytest.approx(expected.logs, abs=1e-5) and told.text == expected.text
+    expected, found = ours.examine(IDS, RIGHT, 5), theirs.examine(IDS, RIGHT, 5)
+    assert found.logs == pytest.approx(expected.logs, abs=1e-5) and found.text == expected.text
     answer = theirs.write(IDS, 5)
     assert answer.tokens == ours.write(IDS, 5).tokens and answer.text == expected.text
     assert (answer.cost.exactness, answer.cost.entries, answer.cost.prompt_tokens) == ("exact", None, 60)
@@ -120,24 +120,24 @@ def test_nothing_pruned_is_our_full_cache(subjects: Any) -> None:
 
 
 @pytest.mark.parametrize("unseen", [0, 4])
-def test_a_press_keeps_the_budget_and_its_numbers_are_a_hands(subjects: Any, unseen: int) -> None:
+def test_a_press_keeps_the_budget_and_equals_pruning_by_hand(subjects: Any, unseen: int) -> None:
     pruned = subjects(f"peer-kvpress:ends,unseen={unseen}", str(BUDGET))
-    told = pruned.examine(IDS, RIGHT, 4)
-    assert told.logs == pytest.approx(by_hand(pruned.loaded.model, BUDGET - unseen, unseen), abs=1e-4)
-    assert (told.cost.entries, told.cost.exactness) == (BUDGET, "lossy")
+    found = pruned.examine(IDS, RIGHT, 4)
+    assert found.logs == pytest.approx(by_hand(pruned.loaded.model, BUDGET - unseen, unseen), abs=1e-4)
+    assert (found.cost.entries, found.cost.exactness) == (BUDGET, "lossy")
     row, layers = 2 * 2 * 8 * 4, 4  # bytes of a token in one layer
-    memory = told.cost.memory
+    memory = found.cost.memory
     assert memory["resident_bytes"] == layers * row * (BUDGET + len(RIGHT) - 1)
     seen = 60 - unseen
     assert memory["peak_cache_bytes"] == row * max(seen + 3 * (BUDGET - unseen), layers * (BUDGET + len(RIGHT) - 1))
 
 
 def test_parameters_reach_the_press(subjects: Any) -> None:
-    told = subjects("peer-kvpress:EndsPress,n_sink=9", str(BUDGET)).examine(IDS, RIGHT, 4)
-    assert told.logs == pytest.approx(by_hand(subjects("full").loaded.model, BUDGET, sinks=9), abs=1e-4)
+    found = subjects("peer-kvpress:EndsPress,n_sink=9", str(BUDGET)).examine(IDS, RIGHT, 4)
+    assert found.logs == pytest.approx(by_hand(subjects("full").loaded.model, BUDGET, sinks=9), abs=1e-4)
 
 
-def test_ends_of_text_end_what_is_written(subjects: Any) -> None:
+def test_an_answer_ends_at_the_end_of_text_token(subjects: Any) -> None:
     free = subjects("peer-kvpress:ends", str(BUDGET))
     tokens = free.write(IDS, 6).tokens
     assert len(tokens) == 6
@@ -154,14 +154,14 @@ def test_ends_of_text_end_what_is_written(subjects: Any) -> None:
         ("peer-kvpress:ends,n_sink=30", "kvpress could not do it: RuntimeError: 30 sinks are too many"),
     ],
 )
-def test_what_a_press_cannot_is_one_sentence_and_the_next_goes_on(subjects: Any, method: str, said: str) -> None:
+def test_a_press_that_fails_is_reported_and_the_next_one_runs(subjects: Any, method: str, said: str) -> None:
     with pytest.raises(KvkeepError, match=said) as error:
         subjects(method, str(BUDGET)).write(IDS, 2)
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
     assert subjects("peer-kvpress:full").write(IDS, 2).tokens == subjects("full").write(IDS, 2).tokens
 
 
-def test_budgets_that_cannot_be(subjects: Any) -> None:
+def test_impossible_budgets_are_refused(subjects: Any) -> None:
     with pytest.raises(BudgetError, match="below one chunk"):
         subjects("peer-kvpress:ends", "8").write(IDS, 2)
     with pytest.raises(UsageError, match="20 entries has no room beside the 20 tokens left unseen"):
@@ -170,7 +170,7 @@ def test_budgets_that_cannot_be(subjects: Any) -> None:
         subjects("peer-kvpress:ends,unseen=60", "64").write(IDS, 2)
 
 
-def test_cells_of_peers_stand_beside_ours(
+def test_an_experiment_measures_peers_beside_kvkeep_methods(
     subjects: Any, model_folder: Path, tmp_path: Path, words: str, environment: str
 ) -> None:
     (tmp_path / "text.txt").write_text(". ".join([words] * 3))
@@ -186,7 +186,7 @@ def test_cells_of_peers_stand_beside_ours(
     assert os.environ[PYTHON] == environment
 
 
-def test_an_interpreter_that_is_missing_or_dies_is_told(
+def test_an_interpreter_that_is_missing_or_dies_is_reported(
     subjects: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for python, said in {
@@ -203,7 +203,7 @@ def test_an_interpreter_that_is_missing_or_dies_is_told(
         subjects("peer-kvpress:full").write(IDS, 2)
 
 
-def test_a_process_that_speaks_the_protocol_is_all_it_takes(
+def test_any_process_that_follows_the_protocol_can_be_the_peer(
     subjects: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = interpreter(
@@ -226,15 +226,11 @@ def test_a_process_that_speaks_the_protocol_is_all_it_takes(
     assert (answer.cost.prefill_s, answer.cost.token_s) == (0.25, 0.25)
     memory = answer.cost.memory
     assert [memory[f"{name}_bytes"] for name in ("resident", "peak_cache", "peak_workspace")] == [5, 9, 2]
-    told = peer.examine(IDS, [20, 21], 4)
-    assert told.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
-    first, second = (iter_reader(peer) for _ in range(2))
+    found = peer.examine(IDS, [20, 21], 4)
+    assert found.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
+    first, second = (peer._cache(64) for _ in range(2))
     first.step(torch.tensor([IDS]))
     second.step(torch.tensor([IDS]))
     with pytest.raises(KvkeepError, match="one prompt at a time"):
         first.step(torch.tensor([[3]]))
     KvpressProcess.stop()
-
-
-def iter_reader(peer: Subject) -> Any:
-    return peer._cache(64)

@@ -61,15 +61,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("surplus", "tries"), [(0, 1), (3, 2)])
-def test_the_ends_stay_and_the_budget_holds(package: Any, surplus: int, tries: int) -> None:
-    asked = package(surplus).asked
+def test_llmlingua_keeps_both_ends_of_the_prompt_within_the_budget(package: Any, surplus: int, tries: int) -> None:
+    requested = package(surplus).asked
     answer = subject(METHOD, "30").write(IDS, 4)
-    assert len(asked) == tries and asked[0] == 18
-    kept = 30 if surplus == 0 else 12 + int(asked[-1]) + surplus
+    assert len(requested) == tries and requested[0] == 18
+    kept = 30 if surplus == 0 else 12 + int(requested[-1]) + surplus
     assert kept <= 30 == answer.cost.entries
     expected = subject("stock")
     middle = IDS[6:-6]
-    step = len(middle) / (asked[-1] + surplus)
+    step = len(middle) / (requested[-1] + surplus)
     short = [*IDS[:6], *(middle[int(step * number)] for number in range(kept - 12)), *IDS[-6:]]
     assert answer.tokens == expected.write(short, 4).tokens
     row = 4 * 2 * 2 * 8 * 4
@@ -78,13 +78,13 @@ def test_the_ends_stay_and_the_budget_holds(package: Any, surplus: int, tries: i
     assert (answer.cost.prompt_tokens, answer.cost.exactness) == (80, "lossy")
 
 
-def test_a_prompt_within_the_budget_is_left_alone(package: Any) -> None:
-    asked = package(0).asked
+def test_llmlingua_does_not_change_a_prompt_within_the_budget(package: Any) -> None:
+    requested = package(0).asked
     full = subject("stock")
-    assert subject(METHOD, "100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and asked == []
+    assert subject(METHOD, "100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and requested == []
 
 
-def test_what_cannot_be_is_one_sentence(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llmlingua_failures_are_one_sentence(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package(50)
     with pytest.raises(KvkeepError, match="leaves 51 tokens where 18 are the budget"):
         subject(METHOD, "30").write(IDS, 4)
@@ -96,11 +96,11 @@ def test_what_cannot_be_is_one_sentence(package: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(find_spec("llmlingua") is None, reason="llmlingua is not installed")
-def test_the_package_itself_keeps_what_surprises() -> None:
+def test_the_real_llmlingua_package_compresses_to_the_budget() -> None:
     answer = subject(METHOD, "40").write([*IDS, *IDS, *IDS, *IDS], 4)
     row = 4 * 2 * 2 * 8 * 4
-    held, most = (answer.cost.memory[f"{name}_bytes"] for name in ("resident", "peak_cache"))
-    assert row * 33 < held <= row * 43 and most == row * 308
+    resident, peak = (answer.cost.memory[f"{name}_bytes"] for name in ("resident", "peak_cache"))
+    assert row * 33 < resident <= row * 43 and peak == row * 308
 
 
 def logits(method: str, new: int = 6) -> tuple[list[Any], Any]:
@@ -109,7 +109,7 @@ def logits(method: str, new: int = 6) -> tuple[list[Any], Any]:
     return [one for one, _ in read(model, torch.tensor([IDS[:60]]), cache, new, [5] * new)], cache
 
 
-def test_peers_are_named_and_others_are_not() -> None:
+def test_peer_names_and_their_parameters_are_parsed() -> None:
     assert peer_of("snapkv") is peer_of("stock") is peer_of("kvpress:snapkv") is None
     assert takes("stock-quantized:2") == () and takes("peer-kvpress:snapkv") == ("budget",)
     assert takes("peer-kvpress:full") == () and takes("peer-llmlingua:edge=8") == ("budget",)
@@ -125,20 +125,20 @@ def test_peers_are_named_and_others_are_not() -> None:
             takes(wrong)
 
 
-def test_a_static_cache_is_exact_and_allocated_at_once() -> None:
+def test_stock_static_is_exact_and_allocated_at_once() -> None:
     expected, stock = logits("stock")
     got, cache = logits("stock-static")
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True))
-    held, room = memory_of(stock).resident_bytes, memory_of(cache).resident_bytes
-    assert held == room * 65 // 66  # the last token is not read
+    resident, allocated = memory_of(stock).resident_bytes, memory_of(cache).resident_bytes
+    assert resident == allocated * 65 // 66  # the last token is not read
 
 
-def test_offloading_is_refused_on_a_cpu() -> None:
+def test_stock_offloaded_is_refused_on_a_cpu() -> None:
     with pytest.raises(UsageError, match=r"this model is on the cpu: .* 'stock' is the same cache"):
         subject("stock-offloaded").write(IDS[:60], 4)
 
 
-def test_eight_bit_floats_are_near_and_their_bytes_a_quarter() -> None:
+def test_fp8_entries_take_a_quarter_of_the_bytes_and_change_logits_little() -> None:
     expected, stock = logits("stock")
     got, cache = logits("stock-quantized:fp8")
     assert torch.equal(expected[0], got[0])  # the prompt itself is attended to in full
@@ -152,7 +152,7 @@ def test_eight_bit_floats_are_near_and_their_bytes_a_quarter() -> None:
     assert answer.cost.exactness == "lossy" and answer.cost.entries is None and len(answer.tokens) == 4
 
 
-def test_few_bits_take_few_bytes_where_quanto_is_installed() -> None:
+def test_quanto_entries_take_the_bytes_of_their_bits() -> None:
     if not is_optimum_quanto_available():
         with pytest.raises(UsageError, match="needs the package optimum-quanto, which is missing: pip install"):
             logits("stock-quantized")
@@ -166,13 +166,13 @@ def test_few_bits_take_few_bytes_where_quanto_is_installed() -> None:
     assert sizes[1] < sizes[0]
 
 
-def test_bits_and_models_that_cannot_be_are_one_sentence() -> None:
+def test_unsupported_bits_and_models_are_refused() -> None:
     with pytest.raises(UsageError, match="takes 2 or 4 bits, or fp8, not '8'"):
         logits("stock-quantized:8")
     with pytest.raises(UnsupportedModelError, match="only supported for models with only full attention"):
         subject("stock-quantized:fp8", family="gemma3").write(IDS[:60], 2)
 
 
-def test_peers_are_compared() -> None:
+def test_a_peer_can_be_compared_with_the_reference() -> None:
     compared = subject("stock-quantized:fp8").compare(IDS[:60], 5)
     assert compared.kl_mean is not None and 0 < compared.kl_mean < 0.1 and compared.exactness == "lossy"

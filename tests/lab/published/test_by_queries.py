@@ -10,7 +10,7 @@ from kvkeep_lab.published.kvslimmer_exact import KVSlimmerExact
 DIM, SCALE = 4, 0.5  # 1 / sqrt(DIM)
 
 
-def asked(seed: int, queries: int = 100, entries: int = 9) -> Queries:
+def random_queries(seed: int, queries: int = 100, entries: int = 9) -> Queries:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     bias = torch.where(torch.rand(2, queries, entries, generator=generator) < 0.2, -1e30, 0.0).double()
@@ -18,9 +18,9 @@ def asked(seed: int, queries: int = 100, entries: int = 9) -> Queries:
     return Queries(draw(2, queries, DIM), draw(2, entries, DIM), draw(2, entries, DIM), bias, real, SCALE, block=64)
 
 
-def test_gradients_are_the_papers() -> None:
+def test_asymkv_gradients_follow_equation_12() -> None:
     """Eq. 12, summed over queries, with E the layer's own output."""
-    given = asked(0)
+    given = random_queries(0)
     weights = given.weights(given.keys)
     output = weights @ given.values
     residual = torch.einsum("lqd,led->lqe", output, given.values) - (output * output).sum(-1, keepdim=True)
@@ -28,8 +28,8 @@ def test_gradients_are_the_papers() -> None:
     torch.testing.assert_close(AsymKV().clues(given), expected.square().to(given.keys.dtype))
 
 
-def test_exact_sensitivities_are_sums_over_queries() -> None:
-    given, found = asked(1), KVSlimmerExact().clues(asked(1))
+def test_exact_sensitivities_are_sums_over_all_queries() -> None:
+    given, found = random_queries(1), KVSlimmerExact().clues(random_queries(1))
     weights = given.weights(given.keys)
     output = weights @ given.values
     for lane in range(2):
@@ -43,7 +43,7 @@ def test_exact_sensitivities_are_sums_over_queries() -> None:
             torch.testing.assert_close(found[lane, first].double(), totals, atol=1e-4, rtol=1e-4)
 
 
-def test_the_energys_gradient_is_the_output() -> None:
+def test_the_gradient_of_the_energy_is_the_output() -> None:
     output = torch.randn(3, 5, requires_grad=True)
     (gradient,) = torch.autograd.grad(energy(output), output)
     torch.testing.assert_close(gradient, output.detach())

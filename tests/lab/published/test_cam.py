@@ -18,7 +18,7 @@ DIM = 8
 
 
 @pytest.mark.parametrize("score", [0.0, 0.4, 5.0])
-def test_chance_is_the_ratio_of_attention(score: float) -> None:
+def test_a_value_is_merged_with_the_probability_of_its_attention_ratio(score: float) -> None:
     """Of many lanes alike, the share whose value goes into the next two is the entry's attention over the mean of
     all after it, the newest left out, to which nothing has attended yet; keys and counts stay."""
     lanes = 4000

@@ -40,21 +40,23 @@ print({*LAB} & {*names(), *(name for registry in parts().values() for name in re
 """
 
 
-def test_names_are_those_of_the_entry_points() -> None:
-    own = [point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"]
-    assert {point.name for point in own} == {*LAB} and len(own) == len(LAB)
+def test_entry_points_register_exactly_the_names_of_the_lab() -> None:
+    registered = [
+        point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"
+    ]
+    assert {point.name for point in registered} == {*LAB} and len(registered) == len(LAB)
     assert {*LAB} <= {*SELECTORS, *FATES, *RECALLS}
     for name in {*LAB} & {*FATES}:
         assert PRESETS[name].fate is FATES[name] and resolve(name).name == name
 
 
-def test_the_core_does_not_name_them() -> None:
+def test_the_core_never_names_methods_of_the_lab() -> None:
     named = re.compile(rf"""['"`](?:{"|".join(LAB)})[:'"`]""")
     files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "names.py"]
     assert files and [str(path) for path in files if named.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_without_the_lab_a_sentence_says_what_to_install() -> None:
+def test_without_the_lab_its_methods_say_what_to_install() -> None:
     """Before torch is imported, and by the registry."""
     specs = {"cam:8": "cam", "h2o+lowrank+verified": "lowrank", "lru+redecode:3": "redecode", "h2o+drop": None}
     specs |= {"kvpress:snapkv": "kvpress"}
@@ -69,7 +71,7 @@ def test_without_the_lab_a_sentence_says_what_to_install() -> None:
     assert done.stdout.splitlines() == [f"{said} False", f"{said} False", "set()"], done.stderr
 
 
-def test_with_it_a_mistake_is_still_told_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_methods_are_refused_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvkeep.policies.registry")
     for spec in ("asymkw", "h2o+lowrnk"):
         with pytest.raises(UsageError, match="did you mean"):

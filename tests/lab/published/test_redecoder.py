@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep import KeepCache, UsageError
 
 LIMIT, BUDGET = 5, 16
-Held = list[list[dict[int, tuple[Tensor, Tensor]]]]  # by layer and lane: key and value of each slot
+Resident = list[list[dict[int, tuple[Tensor, Tensor]]]]  # by layer and lane: key and value of each slot
 
 
-def held(cache: KeepCache) -> Held:
+def resident(cache: KeepCache) -> Resident:
     """What is resident, read from the banks themselves."""
     return [
         [
@@ -36,17 +36,17 @@ def held(cache: KeepCache) -> Held:
     ]
 
 
-def chosen(before: Held, after: Held, first: int, length: int) -> list[int]:
+def chosen(before: Resident, after: Resident, first: int, length: int) -> list[int]:
     """The tokens that left most lanes in a pass of slots ``first`` to ``length``, the older first."""
     votes = [0] * length
     for was, now in zip(before, after, strict=True):
-        for own, kept in zip(was, now, strict=True):
-            for slot in {*own, *range(first, length)} - {*kept}:
+        for entries, kept in zip(was, now, strict=True):
+            for slot in {*entries, *range(first, length)} - {*kept}:
                 votes[slot] += 1
     return sorted(sorted(range(length), key=lambda slot: (-votes[slot], slot))[:LIMIT])
 
 
-def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tensor]]:
+def again(ids: Tensor, slots: list[int], after: Resident) -> list[tuple[Tensor, Tensor]]:
     """Keys and values (heads, n, dim) of each layer for tokens at ``slots``, one query and head at a time."""
     model, found = tiny("llama"), []
     hidden = model.model.embed_tokens(ids[:, slots])
@@ -62,12 +62,12 @@ def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tens
         rows = torch.zeros(query.shape[1], len(query), attention.head_dim)
         for head in range(len(query)):
             lane = head * len(key) // len(query)
-            for place, own in enumerate(slots):
-                seen = [entry for slot, entry in lanes[lane].items() if slot <= own]
+            for place, at in enumerate(slots):
+                seen = [entry for slot, entry in lanes[lane].items() if slot <= at]
                 seen += [
                     (key[lane, other], value[lane, other])
                     for other, slot in enumerate(slots)
-                    if slot <= own and slot not in lanes[lane]
+                    if slot <= at and slot not in lanes[lane]
                 ]
                 scores = torch.stack([query[head, place] @ one for one, _ in seen]) / math.sqrt(attention.head_dim)
                 rows[place, head] = sum(weight * one for weight, (_, one) in zip(scores.softmax(0), seen, strict=True))
@@ -78,35 +78,35 @@ def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tens
 
 @pytest.mark.parametrize("selector", ["lru", "h2o", "window"])
 @torch.no_grad()
-def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> None:
+def test_redecoded_entries_equal_a_decode_over_the_resident_entries(selector: str) -> None:
     """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
     cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
     ids, (hook,) = prompt(1, 60), cache.stream.pass_hooks
     hook_before, hook_after = hook.before, hook.after
-    before: Held = []
+    before: Resident = []
     passes = changed = 0
 
     def begun(*given: Any) -> None:
         nonlocal before
-        before = held(cache) or [[{}, {}]] * 4
+        before = resident(cache) or [[{}, {}]] * 4
         hook_before(*given)
 
     def finished(*given: Any) -> None:
         nonlocal passes, changed
-        after, length, first = held(cache), cache.ledger.length, cache.stream._known
+        after, length, first = resident(cache), cache.ledger.length, cache.stream._known
         slots = chosen(before, after, first, length)
         expected = again(ids, slots, after)
         hook_after(*given)
         passes += 1
-        for was, kept, now, (keys, values) in zip(before, after, held(cache), expected, strict=True):
-            for lane, own in enumerate(now):
+        for was, kept, now, (keys, values) in zip(before, after, resident(cache), expected, strict=True):
+            for lane, entries in enumerate(now):
                 left = {*was[lane], *range(first, length)} - {*kept[lane]}
                 back = [slot for slot in slots if slot in left][: min(LIMIT, BUDGET // 2)]
-                assert {*own} - {*kept[lane]} == {*back} and len(own) == len(kept[lane])
+                assert {*entries} - {*kept[lane]} == {*back} and len(entries) == len(kept[lane])
                 changed += len(back)
                 for slot in back:
-                    torch.testing.assert_close(own[slot][0], keys[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
-                    torch.testing.assert_close(own[slot][1], values[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
+                    torch.testing.assert_close(entries[slot][0], keys[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
+                    torch.testing.assert_close(entries[slot][1], values[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
 
     hook.before, hook.after = begun, finished
     step("llama", cache, ids[:, :52])
@@ -117,25 +117,25 @@ def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> N
     tiny("llama")(ids, past_key_values=exact)
     wrong = [
         (key - layer.keys[0, lane, slot]).abs().max()
-        for layer, lanes in zip(exact.layers, held(cache), strict=True)
-        for lane, own in enumerate(lanes)
-        for slot, (key, _) in own.items()
+        for layer, lanes in zip(exact.layers, resident(cache), strict=True)
+        for lane, entries in enumerate(lanes)
+        for slot, (key, _) in entries.items()
     ]
     assert max(wrong) > 0.1  # it is lossy
 
 
 @pytest.mark.parametrize("family", ADVANCING)
-def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: str) -> None:
+def test_redecoding_over_the_complete_text_restores_the_original_entries(family: str) -> None:
     """Whatever left, as long as what came before it is resident or decoded again with it."""
     cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
     step(family, cache, ids)
-    whole, (hook,) = held(cache), cache.stream.pass_hooks
+    original, (hook,) = resident(cache), cache.stream.pass_hooks
     hook.before(cache, {"input_ids": ids})
     for layer in bounded(cache):
         layer.resident.evict(2)  # other tokens in each head
-    assert all(len(own) == 38 for lanes in held(cache) for own in lanes)
+    assert all(len(entries) == 38 for lanes in resident(cache) for entries in lanes)
     hook.after(cache)
-    for was, now in zip(whole, held(cache), strict=True):
+    for was, now in zip(original, resident(cache), strict=True):
         for one, other in zip(was, now, strict=True):
             assert {*one} == {*other}
             for slot, (key, value) in other.items():
@@ -143,10 +143,7 @@ def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: 
                 torch.testing.assert_close(value, one[slot][1], atol=1e-3, rtol=1e-3)
 
 
-def test_what_it_cannot_serve_is_said() -> None:
-    for family in ("gemma3", "gemma4"):
-        with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
-            KeepCache(tiny(family), "lru+redecode", 32)
+def test_redecode_refuses_embeddings_and_custom_masks() -> None:
     model, ids = tiny("llama"), prompt(1, 8)
     cache = KeepCache(model, "lru+redecode", 32)
     with pytest.raises(UsageError, match="came with embeddings; 'fetch-on-miss' takes both"):

@@ -23,7 +23,7 @@ from results import EXPERIMENT, PAPER, filled
 from results import FOUND as FOUND_BY
 
 
-def test_a_group_by_hand(tmp_path: Path) -> None:
+def test_a_group_has_the_means_computed_by_hand(tmp_path: Path) -> None:
     (group,) = groups([filled(tmp_path / "r.jsonl")])
     lines = {(line.method, line.budget): line for line in group.results}
     assert list(lines) == [
@@ -43,7 +43,7 @@ def test_a_group_by_hand(tmp_path: Path) -> None:
     assert group.comparable and "samples" not in group.as_dict()["lines"][0]
 
 
-def test_the_newest_measurement_counts_and_a_failure_does_not_undo_one(tmp_path: Path) -> None:
+def test_the_newest_successful_measurement_counts(tmp_path: Path) -> None:
     store = filled(tmp_path / "r.jsonl")
     first = next(row for row in store.records if row.method == "window")
     store.append(first.model_copy(update={"scores": {"found": [1.0, 1.0], "words": [1.0, 1.0], "loglik": [0.0, 0.0]}}))
@@ -54,7 +54,7 @@ def test_the_newest_measurement_counts_and_a_failure_does_not_undo_one(tmp_path:
     assert line.cells == 4 and line.scores and line.scores["found"].mean == 0.25
 
 
-def test_settings_and_models_are_apart(tmp_path: Path) -> None:
+def test_settings_and_models_make_separate_groups(tmp_path: Path) -> None:
     other = EXPERIMENT.with_(task={**EXPERIMENT.model_dump(mode="json")["task"], "samples": 2, "new": 5})
     filled(tmp_path / "r.jsonl")
     store = filled(tmp_path / "r.jsonl", other)
@@ -64,7 +64,7 @@ def test_settings_and_models_are_apart(tmp_path: Path) -> None:
     assert {group.model for group in found} == {"smollm2", "gemma3-270m"}
 
 
-def test_what_another_version_wrote_is_left_out_and_named(tmp_path: Path) -> None:
+def test_records_of_unknown_methods_are_left_out_and_named(tmp_path: Path) -> None:
     """A method that is no more takes nothing else with it."""
     old = Store(tmp_path / "old.jsonl")
     old.define("other", {**EXPERIMENT.model_dump(mode="json"), "name": "once", "methods": ["no-longer"]})
@@ -78,7 +78,7 @@ def test_what_another_version_wrote_is_left_out_and_named(tmp_path: Path) -> Non
     assert not chapter.blocks and "`once`" in chapter.missing[0] and "no-longer" in chapter.missing[0]
 
 
-def test_what_a_paper_says_is_as_it_is_read_today(tmp_path: Path) -> None:
+def test_claims_come_from_the_packaged_experiment_and_not_from_the_store(tmp_path: Path) -> None:
     today = load_experiment("needle-25")
     assert today.paper is not None
     old = {"title": today.paper.title, "where": today.paper.where, "setting": "?", "claims": ["As it once was."]}
@@ -100,7 +100,7 @@ def line(cost: float, mean: float, token_s: float | None = None) -> Any:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12), st.booleans())
-def test_no_other_is_cheaper_and_better(rows: list[tuple[int, int]], higher: bool) -> None:
+def test_the_frontier_has_exactly_the_undominated_rows(rows: list[tuple[int, int]], higher: bool) -> None:
     lines = [line(cost, mean) for cost, mean in rows]
     found = [(one.total_bytes / 1e6, one.scores["m"].mean) for one in frontier(lines, FOUND if higher else KL, MEMORY)]
     sign = 1 if higher else -1
@@ -113,7 +113,7 @@ def test_no_other_is_cheaper_and_better(rows: list[tuple[int, int]], higher: boo
     assert found == sorted({(cost, mean) for cost, mean in rows} - beaten)
 
 
-def test_rounding_is_no_gain_and_what_has_no_time_is_not_fast() -> None:
+def test_the_frontier_ignores_rounding_and_rows_without_a_time() -> None:
     cheap, exact = line(1, 5e-12), line(2, 0.0)
     assert frontier([exact, cheap], KL, MEMORY) == [cheap]
     assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
@@ -154,13 +154,15 @@ MEASURED, UNMEASURED = VerdictOutcome.MEASURED, VerdictOutcome.UNMEASURED
         ([1.0, 5.0], {"at_least": 7.0, "at_most": 14.0}, None, OPEN),
     ],
 )
-def test_judgements(values: list[float], limits: dict[str, float], scale: Any, outcome: VerdictOutcome) -> None:
+def test_claims_are_judged_by_their_interval(
+    values: list[float], limits: dict[str, float], scale: Any, outcome: VerdictOutcome
+) -> None:
     found, interval = judge(values, **limits, scale=scale or (-math.inf, math.inf))
     assert found is outcome and interval.n == len(values)
     assert interval.low <= interval.mean <= interval.high
 
 
-def test_limits_belong_to_what_is_within() -> None:
+def test_limits_of_a_claim_are_inclusive() -> None:
     interval = student([1.0, 2.0, 4.0])
     assert judge([1.0, 2.0, 4.0], interval.low, interval.high)[0] is HOLDS
     assert judge([1.0, 2.0, 4.0], interval.low + 1e-9, interval.high)[0] is OPEN
@@ -178,15 +180,15 @@ def group_of(path: Path, **claim: Any) -> TaskGroup:
 
 def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
     group = group_of(path, **claim)
-    (asked,) = group.experiment.claims
-    return judged_cases(asked, group.metric("found"), group.cases(asked))
+    (claim,) = group.experiment.claims
+    return judged_cases(claim, group.metric("found"), group.cases(claim))
 
 
 def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], VerdictOutcome]:
     return {(one.case.name.replace("`", ""), one.case.budget): one.outcome for one in cases_of(path, **claim)}
 
 
-def test_cases_are_methods_at_budgets_against_others(tmp_path: Path) -> None:
+def test_a_claim_has_a_case_for_each_method_budget_and_rival(tmp_path: Path) -> None:
     assert outcomes(tmp_path / "a", methods=["window", "h2o+merge"], at_least=0.9) == {
         ("window", "10%"): DIFFERS, ("window", "25%"): DIFFERS,
         ("h2o+merge", "10%"): UNMEASURED, ("h2o+merge", "25%"): UNMEASURED,
@@ -201,14 +203,14 @@ def test_cases_are_methods_at_budgets_against_others(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_many_cases_are_judged_together(tmp_path: Path) -> None:
-    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
+def test_intervals_widen_with_the_number_of_cases(tmp_path: Path) -> None:
+    one_case = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
     second = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)[1]
-    assert alone is not None and second.found is not None and second.case.budget == "25%"
-    assert alone.low > second.found.low and alone.mean == second.found.mean == 0.5
+    assert one_case is not None and second.found is not None and second.case.budget == "25%"
+    assert one_case.low > second.found.low and one_case.mean == second.found.mean == 0.5
 
 
-def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> None:
+def test_one_contradicting_case_decides_and_all_cases_are_listed(tmp_path: Path) -> None:
     (verdict,) = group_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5).judged()
     assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "does not hold here", 8)
     against, for_it, open_, missing = verdict.ours
@@ -221,7 +223,7 @@ def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> 
     assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
 
 
-def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
+def test_open_and_unmeasured_claims_say_so(tmp_path: Path) -> None:
     (verdict,) = group_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1).judged()
     assert verdict.finding == "cannot be told from 8 samples"
     assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
@@ -244,7 +246,7 @@ def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
         ({"of": "model", "unlike": "so"}, "another model's; measured otherwise: so; the paper names no limit"),
     ],
 )
-def test_numbers_that_are_no_verdict_say_why(tmp_path: Path, claim: dict[str, Any], why: str) -> None:
+def test_numbers_without_a_verdict_say_why(tmp_path: Path, claim: dict[str, Any], why: str) -> None:
     (verdict,) = group_of(tmp_path, methods=["window", "quantized"], **claim).judged()
     assert (verdict.outcome, verdict.finding, verdict.why) == (MEASURED, f"no verdict, {why}", why)
     ours, missing = verdict.ours
@@ -254,7 +256,7 @@ def test_numbers_that_are_no_verdict_say_why(tmp_path: Path, claim: dict[str, An
     assert verdict.outcome is UNMEASURED
 
 
-def test_on_the_paper_s_own_model_there_is_a_verdict(tmp_path: Path) -> None:
+def test_a_claim_about_one_model_is_judged_on_that_model_only(tmp_path: Path) -> None:
     claim = {"says": "So it is.", "metric": "found", "methods": ["window"], "at_least": 0.9, "of": "model"}
     for models, outcome in ((["smollm2"], DIFFERS), (["another"], MEASURED)):
         paper = {**PAPER, "claims": [claim], "values": [], "models": models}
@@ -262,7 +264,7 @@ def test_on_the_paper_s_own_model_there_is_a_verdict(tmp_path: Path) -> None:
         assert [verdict.outcome for verdict in group.judged()] == [outcome]
 
 
-def test_where_both_sides_find_nothing_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_methods_that_score_nothing_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method is no worse than another that scores nothing either, and finding nothing says little of a method where
     the full cache finds nothing."""
     monkeypatch.setitem(FOUND_BY, "h2o", [0.0, 0.0])
@@ -281,13 +283,13 @@ def test_where_both_sides_find_nothing_nothing_is_shown(tmp_path: Path, monkeypa
     assert Metric("m", "KL", "lower", "number", least=0.0).floor is None
 
 
-def test_the_paper_s_numbers_stand_beside_ours_and_are_not_judged(tmp_path: Path) -> None:
+def test_the_papers_numbers_are_shown_and_not_judged(tmp_path: Path) -> None:
     values = [{"metric": "found", "value": 0.75, "method": "h2o", "budget": "25%"}]
     (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values}))])
     assert isinstance(group, TaskGroup) and list(group.judged()) == []
     assert [line.paper[0].value for line in group.results if line.paper] == [0.75]
 
 
-def test_without_a_paper_there_is_nothing_to_judge() -> None:
+def test_without_a_paper_there_are_no_verdicts() -> None:
     assert list(TaskGroup(EXPERIMENT.with_(paper=None), "s", "m", ()).judged()) == []
     assert {verdict.outcome for verdict in TaskGroup(EXPERIMENT, "s", "m", ()).judged()} == {UNMEASURED}

@@ -25,7 +25,7 @@ from results import EXPERIMENT, PAPER, chapters, filled
 
 from kvkeep.errors import StoreError
 
-FRONT = [
+SECTIONS = [
     "Where ours differ from the papers",
     "Where ours agree",
     "What cannot be told yet",
@@ -48,7 +48,7 @@ def part(text: str, heading: str) -> str:
     return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
 
 
-def test_numbers_as_they_are_told() -> None:
+def test_numbers_and_lists_are_formatted() -> None:
     found = Estimate(0.5, 0.25, 0.75, 4)
     assert estimate_text(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
     saving = Metric("a", "a", kind="saving")
@@ -63,7 +63,7 @@ def test_numbers_as_they_are_told() -> None:
     assert escaped("a_b*\n<i>|#`") == r"a\_b\* \<i\>\|\#\`"
 
 
-def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
+def test_the_table_shows_scores_memory_and_times(tmp_path: Path) -> None:
     text = markdown(chapters(filled(tmp_path / "r.jsonl", missing="window")))
     body = part(text, "A small thing: smollm2")
     table, frontier = ([line for line in block.splitlines()] for block in body.split("\n\n") if block.startswith("|"))
@@ -78,10 +78,10 @@ def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
     assert "* The paper's number: unheard-of: found 50.0." in body
 
 
-def test_what_differs_comes_first(tmp_path: Path) -> None:
+def test_claims_that_differ_come_first(tmp_path: Path) -> None:
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER])
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
-    differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in FRONT)
+    assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
+    differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in SECTIONS)
     counts = "Does not hold here: 1, holds here: 1, cannot be told: 1, no verdict: 1 and not measured: 1."
     assert text.index(counts) < text.index("\n## ")
     assert '* "Windows find most." **Does not hold here.**' in differing_ and "Theirs: a large model" in differing_
@@ -97,45 +97,48 @@ def test_what_differs_comes_first(tmp_path: Path) -> None:
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:
-    own = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
-    for beside, expected in (([ANOTHER], [FRONT[-1], own[0].title, "Another"]), ([], [own[0].title, FRONT[-1]])):
-        text = markdown([*own, *beside])
+    own_chapter = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
+    for beside, expected in (
+        ([ANOTHER], [SECTIONS[-1], own_chapter[0].title, "Another"]),
+        ([], [own_chapter[0].title, SECTIONS[-1]]),
+    ):
+        text = markdown([*own_chapter, *beside])
         assert headings(text, 2) == expected and "claim" not in text
 
 
-def test_a_report_of_one_experiment_begins_with_it(tmp_path: Path) -> None:
+def test_a_report_of_one_experiment_begins_with_its_chapter(tmp_path: Path) -> None:
     """Its claims, its table and its figure, and then what is said of all reports; of another model once more."""
-    (own,) = chapters(filled(tmp_path / "r.jsonl"))
-    text = markdown([own], pictures=".png")
+    (own_chapter,) = chapters(filled(tmp_path / "r.jsonl"))
+    text = markdown([own_chapter], pictures=".png")
     assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
     places = ["Beside A Paper", "### What the paper claims", "**Does not hold here.**", "**Holds here.**"]
     places += ["**Cannot be told", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
     places += ["-quality.png)", "-map.png)", "### The frontier", "### How it was measured", "## How claims are judged"]
     assert [text.index(place) for place in places] == sorted(text.index(place) for place in places)
     assert "Student's interval" in part(text, "How claims are judged") and all(
-        f"## {one}" not in text for one in FRONT[:5]
+        f"## {one}" not in text for one in SECTIONS[:5]
     )
-    both = markdown([own, replace(own, title="A small thing: gemma")])
+    both = markdown([own_chapter, replace(own_chapter, title="A small thing: gemma")])
     assert headings(both, 2)[:2] == ["A small thing: smollm2", "A small thing: gemma"]
 
 
-def test_what_is_not_there_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_missing_cells_are_listed_with_their_reason(tmp_path: Path) -> None:
     store = filled(tmp_path / "r.jsonl", missing="window")
-    missing = part(markdown(chapters(store)), FRONT[-1])
+    missing = part(markdown(chapters(store)), SECTIONS[-1])
     assert "* `quantized` at 10%: 0 of 4 cells measured: The budget is too small." in missing
     assert "* `window` at 10% and 25%: 3 of 4 cells measured so far." in missing and "Not measured yet" not in missing
     store.records = [row for row in store.records if getattr(row, "method", "") != "h2o"]
     assert "* Not measured yet: `h2o` at 10% and 25%." in markdown(chapters(store))
     full = filled(tmp_path / "s.jsonl", EXPERIMENT.with_(methods=["h2o", "window"]))
-    assert part(markdown(chapters(full)), FRONT[-1]).strip() == "Everything was run."
+    assert part(markdown(chapters(full)), SECTIONS[-1]).strip() == "Everything was run."
 
 
-def test_experiments_without_rows_are_named(tmp_path: Path) -> None:
+def test_experiments_that_were_not_run_are_listed(tmp_path: Path) -> None:
     bare = unmeasured({"xsum"})
     assert len(bare) == len(packaged()) - 1 and all(not chapter.blocks for chapter in bare)
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER, *bare])
-    assert "`kvkeep lab run needle-25` has not been run." in part(text, FRONT[-1]) and "lab run xsum" not in text
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
+    assert "`kvkeep lab run needle-25` has not been run." in part(text, SECTIONS[-1]) and "lab run xsum" not in text
+    assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
@@ -148,7 +151,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
         assert ("less memory or time a token" in text) is compared
 
 
-def test_links_lead_to_their_headings(tmp_path: Path) -> None:
+def test_links_of_the_markdown_lead_to_headings(tmp_path: Path) -> None:
     other = EXPERIMENT.with_(task={**EXPERIMENT.model_dump(mode="json")["task"], "new": 5})
     filled(tmp_path / "r.jsonl")
     text = markdown([*chapters(filled(tmp_path / "r.jsonl", other)), ANOTHER])
@@ -158,7 +161,7 @@ def test_links_lead_to_their_headings(tmp_path: Path) -> None:
     assert {"a-small-thing-smollm2", "a-small-thing-smollm2-1"} <= set(links)
 
 
-def test_chapters_of_any_kind(tmp_path: Path) -> None:
+def test_chapters_of_other_kinds_show_their_text_and_verdicts(tmp_path: Path) -> None:
     """What another kind of experiment gives: its own words, tables and verdicts."""
     picture = Picture("drawn", "a [drawn] thing", lambda path: None)
     verdict = Verdict("It *is* so.", VerdictOutcome.DIFFERS, ("It is 3, N = 2.",), 2)
@@ -171,7 +174,7 @@ def test_chapters_of_any_kind(tmp_path: Path) -> None:
     assert r"![a \[drawn\] thing](drawn.png)" in text and "![" not in markdown([chapter])
 
 
-def test_every_table_is_there_whole_and_every_link_leads_somewhere(tmp_path: Path) -> None:
+def test_the_page_has_every_table_and_no_broken_link(tmp_path: Path) -> None:
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), *unmeasured(())])
     made = page(text, {})
     found = Elements(made)
@@ -190,7 +193,7 @@ def test_every_table_is_there_whole_and_every_link_leads_somewhere(tmp_path: Pat
     assert set(links) >= set(anchors(titles))  # the contents
 
 
-def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     made = page(markdown(chapters(filled(tmp_path / "r.jsonl"))), {})
     found = Elements(made)
     assert all(address.startswith(("#", "data:")) for address in found.values("src", "href"))
@@ -198,13 +201,13 @@ def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", made)
 
 
-def test_what_a_sentence_says_stays_a_sentence() -> None:
+def test_the_page_escapes_markup_in_sentences() -> None:
     found = Elements(page("# A <b>&amp; @@BODY@@\n\n<script>alert(1)</script>\n\n* `<i>` a | b\n", {}))
     assert not {"script", "i"} & {element.tag for element in found.all}
     assert "<script>alert(1)</script>" in found.all[0].text and "@@BODY@@" in found.all[0].text
 
 
-def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
+def test_pictures_are_embedded_by_their_file_type(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("a.svg", "b.png")}
     for name, file in files.items():
         file.write_bytes(name.encode())
@@ -229,7 +232,9 @@ def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
         ({"task": {"name": "needle", "length": [*range(64, 69)], "depth": [0], "samples": 2}}, ["map"]),
     ],
 )  # fmt: skip
-def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[str, Any], maps: list[str]) -> None:
+def test_a_report_writes_a_page_its_source_and_pictures(
+    tmp_path: Path, changes: dict[str, Any], maps: list[str]
+) -> None:
     pytest.importorskip("matplotlib")
     drawn = ["quality", *maps, "frontier-memory", "frontier-speed"]
     (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
@@ -246,16 +251,16 @@ def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[
     assert html.count("data:image/svg+xml;base64,") == len(drawn)
 
 
-def test_a_folder_that_cannot_be_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The folder '.*file' cannot be made: file exists\."):
         write([], tmp_path / "file")
-    monkeypatch.setattr("os.access", lambda *given, **own: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda *given, **options: False)  # root may write anywhere
     with pytest.raises(StoreError, match=r"The report cannot be written: the folder '.*out' is write-protected\."):
         write([], tmp_path / "out")
 
 
-def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> None:
+def test_axes_of_names_have_a_table_and_a_map(tmp_path: Path) -> None:
     """The task is RULER, whose families are an axis."""
     pytest.importorskip("matplotlib")
     families = {"name": "ruler", "length": [512, 300], "family": ["vt", "niah_single_1"], "samples": 2}
@@ -272,7 +277,7 @@ def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_labels_lie_over_nothing(seed: int) -> None:
+def test_labels_of_a_figure_overlap_nothing(seed: int) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
     from matplotlib.text import Text

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from measuring import tool
 
-ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "results" / "README.md").read_text("utf-8")
-SPEC = importlib.util.spec_from_file_location("results_page", ROOT / "tools" / "results_page.py")
-assert SPEC is not None and SPEC.loader is not None
-TOOL = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(TOOL)
+PAGE = (Path(__file__).parents[3] / "docs" / "results" / "README.md").read_text("utf-8")
+TOOL = tool("results_page")
 
 
-def test_the_numbers_are_those_of_the_stores() -> None:
+def test_the_page_has_the_numbers_of_the_stores() -> None:
     assert TOOL.remade(PAGE) == PAGE
     assert len(TOOL.COUNTS.findall(PAGE)) > 20 and len(TOOL.TABLE.findall(PAGE)) >= 2
 
@@ -25,7 +21,7 @@ def test_the_numbers_are_those_of_the_stores() -> None:
     ("says", "instead"),
     [("| **all ", "| **all 9"), ("| `h2o` | 0.2 ·", "| `h2o` | 0.1 ·"), ("| **0.12** · 27 %", "| 0.12 · 28 %")],
 )
-def test_a_wrong_number_is_put_right(says: str, instead: str) -> None:
+def test_the_tool_corrects_a_wrong_number(says: str, instead: str) -> None:
     assert says in PAGE and TOOL.remade(PAGE.replace(says, instead)) == PAGE
 
 
@@ -38,7 +34,7 @@ def test_every_judged_store_has_its_row() -> None:
     )
 
 
-def test_the_page_has_its_stores_and_pictures() -> None:
+def test_every_file_of_the_results_is_linked() -> None:
     linked = set(re.findall(r"\]\(([\w.-]+)\)", PAGE))
     pages = [page.read_text("utf-8") for page in TOOL.RESULTS.parent.glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"\]\(results/([\w.-]+)\)", page)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import WORDS
@@ -32,10 +32,10 @@ def experiment(model_folder: Path) -> StudyExperiment:
     return StudyExperiment.model_validate(sizes)
 
 
-def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: StudyExperiment, tmp_path: Path) -> None:
-    store, told = Store(tmp_path / "r.jsonl"), []
-    tally = run(experiment, store, progress=lambda *given: told.append(given[1:]))
-    assert (tally.done, tally.found, told[0]) == (1, 0, (0, 100))
+def test_a_study_is_run_once_and_its_chapter_shows_the_results(experiment: StudyExperiment, tmp_path: Path) -> None:
+    store, progress = Store(tmp_path / "r.jsonl"), []
+    tally = run(experiment, store, progress=lambda *given: progress.append(given[1:]))
+    assert (tally.done, tally.found, progress[0]) == (1, 0, (0, 100))
     assert run(experiment, Store(tmp_path / "r.jsonl")).found == 1
     store = stored(tmp_path / "r.jsonl")
     (record,) = store.records
@@ -49,15 +49,12 @@ def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: Stud
     assert len(chapter.pictures) == 1 and one.as_dict()["values"]["rho"] == [4.0]
 
 
-def test_what_fails_is_told_and_a_later_failure_undoes_nothing(
+def test_a_failure_is_reported_and_does_not_replace_a_result(
     experiment: StudyExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*given: Any) -> Any:
-        raise KvkeepError("It cannot be.")
-
     store = Store(tmp_path / "r.jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr(TokenBytes, "measure", refused)
+        patch.setattr(TokenBytes, "measure", Mock(side_effect=KvkeepError("It cannot be.")))
         tally = run(experiment, store)
     assert [(record.error, record.label) for record in tally.failed] == [("It cannot be.", experiment.models[0])]
     store.refresh()
@@ -71,7 +68,7 @@ def test_what_fails_is_told_and_a_later_failure_undoes_nothing(
     assert [record.status for record in one.records] == ["done"]
 
 
-def test_numbers_that_vary_are_judged_over_seeds(experiment: StudyExperiment, tmp_path: Path) -> None:
+def test_varying_numbers_are_judged_over_seeds(experiment: StudyExperiment, tmp_path: Path) -> None:
     study = {"name": "sketch-error", "tokens": 64, "loads": [6]}
     claims = [{"says": "Less.", "metric": "lemma", "at_most": 50.0}]
     paper = {**experiment.model_dump(mode="json")["paper"], "claims": claims, "values": []}

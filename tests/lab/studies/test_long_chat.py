@@ -23,7 +23,7 @@ def turns(*methods: str, family: str = "llama", count: int = 6) -> list[Turn]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_every_cache_takes_every_turn_and_says_the_same(family: str) -> None:
+def test_exact_caches_give_the_same_answers_in_every_turn(family: str) -> None:
     rows = turns("stock", "kv-direct", "full", family=family, count=4)
     assert [(row.turn, row.method) for row in rows] == [
         (turn, name) for turn in (1, 2, 3, 4) for name in ("stock", "kv-direct", "full")
@@ -33,15 +33,15 @@ def test_every_cache_takes_every_turn_and_says_the_same(family: str) -> None:
     assert contexts["stock"] == sorted(set(contexts["stock"])) == contexts["kv-direct"] == contexts["full"]
 
 
-def test_the_budget_holds_while_the_stock_cache_grows_and_dropping_tells() -> None:
+def test_a_budget_bounds_memory_and_only_dropping_changes_answers() -> None:
     rows = turns("stock", "kv-direct", "window")
-    held = {name: [row.attended_bytes for row in rows if row.method == name] for name in ("stock", "kv-direct")}
-    assert held["stock"] == sorted(set(held["stock"])) and len(set(held["kv-direct"])) == 1
+    sizes = {name: [row.attended_bytes for row in rows if row.method == name] for name in ("stock", "kv-direct")}
+    assert sizes["stock"] == sorted(set(sizes["stock"])) and len(set(sizes["kv-direct"])) == 1
     assert rows[-1].memory.checkpoint_bytes["host"] == 0 < rows[-2].memory.checkpoint_bytes["host"]
     assert {row.method for row in rows if not row.same} == {"window"}  # dropping: another conversation
 
 
-def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_conversation_ends_before_a_turn_beyond_the_models_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has 512 positions."""
     monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", LONG)
     with pytest.raises(Ending, match=r"Turn 5 would take the conversation to \d+ tokens, and the model has 512") as end:

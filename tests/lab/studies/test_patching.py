@@ -19,7 +19,7 @@ def twin(a: list[float], b: list[float]) -> float:
     return bits
 
 
-def test_bits_of_two_distributions() -> None:
+def test_divergence_bits_equal_the_mutual_information() -> None:
     draw = torch.Generator().manual_seed(0)
     a, b = torch.rand(2, 5, 7, generator=draw, dtype=torch.float64).softmax(-1)
     a[0], b[0] = torch.eye(7, dtype=torch.float64)[:2]  # nothing in common: one bit
@@ -29,7 +29,7 @@ def test_bits_of_two_distributions() -> None:
     assert bits[0] == pytest.approx(1) and bits[1] == 0 and (bits[2:] > 0).all()
 
 
-def test_one_layer_s_residuals_decide_the_next_token_and_no_more() -> None:
+def test_residuals_of_one_layer_determine_the_next_token_only() -> None:
     """The layers before hold another prompt's entries, which later tokens attend to."""
     study = PatchingStudy()
     found = measured(study)

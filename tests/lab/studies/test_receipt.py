@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WORDS, tokenizer
+from conftest import WORDS, saved
 from families import tiny
 from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, exact_cases, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
+from measuring import tool
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,9 +54,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with positions for the longest prompt, and a text."""
-    made = tmp_path_factory.mktemp("receipt")
-    tiny("qwen3", positions=1024).save_pretrained(made)
-    tokenizer().save_pretrained(made)
+    made = saved(tiny("qwen3", positions=1024), tmp_path_factory.mktemp("receipt"))
     (made / "text.txt").write_text(text())
     return made
 
@@ -76,7 +74,7 @@ def computed(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_path_gives_the_same_receipt(folder: Path) -> None:
+def test_every_processor_path_gives_the_same_receipt(folder: Path) -> None:
     paths = library.kernels().kvkeep_paths().decode().split()
     plain = computed(folder, PLAIN)
     known = [row for row in plain["rows"] if row["logits"]]
@@ -114,12 +112,12 @@ class Operations(TorchDispatchMode):
 def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
     """What a receipt hashes is computed by the library, and by operations of torch that round each element once."""
     loaded = load(folder, weights="bfloat16", device="cpu")
-    asked = [prompt[:300] for prompt in prompts(loaded, text())]
+    texts = [prompt[:300] for prompt in prompts(loaded, text())]
     for case in CASES:
         cache = receipts._new_cache(loaded.model, case, 300 + NEW_TOKENS)
         cache.describe()  # tries the model, which may use anything
         with Operations() as used:
-            receipts._answer(loaded.model, asked[-1], cache)
+            receipts._answer(loaded.model, texts[-1], cache)
         assert used.found <= KNOWN.get(case.method, set()), case.label
 
 
@@ -141,24 +139,24 @@ SEEN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_operations_that_depend_on_it_are_seen(name: str) -> None:
+def test_the_detector_finds_operations_that_depend_on_the_processor(name: str) -> None:
     """Among them those with several results."""
     with Operations() as used:
         SEEN[name]()
     assert name in used.found
 
 
-def test_exact_rows_are_those_of_full(folder: Path) -> None:
+def test_exact_methods_have_the_digests_of_full(folder: Path) -> None:
     loaded = load(folder, weights="bfloat16", device="cpu")
-    asked = prompts(loaded, text())
-    assert [len(prompt) for prompt in asked] == list(LENGTHS)
-    found = list(rows(loaded, exact_cases(), asked, lambda label, done: None))
+    texts = prompts(loaded, text())
+    assert [len(prompt) for prompt in texts] == list(LENGTHS)
+    found = list(rows(loaded, exact_cases(), texts, lambda label, done: None))
     assert all(row.promised and row.exactness == "exact" and not row.error for row in found)
     assert len({row.logits for row in found}) == 1
     assert len({row.session for row in found}) == len(found)
-    again = list(rows(loaded, exact_cases()[-1:], asked, lambda label, done: None))
+    again = list(rows(loaded, exact_cases()[-1:], texts, lambda label, done: None))
     assert again == found[-1:], "a method that drafts depends on time"
-    shifted = [[*prompt[1:], prompt[0]] for prompt in asked]
+    shifted = [[*prompt[1:], prompt[0]] for prompt in texts]
     assert not {row.logits for row in found} & {
         row.logits for row in rows(loaded, exact_cases()[:1], shifted, lambda label, done: None)
     }
@@ -168,7 +166,9 @@ def test_prompts_are_the_beginning_of_the_licence() -> None:
     assert len(receipts.text()) > 3000 and (ROOT / "LICENSE").read_text().startswith(receipts.text())
 
 
-def test_a_table_and_its_markdown(folder: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_receipt_is_printed_as_a_table_and_as_markdown(
+    folder: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
     named = f"-m {folder} -f {folder}/text.txt"
     arguments = f"prove --receipt {named} --weights int8 -x full".split()
     code, out, err = run(*arguments)
@@ -190,12 +190,14 @@ def test_a_table_and_its_markdown(folder: Path, run: Callable[..., tuple[int, st
         ("--markdown", "add --receipt"),
     ],
 )
-def test_what_is_refused(folder: Path, run: Callable[..., tuple[int, str, str]], options: str, sentence: str) -> None:
+def test_unsuitable_options_are_refused(
+    folder: Path, run: Callable[..., tuple[int, str, str]], options: str, sentence: str
+) -> None:
     code, out, err = run("prove", "-m", str(folder), "-f", str(folder / "text.txt"), *options.split())
     assert code and not out.strip("\n") and sentence in err, (out, err)
 
 
-def test_short_texts_and_torch_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receipt_refuses_short_texts_and_a_missing_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(folder, weights="int8", device="cpu")
     with pytest.raises(UsageError, match="has 3 tokens"):
         prompts(loaded, "the of and")
@@ -206,9 +208,7 @@ def test_short_texts_and_torch_are_refused(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_a_family_whose_layers_torch_computes_is_refused(tmp_path: Path) -> None:
-    tiny("phi3", positions=1024).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    loaded = load(tmp_path, weights="bfloat16", device="cpu")
+    loaded = load(saved(tiny("phi3", positions=1024), tmp_path), weights="bfloat16", device="cpu")
     with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a phi3 model\)"):
         start(loaded, [])
 
@@ -238,24 +238,16 @@ def test_the_page_has_a_row_for_every_method() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
-def test_exact_rows_are_those_of_the_page(model: str) -> None:
+def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     loaded = _embedded(model)
-    asked, section = prompts(loaded, receipts.text()), tables()[model]
-    begun, known = start(loaded, asked), printed(section)
+    texts, section = prompts(loaded, receipts.text()), tables()[model]
+    begun, known = start(loaded, texts), printed(section)
     assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
-    for row in rows(loaded, exact_cases(), asked, lambda label, done: None):
+    for row in rows(loaded, exact_cases(), texts, lambda label, done: None):
         assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
 
 
-def tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_of_other_models_stay_on_the_page() -> None:
+def test_updating_one_model_keeps_the_tables_of_others() -> None:
     page = PAGE.read_text("utf-8")
     made = tool("receipts").updated(page, {"smollm2": "### smollm2\n\nNew.\n"})
     assert "### smollm2\n\nNew.\n\n<!-- end of tables -->" in made
@@ -263,13 +255,13 @@ def test_tables_of_other_models_stay_on_the_page() -> None:
     assert page[start:end] in made and tool("receipts").updated(page, {}) == page
 
 
-def test_a_row_that_was_not_computed_is_no_row_that_is_the_same() -> None:
+def test_a_row_that_was_not_computed_is_an_error() -> None:
     row = ReceiptRow("full", "exact", True, error="no space left")
     with pytest.raises(SystemExit, match="smollm2: 'full' was not computed: no space left"):
         tool("receipts")._merged("smollm2", (row, row))
 
 
-def test_a_line_without_a_hash_is_a_failure() -> None:
+def test_a_line_without_a_hash_is_an_error() -> None:
     read = tool("kernel_hash").read
     assert read("rows bf16     0f255f3cdc0b866d\n") == {"rows bf16": "0f255f3cdc0b866d"}
     for line in ("rows bf16     0f255f3cdc0b866d THREADS DIFFER", "product: 3 ROWS DIFFER", "x 0f255f3c", ""):

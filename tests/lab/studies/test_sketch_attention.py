@@ -45,7 +45,7 @@ def dot(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_effects_are_their_definitions(signed: bool) -> None:
+def test_effects_equal_their_definitions(signed: bool) -> None:
     draw, n, dim = torch.Generator().manual_seed(1), 10, 4
     query = torch.randn(1, 2, n, dim, generator=draw) / 2
     key, value = (torch.randn(1, 1, n, dim, generator=draw) / 2 for _ in range(2))
@@ -57,9 +57,9 @@ def test_effects_are_their_definitions(signed: bool) -> None:
     parts = dict.fromkeys(("output", "by_weights", "by_values", "together", "linear"), 0.0)
     for head in range(2):
         for position in at.tolist():
-            asked, seen = query[0, head, position].tolist(), range(position + 1)
-            scores = [0.5 * dot(asked, keys[j]) for j in seen]
-            error = [0.5 * dot(asked, wrong_keys[j]) - scores[j] for j in seen]
+            query_of, seen = query[0, head, position].tolist(), range(position + 1)
+            scores = [0.5 * dot(query_of, keys[j]) for j in seen]
+            error = [0.5 * dot(query_of, wrong_keys[j]) - scores[j] for j in seen]
             p = softmax(scores)
             q = softmax([score + off for score, off in zip(scores, error, strict=True)])
             mean = dot(p, error)
@@ -87,7 +87,7 @@ def test_effects_are_their_definitions(signed: bool) -> None:
     assert found.score_bound == pytest.approx(spread * math.pi * (n - 1) / (3 * SLOTS), rel=1e-3)
 
 
-def test_small_errors_of_normal_vectors_are_as_estimated(tmp_path: Path) -> None:
+def test_small_errors_of_normal_vectors_follow_lemma_3(tmp_path: Path) -> None:
     """Few entries share a slot, and queries are weak: first order is all there is, and the two parts of Lemma 3."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 8, 400, 32, generator=draw) for _ in range(3))

@@ -32,7 +32,7 @@ def sums(slots: int, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["dense", "kept", "hashed"])
 @pytest.mark.parametrize("slots", [8, 64, 200])
-def test_no_linear_sketch_is_below_the_rank_it_lacks(kind: str, slots: int) -> None:
+def test_a_linear_sketch_loses_at_least_its_missing_rank(kind: str, slots: int) -> None:
     sketch = sums(slots, kind)
     best = torch.linalg.pinv(sketch)  # of all decoders the one whose product with the sketch is nearest to 1
     away = float((torch.eye(COUNT, dtype=torch.float64) - best @ sketch).square().sum()) / COUNT
@@ -46,31 +46,31 @@ def test_no_linear_sketch_is_below_the_rank_it_lacks(kind: str, slots: int) -> N
 
 
 @pytest.mark.parametrize("slots", [4, 12, 40])
-def test_medians_are_above_it_and_codes_below(slots: int) -> None:
+def test_median_decoding_is_above_the_bound_and_codes_are_below(slots: int) -> None:
     vectors = normal(dim=DIM).float()[None].expand(2, -1, -1).contiguous()
     at = places(torch.arange(COUNT).expand(2, -1), ROWS, slots)
     sketch = CountSketch(2, ROWS, slots, DIM, True, True, like=vectors)
     sketch.insert(at, vectors)
-    least, room = 1 - ROWS * slots / COUNT, ROWS * slots / COUNT
+    least, share = 1 - ROWS * slots / COUNT, ROWS * slots / COUNT
     for by in ("median", "mean"):
         assert float((sketch.estimates(at, by).dense(torch.float32) - vectors).square().mean()) > least
-    assert coded_error(vectors, room) < least
+    assert coded_error(vectors, share) < least
 
 
-def test_an_error_of_a_code_is_half_a_step_at_most_whatever_the_distribution() -> None:
+def test_the_error_of_a_code_is_at_most_half_a_step() -> None:
     for scattered in (normal(), normal().exp(), normal().tanh(), normal() ** 3):
-        for room, bits in ((3 / 16, 2), (5 / 16, 4), (9 / 16, 8)):
+        for share, bits in ((3 / 16, 2), (5 / 16, 4), (9 / 16, 8)):
             vectors = scattered.float()[None]
             groups = vectors[0].unflatten(0, (-1, 32))
             step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
-            most = float((step / 2).square().mean() / vectors.square().mean())
-            assert 0 < coded_error(vectors, room) <= most * 1.02 + 1e-6  # scale and offset are rounded to 16 bits
+            bound = float((step / 2).square().mean() / vectors.square().mean())
+            assert 0 < coded_error(vectors, share) <= bound * 1.02 + 1e-6  # scale and offset are rounded to 16 bits
             assert coded_error(vectors, 1.0) == coded_error(vectors, 9 / 16)
 
 
-def test_codes_between_two_sizes_are_some_of_each() -> None:
+def test_a_size_between_two_code_widths_mixes_both() -> None:
     vectors = normal(count=320).float()[None]
-    coarse, fine, size = (coded_error(vectors[:, part], room) for part, room in
+    coarse, fine, size = (coded_error(vectors[:, part], share) for part, share in
                           ((slice(160, None), 3 / 16), (slice(160), 5 / 16), (slice(None), 0.0)))  # fmt: skip
     first, second = (float(vectors[:, part].square().sum()) for part in (slice(160), slice(160, None)))
     assert coded_error(vectors, 4 / 16) == pytest.approx((fine * first + coarse * second) / (first + second))
@@ -78,7 +78,7 @@ def test_codes_between_two_sizes_are_some_of_each() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_signs_of_a_share_gain_ten_times_what_slots_do(share: float) -> None:
+def test_one_bit_signs_gain_ten_times_what_slots_gain(share: float) -> None:
     """Below a bit an element: a sign, and the mean size, for some elements; the others are 0."""
     values = normal(count=4096).flatten()
     kept = int(share * len(values))

@@ -14,7 +14,7 @@ IDS = torch.randint(2, VOCABULARY, (150,), generator=torch.Generator().manual_se
 
 
 @pytest.mark.parametrize("cache", ["stock", "kv-direct"])
-def test_perplexity_is_that_of_one_forward_pass(cache: str) -> None:
+def test_perplexity_equals_that_of_one_forward_pass(cache: str) -> None:
     model = tiny("llama")
     ours = DynamicCache(config=model.config) if cache == "stock" else KeepCache(model, cache, 16)
     rows = list(stretches(model, IDS, ours, 60))
@@ -27,14 +27,14 @@ def test_perplexity_is_that_of_one_forward_pass(cache: str) -> None:
         assert row.perplexity == pytest.approx(expected, rel=1e-3)
 
 
-def test_memory_stays_past_the_models_positions() -> None:
+def test_memory_is_constant_beyond_the_models_positions() -> None:
     """The tiny model has 512 positions, and positions are moved back twice."""
     rows = list(stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "streaming-llm", 64), 100))
     assert rows[-1].start == 1100 and len({row.memory.resident_bytes for row in rows[1:]}) == 1
     assert len({row.memory.bookkeeping_bytes for row in rows[1:]}) == 1
 
 
-def test_absolute_positions_end_before_the_stretch_they_cannot_take() -> None:
+def test_absolute_positions_end_before_a_stretch_beyond_them() -> None:
     rows = stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "h2o", 64), 200)
     assert [next(rows).start, next(rows).start] == [0, 200]
     with pytest.raises(UsageError, match="600 tokens are more than the 512"):

@@ -88,17 +88,17 @@ def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
     def measure(name: str) -> tuple[Study, Any]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
-        told: list[float] = []
+        shares: list[float] = []
         files = [rows if isinstance(study, WindowRecompute) else text]
-        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: told.append(done / total)))
-        assert told == sorted(told) and all(0 <= share <= 1.01 for share in told)
+        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: shares.append(done / total)))
+        assert shares == sorted(shares) and all(0 <= share <= 1.01 for share in shares)
         return study, result
 
     return measure
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
-def test_studies_say_what_they_are(study: type[Study]) -> None:
+def test_every_study_describes_itself(study: type[Study]) -> None:
     names = [metric.name for metric in study.metrics]
     assert len(set(names)) == len(names) and set(study.certain) <= set(names)
     assert study.about and study.protocol.endswith(".") and is_dataclass(study.found)
@@ -107,7 +107,7 @@ def test_studies_say_what_they_are(study: type[Study]) -> None:
     assert packaged_of == bool(study.metrics) == (study.name not in SMALL)
 
 
-def test_what_is_none_is_no_part_of_an_experiment() -> None:
+def test_unset_fields_are_not_part_of_an_experiment() -> None:
     """So that a field can be added without measuring all again."""
     names = {name for study in STUDIES.values() for name, value in study.model_validate({}) if value is None}
     assert {"folder", "where", "kinds"} <= names
@@ -116,7 +116,7 @@ def test_what_is_none_is_no_part_of_an_experiment() -> None:
 
 
 @pytest.mark.parametrize("name", [*(one.name for one in study_experiments()), *SMALL])
-def test_what_was_found_can_be_kept_told_and_drawn(
+def test_results_can_be_stored_printed_and_drawn(
     found: Callable[[str], tuple[Study, Any]], name: str, tmp_path: Path
 ) -> None:
     study, result = found(name)
@@ -139,7 +139,7 @@ def test_what_was_found_can_be_kept_told_and_drawn(
         assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_numbers_that_are_none_are_refused() -> None:
+def test_results_that_are_nan_are_refused() -> None:
     study = TokenBytes()
     found = measured(study)
     found.rows[0].checkpoints["kv"] = 1
@@ -148,12 +148,12 @@ def test_numbers_that_are_none_are_refused() -> None:
         study.plain(bad)
 
 
-def test_tables_are_markdown() -> None:
+def test_tables_are_printed_as_markdown() -> None:
     table = Table("T", ["a|b", "c"], [["1", "2"]], notes=["One.", "Two."])
     assert table.markdown() == "### T\n\n| a\\|b | c |\n| --- | ---: |\n| 1 | 2 |\n\nOne. Two."
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
+def test_invalid_fields_are_refused() -> None:
     """By the types that studies share; tests of commands have the others."""
     wrongs = {"bounds": {"share": 1.0}, "long-chat": {"methods": ["stock-static"]}, "recompute": {"counts": []}}
     for name, wrong in wrongs.items():
@@ -166,13 +166,13 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shapes_are_those_of_the_published_configs(name: str) -> None:
+def test_shapes_equal_those_of_the_published_configs(name: str) -> None:
     theirs = ModelGeometry.from_config(AutoConfig.from_pretrained(CONFIGS / f"{PUBLISHED[name]}.json"), 2)
     ours = ModelGeometry.from_config(config_of(name), 2)
     assert (ours.layers, ours.hidden_size) == (theirs.layers, theirs.hidden_size)
 
 
-def test_a_conversation_of_12b_by_hand() -> None:
+def test_conversation_bytes_of_12b_equal_those_computed_by_hand() -> None:
     study = ConversationBytes()
     found = measured(study)
     plain, _, _, windowed = found.rows
@@ -190,7 +190,7 @@ def test_a_conversation_of_12b_by_hand() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("windowed", [False, True])
-def test_tokens_of_bytes_are_the_inverse(name: str, windowed: bool) -> None:
+def test_tokens_of_bytes_inverts_bytes_of_tokens(name: str, windowed: bool) -> None:
     geometry = ModelGeometry.from_config(config_of(name), 2)
     for tokens in (1, 900, 1024, 1025, 5000):
         assert tokens_of(geometry, bytes_of(geometry, tokens, windowed), windowed) == pytest.approx(tokens)
@@ -199,19 +199,19 @@ def test_tokens_of_bytes_are_the_inverse(name: str, windowed: bool) -> None:
         assert bytes_of(geometry, 5000, windowed) == stated
 
 
-def test_token_bytes_are_table_1_and_what_a_cache_holds() -> None:
+def test_token_bytes_equal_table_1_and_the_bytes_of_a_cache() -> None:
     study = TokenBytes()
     found = measured(study, "gemma3")
     rows = {row.model: row for row in found.rows}
     assert rows["smollm2-135m"].entries == 22.5 * 1024 and rows["gemma3-4b"].rho == pytest.approx(27.2)
     assert rows["gemma3-4b"].checkpoints["residual"] == 5 * 5 * 1024  # five full layers, 5 KB each
-    whole = measured(TokenBytes()).rows[0]
-    assert whole.held == whole.entries
+    windowless = measured(TokenBytes()).rows[0]
+    assert windowless.held == windowless.entries
     (table,) = study.tables(found)
     assert any("22.5, 1.1, 20.0" in row for row in table.rows)
 
 
-def test_rebuilding_is_looked_at_beyond_windows_too() -> None:
+def test_rebuilding_is_checked_beyond_sliding_windows() -> None:
     study = Rebuilt(lengths=[16], dtypes=["float32"])
     found = measured(study, "gemma3")
     assert {row.kind for row in found.rows} == {"full", "sliding"} and found.windows is not None
@@ -233,7 +233,7 @@ def test_keys_depend_on_the_position_and_values_on_the_residual_alone() -> None:
     assert gpt2.entropy is not None and gpt2.entropy.keys == 0  # its positions are in the residual
 
 
-def test_reconstructions_of_earlier_versions_are_read() -> None:
+def test_stored_reconstructions_without_entropy_are_read() -> None:
     study = Rebuilt(lengths=[16], dtypes=["float32"])
     data = study.plain(measured(study))
     for row in data["rows"]:
@@ -256,8 +256,8 @@ def test_a_recompute_without_windows_differs_beyond_them_only(tmp_path: Path) ->
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     answers = [line["label"] == _likeliest(line) for line in lines[:12]]
     assert ways[FULL].right == pytest.approx(sum(answers) / 12)
-    whole = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
-    assert all(row.same == 1 and row.perplexity is None for row in whole.rows)
+    windowless = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
+    assert all(row.same == 1 and row.perplexity is None for row in windowless.rows)
 
 
 def _likeliest(row: dict[str, Any]) -> int:
@@ -275,7 +275,7 @@ def _likeliest(row: dict[str, Any]) -> int:
     return sums.index(max(sums))
 
 
-def test_decoding_takes_every_step_of_every_way() -> None:
+def test_decoding_times_every_step_of_every_cache() -> None:
     study = Decoding(prompt=8, new=12, lengths=[16, 32], rounds=1, caches=["paged"])
     found = measured(study)
     assert [one.way for one in found.runs] == [NAIVE, "stock", "paged"]
@@ -285,7 +285,7 @@ def test_decoding_takes_every_step_of_every_way() -> None:
     ]
 
 
-def test_batches_hold_as_many_rows() -> None:
+def test_memory_grows_with_the_rows_of_a_batch() -> None:
     rows = run(tiny("llama"), [TimingCase(f"{n}", 40, "stock", batch=n) for n in (1, 3)], rounds=1, steps=2)
     assert rows[1].memory["resident_bytes"] == 3 * rows[0].memory["resident_bytes"]
     study = Throughput(methods=["stock", "h2o", "static"], batches=[1, 8], budget="25%", length=96, steps=3, rounds=1)
@@ -296,12 +296,12 @@ def test_batches_hold_as_many_rows() -> None:
     assert len(notes) == 1 and notes[0].startswith("`static` with 1, 8 rows: ")  # once
 
 
-def test_a_reason_is_told_once_with_all_that_it_is_of() -> None:
+def test_equal_refusals_are_listed_once() -> None:
     found = [("a", 1, "Small."), ("b", 1, ""), ("a", 2, "Small."), ("a", 2, "Small."), ("a", 3, "Long.")]
     assert refusals(found) == ["`a` at 1, 2: Small.", "`a` at 3: Long."]
 
 
-def test_the_sketch_is_as_its_lemma_says_for_normal_vectors(text: Path) -> None:
+def test_sketch_errors_of_normal_vectors_follow_the_lemma(text: Path) -> None:
     study = SketchError(tokens=500, loads=[5, 20], dim=32)
     found = measured(study, files=[text])
     for row in (row for row in found.rows if row.sort == NORMAL):

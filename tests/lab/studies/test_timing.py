@@ -19,7 +19,7 @@ from kvkeep_lab.timing import TimingCase, run
 from kvkeep import StoreError
 
 
-def test_every_case_is_measured_against_stock() -> None:
+def test_every_case_of_the_bench_is_timed_against_stock() -> None:
     listed = cases(tiny("llama"), [40], "16", steps=3)
     rows = {row.label: row for row in run(tiny("llama"), listed, rounds=1, steps=3)}
     assert len(rows) == len(listed)
@@ -37,12 +37,12 @@ def test_every_case_is_measured_against_stock() -> None:
         assert row.held_ratio is not None and row.held_ratio > 0
         assert row.steps == (3 if row.label == "naive" else 2)
         assert row.step_ms is not None and row.step_ratio is not None and row.step_ratio > 0
-    held = {label: row.memory["resident_bytes"] for label, row in rows.items()}
-    assert held["kv-direct kv@disk"] < held["stock"] <= held["kv-direct, no recall"]
+    operands = {label: row.memory["resident_bytes"] for label, row in rows.items()}
+    assert operands["kv-direct kv@disk"] < operands["stock"] <= operands["kv-direct, no recall"]
     assert rows["kv-direct residual@disk"].memory["checkpoint_bytes"]["disk"] > 0
 
 
-def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_the_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = timing._measure, []
 
     def third_time_interrupted(*arguments: Any) -> Any:
@@ -59,7 +59,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
     assert rows[0].step_ms is not None
 
 
-def test_patience_ends_slow_cases() -> None:
+def test_a_slow_case_ends_when_its_patience_runs_out() -> None:
     row = run(tiny("llama"), [TimingCase("stock", 30, "stock")], rounds=3, steps=9, patience_s=0.0)[0]
     assert row.steps == 1
 
@@ -72,7 +72,7 @@ def test_the_clock_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.prefill_s, row.step_ms, row.slowest_ms, row.steps) == (3.0, 3000.0, 3000.0, 4)
 
 
-def test_merging_is_told_apart() -> None:
+def test_the_time_of_merging_is_reported_separately() -> None:
     """Its seconds are part of the steps'; others have none."""
     options = {"budget": "16", "chunk": 8}
     listed = [TimingCase(name, 30, name, options) for name in ("h2o", "h2o+merge", "cam", "kvslimmer:sinks=1,slack=2")]
@@ -93,7 +93,7 @@ def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep_lab.buffers.COPY_BYTES", 1 << 16)
 
 
-def test_every_way_at_every_count(tmp_path: Path) -> None:
+def test_recall_is_timed_in_every_way_at_every_count(tmp_path: Path) -> None:
     steps: list[int] = []
     report = recall_timing.run(
         tiny("llama"), "tiny", counts=(1, 20), rounds=2, slow=True, folder=None,
@@ -114,14 +114,14 @@ def test_every_way_at_every_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @torch.inference_mode()
-def test_the_ways_give_the_same_entries(family: str) -> None:
+def test_all_ways_of_recall_give_the_same_entries(family: str) -> None:
     """What is read, whole or entry by entry, is what is recomputed."""
     bench = recall_timing._Bench(tiny(family), [17], None)
     layer = bench.geometry.layers[bench.layers[0]]
     for place in bench.storages:
-        held = bench._operands[place, 17]
+        operands = bench._operands[place, 17]
         for warm in (True, False):
-            ways = dict(bench._ways(layer, held, warm))
+            ways = dict(bench._ways(layer, operands, warm))
             expected = ways[RECOMPUTE]()
             for way in (READ, APART):
                 if way in ways:
@@ -130,7 +130,7 @@ def test_the_ways_give_the_same_entries(family: str) -> None:
     bench.close()
 
 
-def test_files_on_disk_leave_memory_and_come_back(tmp_path: Path) -> None:
+def test_files_of_the_storage_are_dropped_from_memory_and_read_again(tmp_path: Path) -> None:
     storage = Storage("disk", CPU, tmp_path)
     tensor = torch.randn(3, 4096)
     kept = storage.put(tensor)
@@ -143,7 +143,7 @@ def test_files_on_disk_leave_memory_and_come_back(tmp_path: Path) -> None:
         Storage("disk", CPU, tmp_path / "missing")
 
 
-def test_the_roofline_is_arithmetic() -> None:
+def test_the_roofline_follows_from_bandwidth_and_compute() -> None:
     roof = Roofline(1e9, {"device": 1e8})
     assert roof.read_s("device", 10, 384, 4) == pytest.approx(10 * 384 * 4 / 1e8)
     extra = roof.recompute_s("device", 10, 576, 384, 4) - 10 * 576 * 4 / 1e8

@@ -35,25 +35,25 @@ IDS = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("family", "quick"), [("llama", True), ("gpt2", True), ("gemma3", False)])
-def test_all_claims_hold(family: str, quick: bool) -> None:
-    told: list[float] = []
-    report = measured(Verify(quick=quick), family, progress=lambda what, done, total: told.append(done / total))
+def test_every_claim_holds_on_tiny_models(family: str, quick: bool) -> None:
+    shares: list[float] = []
+    report = measured(Verify(quick=quick), family, progress=lambda what, done, total: shares.append(done / total))
     assert report.failures == 0
     assert not report.refused
     assert {row.kind for row in report.memory} == {"kv", "residual", "tokens"}
-    held = {(160, 64)} if quick else {(96, 0), (96, 64), (256, 0), (256, 64)}
-    assert {(row.tokens, row.entries) for row in report.memory} == held
+    measured_sizes = {(160, 64)} if quick else {(96, 0), (96, 64), (256, 0), (256, 64)}
+    assert {(row.tokens, row.entries) for row in report.memory} == measured_sizes
     rebuilt = {("float32", 256)} if quick else set(product(DTYPES, LENGTHS))
     assert {(row.dtype, row.length) for row in report.reconstruction} == rebuilt
     assert len(report.tokens) == (6 if quick else 8) and len(report.patching) == 4
     assert next(tiny(family).parameters()).dtype == torch.float32  # as it was
     assert (report.windows is None) == (family != "gemma3")
-    assert told == sorted(told) and told[-1] < 1
+    assert shares == sorted(shares) and shares[-1] < 1
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["holds"] and all(row["holds"] for row in plain["reconstruction"])
 
 
-def test_a_family_that_refuses_a_kind_is_told_of_and_the_rest_is_checked() -> None:
+def test_a_checkpoint_kind_that_a_family_refuses_is_reported() -> None:
     """Gemma 4 reads an embedding at every layer and other layers' keys: the residual is not its whole state."""
     report = measured(Verify(quick=True), "gemma4")
     assert not report.failures
@@ -62,7 +62,7 @@ def test_a_family_that_refuses_a_kind_is_told_of_and_the_rest_is_checked() -> No
     assert any(row.also_reads and row.kl != 0 for row in report.patching)
 
 
-def test_the_papers_recompute_without_a_window_differs_and_ours_does_not() -> None:
+def test_recomputing_without_a_window_differs_and_kvkeep_does_not() -> None:
     """KV-Direct, section 5.4: recomputing Gemma 3's sliding layers without their window breaks it."""
     found = beyond_the_window(tiny("gemma3"), IDS)
     assert found.holds and found.matching == {"residual": found.of, "tokens": found.of}
@@ -71,7 +71,7 @@ def test_the_papers_recompute_without_a_window_differs_and_ours_does_not() -> No
     assert found.blind.keys > 1e-3 and found.blind.values > 1e-3 and found.blind_logits > 1e-3
 
 
-def test_every_layer_may_slide() -> None:
+def test_a_model_of_sliding_layers_only_is_checked() -> None:
     """A family whose window is not asked for by layer type."""
     torch.manual_seed(0)
     options = {"sliding_window": 8, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
@@ -81,7 +81,7 @@ def test_every_layer_may_slide() -> None:
     assert found.holds and found.blind.keys > 0
 
 
-def test_a_text_within_the_window_proves_nothing() -> None:
+def test_a_text_within_the_window_is_refused() -> None:
     with pytest.raises(UsageError, match="beyond"):
         beyond_the_window(tiny("gemma3"), IDS[:, :8])
     few = ModelGeometry.from_config(FAMILIES["gemma3"]().__class__(sliding_window=4096, max_position_embeddings=4096))
@@ -103,7 +103,7 @@ def off_by(part: int, amount: float) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_wrong_entries_are_found(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_entries_are_detected(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Adapter, "project", off_by(part, 1e-3))
     for family in ("llama", "gemma3"):  # what the adapter finds meanwhile is not for later tests
         monkeypatch.setattr(bind(tiny(family)), "_checked", {})
@@ -113,7 +113,7 @@ def test_wrong_entries_are_found(part: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not beyond_the_window(tiny("gemma3"), IDS, kinds=()).holds
 
 
-def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_entries_make_verify_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the adapter's own test before use refuses the kind: a refusal does not hide the difference."""
     monkeypatch.setattr(Adapter, "project", off_by(0, 1e-3))
     monkeypatch.setattr(bind(tiny("llama")), "_checked", {})
@@ -123,7 +123,7 @@ def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "contradict a claim" in (study.problem(report) or "")
 
 
-def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ResidualCheckpoint._projected
 
     def projected(self: Any, *arguments: Any) -> Any:
@@ -137,14 +137,14 @@ def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong.holds and wrong.differs_at is not None and wrong.gap is not None and wrong.gap > 0
 
 
-def test_an_end_of_text_does_not_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_continues_after_an_end_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     first, _ = greedy(model, IDS[:, :20], 8)
     monkeypatch.setattr(model.generation_config, "eos_token_id", first[2])
     assert greedy(model, IDS[:, :20], 8)[0] == first
 
 
-def test_a_forgotten_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recompute_without_the_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recompute as the paper does it, in our own machinery: the check must see it."""
     honest = replay._Scratch.__init__
     monkeypatch.setattr(
@@ -159,14 +159,14 @@ def account(kinds: list[str], **sizes: Any) -> list[Bytes]:
     return rows
 
 
-def test_a_byte_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_surplus_byte_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.holds for row in account(["kv", "residual"]))
     nothing = held_bytes.nbytes
     monkeypatch.setattr(held_bytes, "nbytes", lambda *tensors: nothing(*tensors) + 1)
     assert not any(row.holds for row in account(["kv", "residual"]))
 
 
-def test_eq_28_is_the_papers() -> None:
+def test_predicted_bytes_follow_equation_28() -> None:
     """Table 1's Gemma 3 4B: 136 KB of keys and values, 5 KB a residual; here with the tiny model's own sizes."""
     (row,) = account(["residual"], lengths=[96], budgets=[64])
     entry, vector = 4 * 2 * 2 * 8 * 4, 32 * 4  # layers, keys and values, heads, width, bytes; hidden size, bytes
@@ -175,7 +175,7 @@ def test_eq_28_is_the_papers() -> None:
     assert row.used == row.predicted == 64 * entry + 96 * (3 * vector + 4)
 
 
-def test_a_layer_that_looks_elsewhere_is_found() -> None:
+def test_a_layer_with_hidden_state_is_detected() -> None:
     """If the residual did not determine what follows, patching would show it."""
     model = tiny("llama")
     seen: list[torch.Tensor] = []
@@ -191,13 +191,13 @@ def test_a_layer_that_looks_elsewhere_is_found() -> None:
         handle.remove()
 
 
-def test_the_text_is_long_enough() -> None:
+def test_the_built_in_text_is_long_enough() -> None:
     assert len(TEXT.split()) > max(LENGTHS)  # none of Table 2's lengths repeats it
     assert built_in(tokenizer(), 1000).shape == (1, 1000)
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_smollm2(smollm2: Any) -> None:
+def test_every_claim_holds_on_smollm2(smollm2: Any) -> None:
     report = Verify(quick=True).measure(Trial(smollm2))
     assert not report.failures

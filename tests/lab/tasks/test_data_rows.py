@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from kvkeep_lab.tasks import rows as module
@@ -26,7 +27,7 @@ ROWS: list[dict[str, Any]] = [{"text": "one\u2028line"}, {"text": "two"}, {"text
     ],
     ids=["lines", "separators", "list", "indented"],
 )
-def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
+def test_rows_are_read_from_json_and_json_lines(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert rows(tmp_path / "a.json", "text") == ROWS
     (tmp_path / "a.json").write_text(json.dumps({"data": ROWS}, indent=1))
@@ -42,13 +43,13 @@ def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
         ("", "is empty"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(UsageError, match=sentence):
         rows(tmp_path / "a.jsonl", "text")
 
 
-def test_files_are_found_in_the_folder_or_given(tmp_path: Path) -> None:
+def test_a_source_is_a_file_or_in_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with pytest.raises(UsageError, match="There is no file .*a.jsonl'; give the folder that holds a.jsonl"):
         source(tmp_path, "a.jsonl", Hub("some/set"))
@@ -58,32 +59,25 @@ def test_files_are_found_in_the_folder_or_given(tmp_path: Path) -> None:
         source(None, "a.jsonl")
 
 
-def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
-        asked.append((repository, part, split, streaming))
-        return iter(ROWS)
-
+def test_the_hub_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_dataset = Mock(side_effect=lambda *given, **options: iter(ROWS))
     monkeypatch.setattr(module, "find_spec", lambda name: object())
     monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
     hub = Hub("some/set", "1.0", "validation", rows=2)
     path = source(None, "a.jsonl", hub)
     assert path.name == "some-set-1.0-validation-first2.jsonl" and rows(path) == ROWS[:2]
-    assert source(None, "a.jsonl", hub) == path and asked == [("some/set", "1.0", "validation", True)]
-    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(asked) == 2
+    assert source(None, "a.jsonl", hub) == path
+    assert load_dataset.mock_calls == [call("some/set", "1.0", split="validation", streaming=True)]
+    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and load_dataset.call_count == 2
 
 
-def test_a_hub_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="give the folder .* or install the package 'datasets'"):
         source(None, "a.jsonl", Hub("some/set"))
-
-    def load_dataset(*given: Any, **options: Any) -> Any:
-        raise ConnectionError("No route\nto host")
-
+    unreachable = SimpleNamespace(load_dataset=Mock(side_effect=ConnectionError("No route\nto host")))
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(module, "import_module", lambda name: unreachable)
     for _ in range(2):  # nothing is left of the first try
         with pytest.raises(KvkeepError, match=r"'some/set' could not be fetched from the hub \(No route\)"):
             source(None, "a.jsonl", Hub("some/set"))

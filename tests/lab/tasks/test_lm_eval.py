@@ -19,14 +19,14 @@ needs_it = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is n
 
 @needs_it
 @pytest.mark.slow
-def test_a_task_of_the_harness_with_rows_of_a_file(tmp_path: Path, words: str) -> None:
+def test_a_harness_task_reads_rows_of_a_file(tmp_path: Path, words: str) -> None:
     write_lines(tmp_path / "rows.jsonl", hellaswag_rows(words, 6))
     task = LmEval(task="hellaswag", file="rows.jsonl", samples=3)
     samples = task.prepare(tokenizer(), task.sources(tmp_path), {}, 0)
-    asked = [[instance.args for instance in sample.facts["instances"]] for sample in samples]
+    requests = [[instance.args for instance in sample.facts["instances"]] for sample in samples]
     row = hellaswag_rows(words)[0]
-    assert asked[0] == [(f"{row['activity_label']}: {row['ctx_a']} He", f" {ending}") for ending in row["endings"]]
-    assert len(samples) == 3 and samples[0].ids == tokenizer()(asked[0][0][0]).input_ids
+    assert requests[0] == [(f"{row['activity_label']}: {row['ctx_a']} He", f" {ending}") for ending in row["endings"]]
+    assert len(samples) == 3 and samples[0].ids == tokenizer()(requests[0][0][0]).input_ids
     drawn = task.prepare(tokenizer(), task.sources(tmp_path), {}, 7)
     assert [sample.ids for sample in drawn] != [sample.ids for sample in samples]
     for sample in samples:
@@ -36,15 +36,15 @@ def test_a_task_of_the_harness_with_rows_of_a_file(tmp_path: Path, words: str) -
 
 
 @needs_it
-def test_the_likeliest_ending_is_the_answer(tmp_path: Path, words: str) -> None:
+def test_the_most_likely_ending_is_the_answer(tmp_path: Path, words: str) -> None:
     task = load_experiment("hellaswag").task
     assert isinstance(task, LmEval)
     given = hellaswag_text_rows(words, 6)
     one = subject()
     for row in given:
         ids, endings = tokenizer()(row["ctx"]).input_ids, [tokenizer()(end).input_ids for end in row["endings"]]
-        told, _ = one.weigh(ids, endings)
-        likely = [sum(found.logs) for found in told]
+        weighed, _ = one.weigh(ids, endings)
+        likely = [sum(found.logs) for found in weighed]
         row["label"] = likely.index(max(likely))
     write_lines(tmp_path / task.file, given)
     task = task.model_copy(update={"samples": 6})
@@ -54,7 +54,7 @@ def test_the_likeliest_ending_is_the_answer(tmp_path: Path, words: str) -> None:
 
 
 @needs_it
-def test_answers_that_are_written(tmp_path: Path, words: str) -> None:
+def test_generated_answers_are_scored(tmp_path: Path, words: str) -> None:
     one = subject()
     said = one.write(tokenizer()("the man was").input_ids, 4).text
     rows = [{"question": "the man was", "answer": said}, {"question": "the man was", "answer": "nothing"}]
@@ -77,7 +77,7 @@ def test_answers_that_are_written(tmp_path: Path, words: str) -> None:
 
 @needs_it
 @pytest.mark.slow
-def test_what_cannot_be_is_told(tmp_path: Path, words: str) -> None:
+def test_too_few_rows_and_unknown_tasks_are_refused(tmp_path: Path, words: str) -> None:
     write_lines(tmp_path / "rows.jsonl", hellaswag_rows(words))
     with pytest.raises(UsageError, match="has 4 rows, and 5 are wanted"):
         LmEval(file="rows.jsonl", samples=5).prepare(tokenizer(), [tmp_path / "rows.jsonl"], {}, 0)
@@ -85,12 +85,12 @@ def test_what_cannot_be_is_told(tmp_path: Path, words: str) -> None:
         LmEval(task="hellaswig").prepare(tokenizer(), [], {}, 0)
 
 
-def test_examples_are_not_taken_of_the_rows_to_be_asked() -> None:
+def test_few_shot_examples_of_the_test_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="examples would be taken of the same ones"):
         LmEval(file="rows.jsonl", fewshot=2)
 
 
-def test_without_the_harness_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install 'kvkeep-lab\[harness\]'"):
         load_experiment("hellaswag").sources(tmp_path)

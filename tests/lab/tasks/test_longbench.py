@@ -25,7 +25,7 @@ def data(tmp_path: Path, words: str) -> Path:
     return tmp_path
 
 
-def test_the_settings_are_the_authors() -> None:
+def test_settings_equal_the_authors() -> None:
     assert len(SETTINGS) == 16 and {setting.group for setting in SETTINGS.values()} == set(GROUPS)
     assert {setting.judge for setting in SETTINGS.values()} == set(JUDGES)
     plain = {name for name, setting in SETTINGS.items() if not setting.chat}
@@ -36,11 +36,11 @@ def test_the_settings_are_the_authors() -> None:
     assert [tokens[name] for name in some] == [128, 64, 32, 512, 64, 64]
     for name, setting in SETTINGS.items():
         prompt = setting.prompt.format(context="{input}", input="<input>")
-        whole = name in ("gov_report", "multi_news", "passage_count", "lcc")
-        assert "{input}" in prompt and ("<input>" not in prompt) == whole
+        without_question = name in ("gov_report", "multi_news", "passage_count", "lcc")
+        assert "{input}" in prompt and ("<input>" not in prompt) == without_question
 
 
-def test_only_the_first_line_counts_where_the_authors_say_so() -> None:
+def test_only_the_first_line_is_scored_for_some_data_sets() -> None:
     trec, qasper = SETTINGS["trec"], SETTINGS["qasper"]
     assert trec.line("\n\nSport\nQuestion: x") == "Sport"
     assert trec.ended("\nSport\n") and not trec.ended("\n\nSp") and not qasper.ended("a\n")
@@ -49,14 +49,14 @@ def test_only_the_first_line_counts_where_the_authors_say_so() -> None:
     assert qasper.score("yes", ["no", "yes"], []) == 1.0 and qasper.score("yes", [], []) == 0.0
 
 
-def test_long_prompts_lose_their_middle() -> None:
+def test_long_prompts_are_cut_in_the_middle() -> None:
     made = tokenizer()
     assert cut(made, "the man was not there", 5) == "the man was not there"
     assert cut(made, "the man was not there at all", 5) == "the manat all"  # put together as the authors do
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_data_set_is_asked_and_judged(data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_data_set_is_prompted_and_scored(data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, name, replace(SETTINGS[name], new=16))  # summaries may have 512 tokens
     task = LongBench(dataset=[name], samples=1, max_length=120)
     (sample,) = task.prepare(tokenizer(), task.sources(data), {"dataset": name}, 0)
@@ -66,7 +66,7 @@ def test_every_data_set_is_asked_and_judged(data: Path, name: str, monkeypatch: 
     assert found.cost.prompt_tokens == len(sample.ids) and found.cost.entries == 32
 
 
-def test_a_right_answer_is_found_right(data: Path) -> None:
+def test_a_right_answer_scores_one(data: Path) -> None:
     task = LongBench(dataset=["hotpotqa"], samples=1, max_length=100)
     (sample,) = task.prepare(tokenizer(), task.sources(data), {"dataset": "hotpotqa"}, 0)
     said = subject().write(sample.ids, 32).text
@@ -74,7 +74,7 @@ def test_a_right_answer_is_found_right(data: Path) -> None:
     assert task.measure(subject(), sample).scores == {"score": 1.0, "multi_doc": 1.0}
 
 
-def test_rows_are_the_first_or_drawn(data: Path, words: str) -> None:
+def test_rows_are_the_first_ones_or_drawn_by_seed(data: Path, words: str) -> None:
     (data / "qasper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longbench_rows("qasper", words, 12)))
     task = LongBench(dataset=["lcc", "qasper"], samples=2)
     files, point = task.sources(data), {"dataset": "qasper"}
@@ -85,7 +85,7 @@ def test_rows_are_the_first_or_drawn(data: Path, words: str) -> None:
     assert task.prepare(tokenizer(), files, {"dataset": "lcc"}, 0) != first
 
 
-def test_rows_that_are_not_there_are_told(data: Path, words: str) -> None:
+def test_missing_rows_and_fields_are_reported(data: Path, words: str) -> None:
     point = {"dataset": "qasper"}
     (data / "a.jsonl").write_text('{"input": "", "context": "", "answers": []}')
     (data / "b.jsonl").write_text('{"context": "", "answers": [], "all_classes": []}')
@@ -103,7 +103,7 @@ def test_rows_that_are_not_there_are_told(data: Path, words: str) -> None:
         LongBench(dataset=["qmsum"]).sources(data / "haystack")
 
 
-def test_the_hub_calls_the_question_by_another_name(data: Path, words: str) -> None:
+def test_the_field_names_of_the_hub_are_accepted(data: Path, words: str) -> None:
     task, samples = LongBench(dataset=["qasper"], samples=2), []
     for name in ("input", "question"):
         found = [
@@ -118,11 +118,11 @@ def test_the_hub_calls_the_question_by_another_name(data: Path, words: str) -> N
 # -- version 2 ----------------------------------------------------------------------------------------
 
 
-def test_the_prompt_has_each_part_in_its_place(words: str) -> None:
+def test_the_prompt_of_version_2_follows_the_template(words: str) -> None:
     row = {**longbench_v2_rows(words, 1)[0], "context": " about $Q$ and $C_A$ ", "choice_A": "one $C_B$"}
     text = filled(row)
-    asked = "Please read the following text and answer the question below."
-    assert text.startswith(f"{asked}\n\n<text>\nabout $Q$ and $C_A$\n")
+    instruction = "Please read the following text and answer the question below."
+    assert text.startswith(f"{instruction}\n\n<text>\nabout $Q$ and $C_A$\n")
     assert "question: which of them was there\nChoices:\n(A) one $C_B$\n(B) the " in text
     assert text.endswith('\n\nFormat your response as follows: "The correct answer is (insert answer here)".')
 
@@ -141,11 +141,11 @@ def test_the_prompt_has_each_part_in_its_place(words: str) -> None:
         ("", None),
     ],
 )
-def test_choices_are_read_as_the_authors_read_them(text: str, choice: str | None) -> None:
+def test_choices_are_parsed_as_the_authors_do(text: str, choice: str | None) -> None:
     assert chosen(text) == choice
 
 
-def test_questions_are_counted_by_difficulty_and_length(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_scored_by_difficulty_and_length(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = LongBenchV2(samples=3, max_length=200, new=4)
     samples = task.prepare(tokenizer(), task.sources(data), {}, 0)
     assert [sample.facts["groups"] for sample in samples] == [["easy", "short"], ["hard", "medium"], ["easy", "long"]]
@@ -177,7 +177,7 @@ def test_questions_are_counted_by_difficulty_and_length(data: Path, monkeypatch:
         ("London", "Paris", 0.0),
     ],
 )
-def test_f1_of_words(text: str, right: str, expected: float) -> None:
+def test_f1_is_computed_over_words(text: str, right: str, expected: float) -> None:
     assert qa_f1(text, right) == pytest.approx(expected)
 
 
@@ -195,7 +195,7 @@ REFERENCE = (
 )
 
 
-def test_rouge_as_the_package_prints_it() -> None:
+def test_rouge_equals_the_packages_example() -> None:
     assert rouge_l(HYPOTHESIS, REFERENCE) == pytest.approx(0.44705881864636676, abs=1e-12)
 
 
@@ -216,7 +216,7 @@ def test_rouge_as_the_package_prints_it() -> None:
         ("x y", "a b", 0.0),
     ],
 )
-def test_rouge_by_hand(text: str, right: str, expected: float) -> None:
+def test_rouge_equals_scores_computed_by_hand(text: str, right: str, expected: float) -> None:
     assert rouge_l(text, right) == pytest.approx(expected, abs=1e-7)
 
 
@@ -230,7 +230,7 @@ def slow_common(left: list[str], right: list[str]) -> list[str]:
     return one if len(one) > len(other) else other
 
 
-def test_rouge_agrees_with_its_definition() -> None:
+def test_rouge_equals_its_recursive_definition() -> None:
     draw = random.Random(0)
     for _ in range(60):
         said, wanted = ([draw.choices("abcdef", k=draw.randrange(1, 7)) for _ in range(2)] for _ in range(2))
@@ -241,7 +241,7 @@ def test_rouge_agrees_with_its_definition() -> None:
         assert found == pytest.approx(expected)
 
 
-def test_rouge_of_sentences_that_the_package_fails_at() -> None:
+def test_rouge_handles_very_long_sentences() -> None:
     words = [f"w{number}" for number in range(1500)]
     assert rouge_l(" ".join(words), " ".join(words[::2])) == pytest.approx(2 / 3, abs=1e-3)
 
@@ -257,11 +257,11 @@ def test_rouge_of_sentences_that_the_package_fails_at() -> None:
         ("", "Sport", 0.0),
     ],
 )
-def test_classes(text: str, right: str, expected: float) -> None:
+def test_classification_divides_by_the_classes_named(text: str, right: str, expected: float) -> None:
     assert classification(text, right, ["Food", "Sport", "location", "Other location"]) == expected
 
 
-def test_numbers() -> None:
+def test_counts_and_retrieval_score_the_share_of_right_numbers() -> None:
     assert count("17", "17") == 1.0 and count("17 of 30, no: 17", "17") == 2 / 3
     assert count("none", "17") == 0.0 and count("170", "17") == 0.0 and count("1 7", "17") == 0.0
     assert retrieval("Paragraph 12", "Paragraph 12") == 1.0
@@ -279,5 +279,5 @@ def test_numbers() -> None:
         ("ab", "abcd", 0.67),  # in whole percent
     ],
 )
-def test_lines_of_code(text: str, right: str, expected: float) -> None:
+def test_code_similarity_compares_the_first_line_of_code(text: str, right: str, expected: float) -> None:
     assert code_similarity(text, right) == expected

@@ -33,7 +33,11 @@ QUESTIONS = [
 ]
 SQUAD = {
     "data": [
-        {"paragraphs": [{"context": f"{asked[0]['question'][8:-1]} is blue.", "qas": asked} for asked in part]}
+        {
+            "paragraphs": [
+                {"context": f"{question_of[0]['question'][8:-1]} is blue.", "qas": question_of} for question_of in part
+            ]
+        }
         for part in (QUESTIONS[:3], QUESTIONS[3:])
     ]
 }
@@ -43,25 +47,25 @@ HOTPOT = [
 ]
 
 
-def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
+def question_of(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> RulerQuestion:
     family = FAMILIES[name]
     return family.ask(ESSAY if family.reads == ESSAYS else None, random.Random(seed), size, length)
 
 
-def test_words_are_different_and_many_enough() -> None:
+def test_word_lists_are_distinct_and_large_enough() -> None:
     assert list(LISTS) == ["nouns", "adjectives", "verbs"] and len(WORDS) == len(set().union(*LISTS.values())) > 800
     assert all(len(words) == len(set(words)) for words in LISTS.values())
     assert all(re.fullmatch("[a-z]+", word) for word in WORDS)
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_the_same_draws_make_the_same_question_and_answers_stand_in_it(name: str) -> None:
+def test_a_question_depends_on_its_seed_and_contains_its_answers(name: str) -> None:
     size = 80 if name == "fwe" else 40
-    one = asked(name, size)
-    assert one == asked(name, size) != asked(name, size, seed=1)
+    one = question_of(name, size)
+    assert one == question_of(name, size) != question_of(name, size, seed=1)
     assert all(answer in one.text for answer in one.answers) and "{" not in one.text + one.lead
     assert [one.right.index(answer) for answer in one.answers] == sorted(one.right.index(a) for a in one.answers)
-    assert len(asked(name, size + 20).text) > len(one.text)
+    assert len(question_of(name, size + 20).text) > len(one.text)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +81,8 @@ def test_the_same_draws_make_the_same_question_and_answers_stand_in_it(name: str
         ("niah_multiquery", 4, 4, r"\d{7}"),
     ],
 )
-def test_needles(name: str, needles: int, answers: int, kind: str) -> None:
-    one = asked(name)
+def test_needle_families_hide_their_needles(name: str, needles: int, answers: int, kind: str) -> None:
+    one = question_of(name)
     word = "uuids" if kind == UUID else "numbers"
     found = re.findall(rf"One of the special magic {word} for (\S+) is: (\S+)\.(?!\S)", one.text)
     assert len(found) == needles and len(one.answers) == len(set(one.answers)) == answers
@@ -93,18 +97,18 @@ def test_needles(name: str, needles: int, answers: int, kind: str) -> None:
     assert len(keys) == {"niah_multivalue": 1}.get(name, needles)
 
 
-def test_haystacks() -> None:
-    noise, essay = asked("niah_single_1"), asked("niah_single_2")
+def test_haystacks_are_noise_or_essays() -> None:
+    noise, essay = question_of("niah_single_1"), question_of("niah_single_2")
     assert noise.text.count(f"{NOISE}\n") == 40
     hay = re.sub(r"One of the special magic numbers for \S+ is: \d{7}\. ?", "", essay.text.split("\n")[1])
     assert hay.split() == ESSAY[:40]
-    assert asked("niah_single_2", 700).text.count("wrote") > ESSAY.count("wrote")  # begins again at its end
-    places = {asked("niah_single_2", 300, seed=seed).text.index("One of the special") for seed in range(20)}
+    assert question_of("niah_single_2", 700).text.count("wrote") > ESSAY.count("wrote")  # begins again at its end
+    places = {question_of("niah_single_2", 300, seed=seed).text.index("One of the special") for seed in range(20)}
     assert len(places) > 10
 
 
-def test_a_chain_can_be_followed() -> None:
-    one = asked("vt")
+def test_variable_tracking_has_a_chain_that_can_be_followed() -> None:
+    one = question_of("vt")
     example, _, text = one.text.rpartition("Memorize and track")
     value = re.search(r"assigned the value (\d{5}) in", text)
     assert value is not None and one.lead.endswith(f"5 variables are assigned the value {value[1]}, they are:")
@@ -116,12 +120,12 @@ def test_a_chain_can_be_followed() -> None:
         assert all(len(name) == letters for name in chain)
         said = example.strip().split("they are: ")[1].split() if letters == 3 else one.answers
         assert said == chain
-    assert "The grass is green. " in asked("vt", 1, 512).text  # sentences of their own where lines are too few
+    assert "The grass is green. " in question_of("vt", 1, 512).text  # sentences of their own where lines are too few
 
 
 @pytest.mark.parametrize(("length", "often", "seldom", "example"), [(4096, 30, 3, 10), (1024, 6, 1, 3)])
-def test_common_words_are_more_common(length: int, often: int, seldom: int, example: int) -> None:
-    one = asked("cwe", 40, length)
+def test_common_words_occur_as_often_as_the_paper_says(length: int, often: int, seldom: int, example: int) -> None:
+    one = question_of("cwe", 40, length)
     first, second = one.text.split("Question: What are the 10 most common words")[:2]
     for text, times, answers in ((first, example, None), (second, often, one.answers)):
         listed = text.split("appear most often.\n")[1].split("\nQuestion")[0]
@@ -133,8 +137,8 @@ def test_common_words_are_more_common(length: int, often: int, seldom: int, exam
     assert one.right.startswith(f"1. {one.answers[0]} 2. {one.answers[1]} ")
 
 
-def test_frequent_words_are_the_most_frequent_after_the_dots() -> None:
-    one = asked("fwe", 600, 2048)
+def test_frequent_words_follow_the_zeta_distribution() -> None:
+    one = question_of("fwe", 600, 2048)
     listed = one.text.split("coded words. ")[1].split("\nQuestion")[0].split()
     (dots, _), *rest = Counter(listed).most_common(5)
     assert dots == "..." and [word for word, _ in rest[:3]] == one.answers
@@ -148,7 +152,7 @@ def documents(read: Any, path: Path, content: Any) -> qa.Documents:
     return found
 
 
-def test_squad_is_asked_about_among_its_own(tmp_path: Path) -> None:
+def test_squad_questions_come_with_documents_of_squad(tmp_path: Path) -> None:
     squad = documents(qa.squad, tmp_path / "squad.json", SQUAD)
     assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].greatest(squad)
     for seed in range(5):
@@ -159,7 +163,7 @@ def test_squad_is_asked_about_among_its_own(tmp_path: Path) -> None:
     assert qa.ask(squad, random.Random(0), 6, 512).text.count("is blue.") == 6
 
 
-def test_hotpotqa_keeps_its_own_documents(tmp_path: Path) -> None:
+def test_hotpotqa_questions_come_with_their_documents(tmp_path: Path) -> None:
     hotpotqa = documents(qa.hotpotqa, tmp_path / "hotpotqa.json", HOTPOT)
     assert sorted(hotpotqa.texts) == ["Ann\nOne. Two.", "Bob\nOne. Two.", "Cid\nOne. Two.", "Common\nAll."]
     one = qa.ask(hotpotqa, random.Random(0), 1, 512)
@@ -168,7 +172,7 @@ def test_hotpotqa_keeps_its_own_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("read", "content"), [(qa.squad, HOTPOT), (qa.hotpotqa, SQUAD), (qa.squad, {"data": []})])
-def test_other_files_are_told(tmp_path: Path, read: Any, content: Any) -> None:
+def test_files_of_another_form_are_refused(tmp_path: Path, read: Any, content: Any) -> None:
     with pytest.raises(UsageError, match="has no questions in .* own JSON form"):
         documents(read, tmp_path / "a.json", content)
 
@@ -187,17 +191,17 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_official_string_match_by_hand() -> None:
+def test_string_match_follows_the_official_rule() -> None:
     assert string_match(" It is 12,\n Ann and Bob.", ["ann", "BOB", "Cid", "12"], some=False) == 0.75
     assert string_match("ann", ["Ann", "Bob"], some=True) == 1.0 and string_match("cid", ["Ann"], some=True) == 0.0
 
 
-@pytest.mark.parametrize("most", [None, 5, 60, 100])
-@pytest.mark.parametrize("room", [30, 31, 100, 2000])
-def test_the_largest_that_fits(room: int, most: int | None) -> None:
-    fits = [size for size in range(3, (most or 1000) + 1) if 10 * size <= room]
-    assert largest(lambda size: 10 * size, room, 3, most) == max(fits)
-    assert largest(lambda size: 10 * size, 29, 3, most) is None
+@pytest.mark.parametrize("limit", [None, 5, 60, 100])
+@pytest.mark.parametrize("space", [30, 31, 100, 2000])
+def test_largest_finds_the_largest_size_that_fits(space: int, limit: int | None) -> None:
+    fits = [size for size in range(3, (limit or 1000) + 1) if 10 * size <= space]
+    assert largest(lambda size: 10 * size, space, 3, limit) == max(fits)
+    assert largest(lambda size: 10 * size, 29, 3, limit) is None
 
 
 @pytest.mark.parametrize("name", [*GENERATED, "qa_1"])
@@ -208,14 +212,14 @@ def test_prompts_fill_the_length(data: Path, name: str) -> None:
     assert [first, second] == task.prepare(tokenizer(), sources, task.points()[0], 0) and first != second
     assert first != task.prepare(tokenizer(), sources, task.points()[0], 1)[0]
     for sample in (first, second):
-        whole = len(KNOWN) * 5 if name == "qa_1" else 1500 - 20  # all there is, or a unit less than there is room for
-        assert whole - 60 < len(sample.ids) <= 1500 - 20
+        longest = len(KNOWN) * 5 if name == "qa_1" else 1500 - 20  # all there is, or a unit less than there is room for
+        assert longest - 60 < len(sample.ids) <= 1500 - 20
         assert sample.facts["new"] == 20 and sample.facts["some"] == (name == "qa_1")
     official = Ruler().prepare(tokenizer(), sources, task.points()[0], 0)[0]
     assert official.facts["new"] == FAMILIES[name].new
 
 
-def test_only_the_files_that_are_needed_are_wanted(data: Path, tmp_path: Path) -> None:
+def test_a_family_reads_only_the_files_it_needs(data: Path, tmp_path: Path) -> None:
     assert Ruler(family=["niah_single_1", "vt", "cwe", "fwe"]).sources(None) == []
     assert [path.name for path in Ruler(family=["niah_single_2", "qa_1"]).sources(data)] == ["a.txt", "squad.json"]
     assert [path.name for path in Ruler(family=["qa_1"]).sources(data / "squad.json")] == ["squad.json"]
@@ -225,14 +229,14 @@ def test_only_the_files_that_are_needed_are_wanted(data: Path, tmp_path: Path) -
         Ruler(family=["qa_2"]).sources(data)
 
 
-def test_what_cannot_be_is_told() -> None:
+def test_unknown_families_and_short_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="Unknown family of RULER 'niah_single': did you mean niah_"):
         Ruler(family=["niah_single"])
     with pytest.raises(UsageError, match="A length of 128 tokens has no room for RULER's cwe"):
         Ruler(family=["cwe"]).prepare(tokenizer(), [], {"length": 128, "family": "cwe"}, 0)
 
 
-def test_an_answer_is_measured(data: Path) -> None:
+def test_an_answer_is_scored_by_string_match(data: Path) -> None:
     task = Ruler(length=[300], family=["niah_single_1"], samples=1, new=4)
     (sample,) = task.prepare(tokenizer(), [], task.points()[0], 0)
     one = subject("kv-direct", "32")

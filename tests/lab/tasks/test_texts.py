@@ -32,7 +32,7 @@ def test_passages_begin_with_paragraphs_and_without_them_with_sentences() -> Non
     assert begins(long, 4) == {"Here"}
 
 
-def test_a_text_without_sentences_begins_at_its_beginning_and_one_too_short_is_refused() -> None:
+def test_a_text_without_sentences_is_read_from_its_start_and_a_short_one_refused() -> None:
     assert begins("one two three four") == {"one two t"}
     with pytest.raises(UsageError, match="too few words"):
         begins("one", 200)
