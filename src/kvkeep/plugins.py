@@ -1,5 +1,5 @@
-"""What installed packages add, by entry points. One that is broken is left out, with a sentence that names its package,
-and takes nothing else with it."""
+"""Parts and commands of installed packages, found by entry points. A broken one is left out with a warning that names
+its package; the others work."""
 
 from __future__ import annotations
 

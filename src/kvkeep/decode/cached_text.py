@@ -1,4 +1,4 @@
-"""What a conversation's cache has read, and how it goes on with the next prompt."""
+"""The tokens that a conversation's cache holds, and how the next prompt continues them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CachedText:
         self.settle(prompt)
 
     def settle(self, sequence: Sequence[int]) -> None:
-        """Note that the cache has read so many of the first tokens of ``sequence`` as it says."""
+        """Note that the cache holds the first tokens of ``sequence``, as many as its length."""
         self.ids = list(sequence[: self.cache.get_seq_length()])
 
     def recover(self, known: int) -> None:

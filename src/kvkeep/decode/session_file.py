@@ -104,8 +104,8 @@ class SessionFile:
     """A session on disk. about: the JSON beside the tensors, None before the first turn; stored: shapes and dtypes by
     name; turns: how often it was saved; created, saved: seconds since 1970.
 
-    writing: to it, alone; shared: among programs of several machines. Raises SessionError, also where another program
-    writes.
+    writing: open it for writing, which one program at a time can; shared: programs of several machines use the file.
+    Raises SessionError, also where another program writes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, writing: bool = False, shared: bool = False) -> None:

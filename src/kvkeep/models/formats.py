@@ -1,4 +1,4 @@
-"""Formats of weights: what a user may ask for, and what a model is loaded as."""
+"""Formats of weights: as a user names them, and as a model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Format:
 
 
 def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
-    """Return what ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
+    """Return the format that ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
 
     auto: a GGUF file keeps its bits; bfloat16 stays so where the native library multiplies it; all else is float32 on a
     CPU, and as stored on an accelerator. Raises UsageError for a format that the device has no product for.

@@ -1,9 +1,9 @@
-"""Decoder layers in two kernel calls: what enters attention, and what leaves it.
+"""Decoder layers in two kernel calls: one before attention, and one after it.
 
 A step of a small model is mostly the overhead of some forty operations a layer. For layers laid out like Llama's, with
 packed weights, the kernels do all that lies between residual and attention, by the same chains as the modules alone
 (native/layer.h), so that keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
-believed of a family: each layer is compared with its own modules on random residuals first, and one that differs, or
+assumed of a family: each layer is compared with its own modules on random residuals first, and one that differs, or
 whose modules are hooked, runs as transformers wrote it.
 """
 
@@ -135,7 +135,7 @@ class FusedLayer:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where that lies."""
+        """The address of :attr:`struct`."""
         return address_of(self.struct)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a user names: a model, a format of weights, a device. Looked at before torch is imported."""
+"""Names that a user gives: of a model, a format of weights, a device. They are checked before torch is imported."""
 
 from __future__ import annotations
 

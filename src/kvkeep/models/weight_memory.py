@@ -1,4 +1,4 @@
-"""What weights take in memory, tensor by tensor, and whether there is room for them, before any is read."""
+"""The memory that weights take, tensor by tensor, and whether it is free, before any weight is read."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Weights:
 
 
 def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
-    """Return what the weights of the model of ``config`` become. table: of its GGUF file. Raises UnsupportedModelError
-    where transformers cannot build it."""
+    """Return the weights of the model of ``config`` in the format ``made``. table: of its GGUF file. Raises
+    UnsupportedModelError where transformers cannot build it."""
     if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
         return Weights(requested, bits_of_file(table))
     model = built(config, made.dtype)
@@ -69,7 +69,7 @@ def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | 
 
 
 def bits_of_file(table: GgufTable) -> dict[str, WeightTensor]:
-    """Return what becomes of a GGUF file's tensors that keep their bits, and the others in bfloat16."""
+    """Return the tensors of a GGUF file as loaded with their own bits; those that cannot keep them are bfloat16."""
     made = {}
     for entry in table.entries:
         kind = KINDS.get(entry.kind) if entry.packs else None

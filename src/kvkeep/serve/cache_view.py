@@ -1,4 +1,5 @@
-"""What an engine's caches hold, and what became of each token: read between two steps, in the engine's thread."""
+"""The bytes of an engine's caches, and the state of each token's entries: read between two steps, in the engine's
+thread."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _kinds(cache: KeepCache) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class CacheView:
-    """What became of the entries of one session's cache."""
+    """The entries of one session's cache, by token, layer and head."""
 
     method: str
     exactness: str
