@@ -446,17 +446,17 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
         assert [codes.tolist() for codes in other.entry_states()] == [codes.tolist() for codes in cache.entry_states()]
     tokens = prompt(2, 9, seed=9)
 
-    def go_on(own: Any, order: list[int]) -> torch.Tensor:
+    def continue_answer(own: Any, order: list[int]) -> torch.Tensor:
         seen, logits = mask, []
         for low, high in zip([0, *order], order, strict=False):
             seen = torch.cat([seen, seen.new_ones(2, high - low)], 1)
             logits.append(step(family, own, tokens[:, low:high], seen))
         return torch.cat(logits, 1)
 
-    go_on(fork, [5, 6])  # what nobody else sees
-    ours = go_on(cache, [1, 8, 9])
-    assert_near(go_on(twin, [1, 8, 9]), ours, 1e-5)
-    assert_near(go_on(session.cache, [1, 8, 9]), ours, 1e-5)
+    continue_answer(fork, [5, 6])  # what nobody else sees
+    ours = continue_answer(cache, [1, 8, 9])
+    assert_near(continue_answer(twin, [1, 8, 9]), ours, 1e-5)
+    assert_near(continue_answer(session.cache, [1, 8, 9]), ours, 1e-5)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *DRAFTING])

@@ -90,8 +90,8 @@ class Conversation:
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
         """Continue the conversation saved at a path, or in a session that is open for writing. Raises SessionError,
         also for other sessions."""
-        told = fingerprint_of_tokenizer(tokenizer)
-        session, path = load_session(where, model, told), where.path if isinstance(where, SessionFile) else where
+        tokenizer_print = fingerprint_of_tokenizer(tokenizer)
+        session, path = load_session(where, model, tokenizer_print), where.path if isinstance(where, SessionFile) else where
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(
@@ -109,11 +109,11 @@ class Conversation:
         """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError. Where
         something was forgotten, the file is written anew, so that it has nothing of it."""
         self.check_savable()
-        ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._told()}
+        ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._last_notes()}
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), anew=self._forgot)
         self._forgot = False
 
-    def _told(self) -> dict[str, Any] | None:
+    def _last_notes(self) -> dict[str, Any] | None:
         """Return what a session has of the last answer beside the ids that the cache has read."""
         last, known = self.last, len(self.ids)
         if last is None or last.sequence[:known] != self.ids:
@@ -156,24 +156,24 @@ class Conversation:
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
         return result
 
-    def go_on(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Go on with the last answer, which was cut. Returns what is new. Raises UsageError where there is none, or the
-        model ended it."""
+    def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
+        """Continue the last answer, which was cut. Returns what is new. Raises UsageError if there is none, or if the model
+        ended it."""
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, **options)
-        own = result.sequence[len(last.sequence) - last.written :]
-        text = self.tokenizer.decode(own, skip_special_tokens=True)
+        written = result.sequence[len(last.sequence) - last.written :]
+        text = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
-        self.last = Last(result.sequence, len(own), result.stopped)
+        self.last = Last(result.sequence, len(written), result.stopped)
         return result
 
     def unfinished(self) -> Last:
-        """Return the last answer, to go on with. Raises UsageError where there is none, or the model ended it."""
+        """Return the last answer, to be continued. Raises UsageError if there is none, or if the model ended it."""
         self._check_turns()
         if self.last is None:
-            *before, own = self.messages
+            *before, answer = self.messages
             prompt = encode(self.tokenizer, before)
-            written = written_ids(self.tokenizer, own["content"])
+            written = written_ids(self.tokenizer, answer["content"])
             return Last([*prompt, *written], len(written), "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer was not cut: the model ended it.")
@@ -281,8 +281,8 @@ class Conversation:
         return [*head, *self.messages[len(head) + 2 * turns :]]
 
     def _with_summary(self, turns: int, summary: str) -> Messages:
-        own = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": summary}]
-        return [*self._head, *own, *self._without(turns)[len(self._head) :]]
+        summarised = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": summary}]
+        return [*self._head, *summarised, *self._without(turns)[len(self._head) :]]
 
     def _tokens(self, messages: Messages, question: str | None) -> int:
         return len(encode(self.tokenizer, messages) if question is None else self._encoded(messages, question))
@@ -302,9 +302,9 @@ class Conversation:
     def _crop(self) -> None:
         """Have in the cache only what the conversation shares with what it has read. What a lossy one keeps depends on
         all that it has read, so where that was more, it reads again."""
-        own = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
-        own += [] if self.last is None else [self.last.sequence]
-        shared = max((common_prefix(self.ids, ids) for ids in own), default=0)
+        texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
+        texts += [] if self.last is None else [self.last.sequence]
+        shared = max((common_prefix(self.ids, ids) for ids in texts), default=0)
         if shared:
             self.past.align(self.ids[: shared + 1], crops=not self._lossy)
         else:
@@ -329,11 +329,11 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def _last(told: Any, ids: Sequence[int]) -> Last | None:
+def _last(notes: Any, ids: Sequence[int]) -> Last | None:
     """Return the last answer as a session has it; None where it has none."""
-    if not isinstance(told, dict):
+    if not isinstance(notes, dict):
         return None
-    ahead, written, stopped = (told.get(name) for name in ("ahead", "written", "stopped"))
+    ahead, written, stopped = (notes.get(name) for name in ("ahead", "written", "stopped"))
     if not isinstance(ahead, list) or not all(type(one) is int and one >= 0 for one in ahead):
         return None
     sequence = [*ids, *ahead]

@@ -82,8 +82,8 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict
 
 def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:
     """Check entries of a layer; other tensors are checked by the part that restores them."""
-    layer, held = cache.geometry.layers[number], cache.holdings[number]
-    if isinstance(held, Layer):
+    layer, state = cache.geometry.layers[number], cache.holdings[number]
+    if isinstance(state, Layer):
         if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
             _check_entries(f"layer.{number}.{name}", one, layer, 3)
         return
@@ -140,11 +140,11 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
         raise ShapeError(f"its layers are not of {length} tokens")
-    for held in cache.holdings:
-        if isinstance(held, Layer):
-            if held.length != length:
-                raise ShapeError(f"layer {held.index} has {held.length} of {length} tokens")
-            held.check()
+    for state in cache.holdings:
+        if isinstance(state, Layer):
+            if state.length != length:
+                raise ShapeError(f"layer {state.index} has {state.length} of {length} tokens")
+            state.check()
     if cache.positions is not None:
         cache.positions.check(rows, length, len(cache.layers))
     again = transfer.parts(cache)

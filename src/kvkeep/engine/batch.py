@@ -107,12 +107,12 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 
 
 def _of_all(error: Exception, sessions: int) -> KvkeepError:
-    """Return what each of so many sessions is told of an error that ended their pass."""
+    """Return the error for each of the ``sessions`` whose common pass ended with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
     why = "there was not enough memory" if short else type(error).__name__  # its words may be those of a prompt
-    told = KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
-    told.__cause__ = error
-    return told
+    shared = KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
+    shared.__cause__ = error
+    return shared
 
 
 @torch.no_grad()
@@ -140,9 +140,9 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
 
 def chunk_of(cache: KeepCache) -> int:
     """Return how many tokens of a prompt a cache is given in one pass."""
-    own: int = cache.stream.chunk
-    free = own > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
-    return CHUNK if free else own
+    chunk: int = cache.stream.chunk
+    free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
+    return CHUNK if free else chunk
 
 
 def part_of(cache: KeepCache) -> int:

@@ -32,7 +32,7 @@ class Pace:
         self._step: float | None = None
         self._pass: float | None = None
 
-    def took(self, drafted: int, drafting_s: float, verifying_s: float) -> None:
+    def record(self, drafted: int, drafting_s: float, verifying_s: float) -> None:
         """Record the seconds of a round."""
         if drafted:
             step = drafting_s / drafted

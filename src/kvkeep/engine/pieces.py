@@ -72,9 +72,9 @@ class Stops:
         if starts:
             self._waiting, self.met = "", True
             return text[: min(starts)]
-        held = max((_begun(text, one) for one in self._strings), default=0)
-        self._waiting = text[len(text) - held :]
-        return text[: len(text) - held]
+        withheld = max((_begun(text, one) for one in self._strings), default=0)
+        self._waiting = text[len(text) - withheld :]
+        return text[: len(text) - withheld]
 
     def rest(self) -> str:
         """Return what waited, which is no string's beginning after all."""

@@ -72,8 +72,8 @@ class Rounds:
         self.cache, self.sampler, self.add, self.limit = cache, sampler, add, limit
         self.rows, self.prompt = prompts.shape
         self.longest = min(cache.round.tail, self.stream.chunk) - 1
-        room = 2 * self.longest + 2
-        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, room)], 1)  # grows; drafts are behind the length
+        spare = 2 * self.longest + 2
+        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, spare)], 1)  # grows; drafts are behind the length
         self.lengths = [self.prompt] * self.rows
         self.finished = [False] * self.rows
         self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
@@ -104,7 +104,7 @@ class Rounds:
         begin = time.perf_counter()
         self.cache_round.draft()
         copied = self._copied()
-        longest = self._room()
+        longest = self._max_drafts()
         wanted = self.pace.length(longest) if longest else 0
         copies = copied is not None and longest > 0 and self.pace.prefers_copies(longest, wanted)
         if copies and copied is not None:
@@ -130,7 +130,7 @@ class Rounds:
         end = time.perf_counter()
         self._learn(drafts, copied, copies, right, kept, active, drafted - begin, end - drafted)
 
-    def _room(self) -> int:
+    def _max_drafts(self) -> int:
         """Return the most drafts: one less than the tokens that every row has room for."""
         shortest = min(length for length, done in zip(self.lengths, self.finished, strict=True) if not done)
         longest = self.longest
@@ -224,7 +224,7 @@ class Rounds:
         """Record seconds and acceptance of the round; copies are judged also where they were not used."""
         count, done = drafts.shape[1], self.done
         mean = sum(n for n, live in zip(right, active, strict=True) if live) // sum(active)
-        self.pace.took(0 if copies else count, drafting_s, verifying_s)
+        self.pace.record(0 if copies else count, drafting_s, verifying_s)
         if not copies:
             self.pace.drafts.note(mean, count)
         if copied is not None:

@@ -113,8 +113,8 @@ class _Output:
             tuple(
                 torch.stack(
                     [
-                        own[step][part] if step < len(own) else torch.zeros_like(own[0][part])
-                        for _, own in sorted(self.reported.items())
+                        row[step][part] if step < len(row) else torch.zeros_like(row[0][part])
+                        for _, row in sorted(self.reported.items())
                     ]
                 )
                 for step in range(longest - rounds.prompt)

@@ -157,7 +157,7 @@ class Admission:
         peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
         giver = None if prefix is None else prefix.session
         way = None
-        if prefix is not None and not prefix.whole:
+        if prefix is not None and not prefix.complete:
             granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:

@@ -230,7 +230,7 @@ class Engine:
         self.sessions.enforce_quota()
         self.sessions.trim_memory()
         self._admission.admit()
-        self._go_on()
+        self._begin_answers()
         self.beat = time.monotonic()
         if self.scheduler.answers:
             self._read()
@@ -262,7 +262,7 @@ class Engine:
         for job in [job for job in self.running if job.cancelled and job.answer is not None]:
             self._end(job, "cancelled")
 
-    def _go_on(self) -> None:
+    def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
         for job in [job for job in self.running if job.answer is None and not job.file_busy]:
             assert job.session is not None

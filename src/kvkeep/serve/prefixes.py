@@ -32,8 +32,8 @@ class Prefix:
     ids: Sequence[int]
 
     @property
-    def whole(self) -> bool:
-        """Whether its session has read nothing else, and nobody would miss it."""
+    def complete(self) -> bool:
+        """Whether its session has read nothing else, is idle, and has no name."""
         one = self.session
         return one.name is None and not one.busy and len(self.ids) == len(one.past.ids)
 

@@ -127,7 +127,7 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     again = Conversation.resume(tiny("llama"), tokenizer(), session)
     assert again.messages == made.talk.messages and isinstance(again.cache, KeepCache)
     assert again.cache.method.name == "full" and again.ids == made.talk.ids
-    assert again.go_on(max_new_tokens=3).tokens == made.talk.go_on(max_new_tokens=3).tokens
+    assert again.continue_answer(max_new_tokens=3).tokens == made.talk.continue_answer(max_new_tokens=3).tokens
 
 
 def test_a_reading_that_is_due_is_not_denied() -> None:

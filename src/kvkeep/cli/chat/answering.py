@@ -58,7 +58,7 @@ def retry(chat: Chat, temperature: float | None) -> None:
 def continue_answer(chat: Chat) -> None:
     """Continue an answer that was cut."""
     if _fits(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
-        _answer(chat, len(chat.talk.unfinished().sequence), chat.talk.go_on, "/continue")
+        _answer(chat, len(chat.talk.unfinished().sequence), chat.talk.continue_answer, "/continue")
 
 
 def save(chat: Chat) -> None:

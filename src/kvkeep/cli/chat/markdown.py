@@ -132,8 +132,8 @@ def _blocks(source: str) -> tuple[list[str], str]:
     """Return the blocks of ``source`` that no further text can change, and the rest: the last block, and a line that
     is not complete, which may be a part of it or of one of its own."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", source)
-    whole = "".join(lines if source.endswith("\n") else lines[:-1])
-    tokens = [token for token in _PARSER.parse(whole) if token.level == 0 and token.map and token.nesting >= 0]
+    complete = "".join(lines if source.endswith("\n") else lines[:-1])
+    tokens = [token for token in _PARSER.parse(complete) if token.level == 0 and token.map and token.nesting >= 0]
     starts = [token.map[0] for token in tokens if token.map]
     if len(starts) < 2:
         return [], source
