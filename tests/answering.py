@@ -13,7 +13,7 @@ from helpers import prompt
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.engine.answer import Ask, Piece
+from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -40,7 +40,7 @@ class Client:
 
     @property
     def done(self) -> bool:
-        return bool(self.events) and not isinstance(self.events[-1], Piece)
+        return bool(self.events) and not isinstance(self.events[-1], TextPiece)
 
     @property
     def ended(self) -> Finished:
@@ -49,7 +49,7 @@ class Client:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
+        return "".join(event.text for event in self.events if isinstance(event, TextPiece))
 
 
 def run(engine: Engine, steps: int = 1000) -> None:

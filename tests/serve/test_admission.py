@@ -14,7 +14,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import QueueFull
-from kvkeep.serve.session import Session
+from kvkeep.serve.session import OpenSession
 
 
 def serving(memory: int) -> Engine:
@@ -55,7 +55,7 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
     engine, made, asked = serving(memory=int(1.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 60))), [], []
     clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
-    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "peak_bytes", asked)):
+    for kind, name, calls in ((KeepCache, "__init__", made), (OpenSession, "peak_bytes", asked)):
         monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
     run(engine)
     assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins

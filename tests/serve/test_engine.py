@@ -13,7 +13,7 @@ from helpers import prompt, step
 
 from kvkeep.engine import batch as batches
 from kvkeep.engine import scheduler as schedulers
-from kvkeep.engine.answer import Piece
+from kvkeep.engine.answer import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve import engine as engines
@@ -97,7 +97,7 @@ def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
     engine = serving()
     client = Client(engine, text(30, 5), top_logprobs=2, **cache)
     run(engine)
-    told = [one for event in client.events if isinstance(event, Piece) for one in event.logprobs]
+    told = [one for event in client.events if isinstance(event, TextPiece) for one in event.logprobs]
     assert [one.token for one in told] == [*client.ended.tokens]
     for one in told:
         best, _ = one.top

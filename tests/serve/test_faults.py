@@ -19,7 +19,7 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.engine.answer import Ask, Piece
+from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
@@ -90,7 +90,7 @@ def test_a_listener_that_fails_ends_its_own_answer_alone(heard: int, tmp_path: P
     engine, events = serving(folder=tmp_path), list[Event]()
 
     def listener(event: Event) -> None:
-        if len(events) == heard or not isinstance(event, Piece):
+        if len(events) == heard or not isinstance(event, TextPiece):
             raise RuntimeError("Event loop is closed")
         events.append(event)
 
@@ -98,7 +98,7 @@ def test_a_listener_that_fails_ends_its_own_answer_alone(heard: int, tmp_path: P
     job = engine.submit(Ask(text(40, 2), 12), listener, name=("me", "bad"), **H2O)
     run(engine)
     assert [*good.ended.tokens] == alone(text(40, 1), 12, **H2O)
-    assert all(isinstance(event, Piece) for event in events) and job.cancelled and not engine.running
+    assert all(isinstance(event, TextPiece) for event in events) and job.cancelled and not engine.running
     session = engine.sessions.memory[("me", "bad")]
     assert not session.busy and (len(session.past.ids) < 51) == (heard < 99)  # it ended at once
     again = Client(engine, text(40, 2), 12, name=("me", "bad"))

@@ -23,7 +23,7 @@ from running import BODY, KEYS, bearer, figures, held, post, raw, serving, strea
 
 from kvkeep.cli.serve.address import Address, https
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.engine.answer import Piece, TokenLogprob
+from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine, Finished
 from kvkeep.serve.http import body as bodies
@@ -151,11 +151,11 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
     async def unread() -> None:
         mail = EventBuffer()
         for number in range(10_000):
-            mail.put(Piece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
+            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
             assert len(mail._pieces) <= MAX_BUFFERED_PIECES
         mail.put(Finished("stop", "", (), 0, 0, 0))
         whole = await mail.get()
-        assert isinstance(whole, Piece) and whole.text == "".join(f"{number} " for number in range(10_000))
+        assert isinstance(whole, TextPiece) and whole.text == "".join(f"{number} " for number in range(10_000))
         assert [one.token for one in whole.logprobs] == [*range(10_000)]
         assert isinstance(await mail.get(), Finished)
 

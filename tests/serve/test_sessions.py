@@ -22,7 +22,7 @@ from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.session import Session
+from kvkeep.serve.session import OpenSession
 
 PLENTY = 10**9
 NEW = 6
@@ -67,7 +67,7 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
     count, kinds = 12, itertools.cycle(METHODS)
     cache = [next(kinds) for _ in range(count)]
     largest = max(
-        Session(None, CachedText(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW)
+        OpenSession(None, CachedText(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW)
         for kind in METHODS
     )
     engine = serving(tmp_path / "s", int(1.5 * largest))

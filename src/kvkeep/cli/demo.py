@@ -67,7 +67,7 @@ def demo(
     max_tokens: options.MaxTokens = 32,
     json: options.Json = False,
 ) -> None:
-    """Answer a question about a long text with the full cache, and with four methods within a budget.
+    """DemoAnswer a question about a long text with the full cache, and with four methods within a budget.
 
     Without --doc, a sentence is planted in the text and the question asks for it: it shows which methods forgot it.
     """

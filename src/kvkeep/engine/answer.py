@@ -54,7 +54,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Some text of an answer, and the log-probabilities of the tokens since the last piece."""
 
     text: str
@@ -80,7 +80,7 @@ class Answer:
         cache: KeepCache,
         tokenizer: Any,
         ends: Sequence[int],
-        listener: Callable[[Piece], None] | None,
+        listener: Callable[[TextPiece], None] | None,
         check: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.ask, self.cache, self.ends, self.listener, self.check = ask, cache, frozenset(ends), listener, check
@@ -183,7 +183,7 @@ class Answer:
         if self._stops.met:  # of what is left only the first token can have begun before the stop string
             self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
         if self._pending:
-            self.listener(Piece("", tuple(self._pending)))
+            self.listener(TextPiece("", tuple(self._pending)))
 
     def _report(self, text: str) -> None:
         """Report some text, with the tokens whose text is complete by then."""
@@ -195,4 +195,4 @@ class Answer:
         count = sum(end <= self._shown for end in ends)
         self._shown -= ends[count - 1] if count else 0
         done, self._pending = tuple(self._pending[:count]), self._pending[count:]
-        self.listener(Piece(text, done))
+        self.listener(TextPiece(text, done))

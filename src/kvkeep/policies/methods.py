@@ -33,7 +33,7 @@ from kvkeep.policies.registry import (
     register,
     unregister,
 )
-from kvkeep.policies.selectors.window import InOrder
+from kvkeep.policies.selectors.window import OldestFirst
 from kvkeep.policies.specs import build, required
 
 
@@ -104,7 +104,7 @@ class Method:
         """The method that reads a text first, for a selector that chooses after a second reading; else None."""
         if self.selector.reconstruction is None:
             return None
-        return replace(self, selector=InOrder(), fate=Recorded("kv"), recall=Evicted())
+        return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted())
 
     @property
     def across_heads(self) -> bool:

@@ -42,7 +42,7 @@ from kvkeep.policies.selectors.random import Random
 from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.tova import Tova
-from kvkeep.policies.selectors.window import InOrder, Window
+from kvkeep.policies.selectors.window import OldestFirst, Window
 from kvkeep.policies.specs import parameters
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -124,7 +124,7 @@ PRESETS: dict[str, Preset] = {
         closed=True,
     ),
     "kv-direct": Preset(
-        InOrder(),
+        OldestFirst(),
         Checkpointed,
         "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
         "arXiv:2603.19664, Algorithm 1",

@@ -18,7 +18,7 @@ from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, QueueFull, SessionMismatch
 from kvkeep.serve.prefixes import Prefix, find
-from kvkeep.serve.session import Name, Session
+from kvkeep.serve.session import Name, OpenSession
 from kvkeep.serve.session_pool import SessionPool
 
 log = logging.getLogger(__name__)
@@ -109,11 +109,11 @@ class Admission:
                 self.waiting.remove(job)
                 self._left()
 
-    def _session(self, job: Job) -> Session | None:
+    def _session(self, job: Job) -> OpenSession | None:
         """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
         fails by."""
         if job.name is None:
-            job.session = job.session or Session(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
+            job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
         if session is None or not session.exclusive:
@@ -131,7 +131,7 @@ class Admission:
             )
         return session
 
-    def _adopt(self, job: Job) -> Session:
+    def _adopt(self, job: Job) -> OpenSession:
         """Make the session that was opened for an answer, and return it."""
         assert job.file is not None and job.name is not None
         opened, job.file = job.file, None
@@ -149,7 +149,7 @@ class Admission:
         """The answers under way and the sessions that hold memory."""
         return frozenset([*map(id, self._running), *map(id, self._saving), *self.sessions.memory])
 
-    def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
+    def _begun(self, job: Job, session: OpenSession, prefix: Prefix | None) -> bool:
         """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
         memory; False: it has to wait. Raises what it fails by."""
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
@@ -182,8 +182,8 @@ class Admission:
         return True
 
     def _way(
-        self, session: Session, wanted: int, going: Session | None = None, staying: Session | None = None
-    ) -> list[Session] | None:
+        self, session: OpenSession, wanted: int, going: OpenSession | None = None, staying: OpenSession | None = None
+    ) -> list[OpenSession] | None:
         """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
         case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
         without all of them, too."""

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.engine.answer import Answer, Ask, Piece
+from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.serve.session import Name, Session
+from kvkeep.serve.session import Name, OpenSession
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Finished:
     """Tokens of the answer."""
 
 
-Event = Piece | Finished | KvkeepError
+Event = TextPiece | Finished | KvkeepError
 """What a listener gets: pieces of text, and at last how the answer ended, or its error."""
 
 
@@ -80,7 +80,7 @@ class Job:
     cache: Mapping[str, Any]  # options of KeepCache for a new session
     names_cache: bool = False  # whether the request named method or budget
     owner: str = ""
-    session: Session | None = None
+    session: OpenSession | None = None
     granted: int = 0
     scheduled: ScheduledAnswer | None = None
     file: Future[Any] | None = None  # its session's, as long as it is read or written

@@ -17,7 +17,7 @@ from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.engine.batch import packs
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.job import Job, PendingPrefix
-from kvkeep.serve.session import Session
+from kvkeep.serve.session import OpenSession
 from kvkeep.stores.dynamic import DynamicLayer
 
 MIN_PREFIX_TOKENS = 32
@@ -28,7 +28,7 @@ MIN_PREFIX_TOKENS = 32
 class Prefix:
     """The first tokens of a prompt, ``ids``, which the cache of ``session`` begins with."""
 
-    session: Session
+    session: OpenSession
     ids: Sequence[int]
 
     @property
@@ -60,7 +60,9 @@ class Prefix:
         return CachedText(twin, self.ids)
 
 
-def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Session]) -> Prefix | PendingPrefix | None:
+def find(
+    job: Job, session: OpenSession, running: Iterable[Job], idle: Iterable[OpenSession]
+) -> Prefix | PendingPrefix | None:
     """Return the longest prefix of a job's prompt that is there for its session, which has read nothing; or who is
     reading a longer one; None where there is neither, or the session's kind cannot have any."""
     if session.away or session.past.ids or not _gives(session.cache):
@@ -81,7 +83,7 @@ def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Sess
     return reader or (best if best.ids else None)
 
 
-def worth_keeping(session: Session) -> bool:
+def worth_keeping(session: OpenSession) -> bool:
     """Return whether others may begin with what a session has read."""
     return _gives(session.cache) and len(session.past.ids) >= MIN_PREFIX_TOKENS
 
@@ -90,12 +92,12 @@ def _gives(cache: KeepCache) -> bool:
     return cache.exactness == "exact" and not cache.geometry.other_layers
 
 
-def _same_kind(one: Session, other: Session) -> bool:
+def _same_kind(one: OpenSession, other: OpenSession) -> bool:
     same = one.owner == other.owner and one.cache.request == other.cache.request
     return one is not other and not one.away and same and _gives(one.cache)
 
 
-def _steady(session: Session) -> bool:
+def _steady(session: OpenSession) -> bool:
     """Return whether nothing of a cache is unfinished between two steps of an answer."""
     return session.cache.round is None and packs(session.cache)
 

@@ -31,7 +31,7 @@ def check_name(name: Name) -> None:
 
 
 @dataclass(eq=False)
-class Session:
+class OpenSession:
     """A session in memory."""
 
     name: Name | None
@@ -133,7 +133,7 @@ class OpenedFile:
     """Whether there are turns in the file."""
     note: str | None = None
 
-    def session(self, model: Any) -> Session:
+    def session(self, model: Any) -> OpenSession:
         """Return the session with an empty cache. Raises the errors of KeepCache, and then closes the file."""
         with ExitStack() as on_error:
             if self.file is not None:
@@ -142,4 +142,6 @@ class OpenedFile:
                 cache = KeepCache(model, request=self.request)
             on_error.pop_all()
         turns = 0 if self.file is None else self.file.turns
-        return Session(self.name, CachedText(cache), self.name[0], self.file, self.away, turns=turns, note=self.note)
+        return OpenSession(
+            self.name, CachedText(cache), self.name[0], self.file, self.away, turns=turns, note=self.note
+        )

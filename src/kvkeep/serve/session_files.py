@@ -22,14 +22,13 @@ from typing import Any, TypeVar
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.decode.session import Session as Saved
-from kvkeep.decode.session import check_savable, load_session, request_of, save_session
+from kvkeep.decode.session import Session, check_savable, load_session, request_of, save_session
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, SessionUnwritable
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.policies.request import Request
-from kvkeep.serve.session import Name, OpenedFile, Session
+from kvkeep.serve.session import Name, OpenedFile, OpenSession
 
 log = logging.getLogger(__name__)
 
@@ -73,18 +72,18 @@ class SessionFiles:
         errors of KeepCache."""
         return self._queue(lambda: self.naming_session(name, lambda: self._open(name, options)))
 
-    def restore(self, session: Session) -> Future[None]:
+    def restore(self, session: OpenSession) -> Future[None]:
         """Read the turns of a session into memory, which was granted."""
         assert session.name is not None
         name = session.name
         made = _done(lambda: KeepCache(self.model, request=session.cache.request))  # its own may be read meanwhile
         return self._queue(lambda: self.naming_session(name, lambda: self._restore(session, made.result())))
 
-    def save(self, session: Session) -> Future[None]:
+    def save(self, session: OpenSession) -> Future[None]:
         """Append the last turn of a session to its file; if that fails, the session has a note of why."""
         return self._queue(lambda: self.write(session))
 
-    def close_later(self, session: Session) -> None:
+    def close_later(self, session: OpenSession) -> None:
         """Close the file of an idle session, so that other servers can continue it."""
         assert session.file is not None
         session.closing = session.file
@@ -104,7 +103,7 @@ class SessionFiles:
             self._thread.shutdown()
             self._thread = None
 
-    def write(self, session: Session) -> None:
+    def write(self, session: OpenSession) -> None:
         """Append the last turn of a session to its file now."""
         cache, file = session.cache, session.file
         if self.store is None:
@@ -115,7 +114,7 @@ class SessionFiles:
             return
         try:
             file = session.file = self._new_file(session) if file is None else file
-            save_session(file, Saved(cache, [session.past.ids], tokenizer=self._tokenizer))
+            save_session(file, Session(cache, [session.past.ids], tokenizer=self._tokenizer))
         except Exception as error:
             assert session.name is not None
             session.lost = isinstance(error, SessionBusy)
@@ -205,7 +204,7 @@ class SessionFiles:
         log.warning("%s It is kept as '%s', and the session is read anew.", error, aside)
         return f"The file was damaged and is kept as '{aside.rpartition('/')[2]}'; the session was read anew."
 
-    def _new_file(self, session: Session) -> SessionFile:
+    def _new_file(self, session: OpenSession) -> SessionFile:
         """Return a file for a session that began without one."""
         assert self.store is not None and session.name is not None
         file = self.store.open("/".join(session.name))
@@ -214,7 +213,7 @@ class SessionFiles:
         file.close()
         raise SessionBusy(f"Another program has begun the session '{session.name[1]}' meanwhile.")
 
-    def _restore(self, session: Session, cache: KeepCache) -> None:
+    def _restore(self, session: OpenSession, cache: KeepCache) -> None:
         assert session.name is not None and session.file is not None
         try:
             saved = load_session(session.file, self.model, self._tokenizer, cache)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvkeep.errors import SessionBusy
 from kvkeep.native.library import trim_memory
-from kvkeep.serve.session import Name, OpenedFile, Session
+from kvkeep.serve.session import Name, OpenedFile, OpenSession
 from kvkeep.serve.session_files import SessionFiles
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class SessionPool:
 
     def __init__(self, model: Any, files: SessionFiles) -> None:
         self.model, self.files = model, files
-        self.memory: OrderedDict[Name, Session] = OrderedDict()
+        self.memory: OrderedDict[Name, OpenSession] = OrderedDict()
         self.parked = 0
         """How many sessions were evicted."""
         self.released_bytes = 0
@@ -45,23 +45,23 @@ class SessionPool:
         """How many sessions were parked, restored and saved so far."""
         return {"parked": self.parked, "restored": self.files.restored, "saved": self.files.saved}
 
-    def idle(self) -> list[Session]:
+    def idle(self) -> list[OpenSession]:
         """Return the sessions that can be evicted, in order: those without a name, which nobody can ask for again, then
         the least recently used ones; last those with an unsaved turn."""
         idle = [one for one in self.memory.values() if not one.busy]
         return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
 
-    def adopt(self, opened: OpenedFile) -> Session:
+    def adopt(self, opened: OpenedFile) -> OpenSession:
         """Return the session of an opened file: the one in memory, if the file has not changed since, else one with an
         empty cache, whose turns are to be restored. Raises SessionError and the errors of KeepCache."""
 
-        def session() -> Session:
+        def session() -> OpenSession:
             return self._still_in_memory(opened) or opened.session(self.model)
 
         found = self.memory[opened.name] = self.files.naming_session(opened.name, session)
         return found
 
-    def _still_in_memory(self, opened: OpenedFile) -> Session | None:
+    def _still_in_memory(self, opened: OpenedFile) -> OpenSession | None:
         session = self.memory.get(opened.name)
         if session is None:
             return None
@@ -71,19 +71,19 @@ class SessionPool:
         self.park(session)
         return None
 
-    def touch(self, session: Session) -> None:
+    def touch(self, session: OpenSession) -> None:
         """Mark a session as answering."""
         session.busy = True
         self.memory[session.key] = session
         self.use(session)
 
-    def use(self, session: Session) -> None:
+    def use(self, session: OpenSession) -> None:
         """Mark a session as the last one used."""
         session.touch()
         if session.key in self.memory:
             self.memory.move_to_end(session.key)
 
-    def leave(self, session: Session, stay: bool = True) -> None:
+    def leave(self, session: OpenSession, stay: bool = True) -> None:
         """Mark a session as idle; one that has read nothing is removed."""
         session.busy = False
         session.recount()
@@ -92,7 +92,7 @@ class SessionPool:
         elif self.files.shared and session.file is not None and session.unsaved is None and session.exclusive:
             self.files.close_later(session)
 
-    def park(self, session: Session) -> None:
+    def park(self, session: OpenSession) -> None:
         """Evict a session; its turns are in its file, if it has one. A save that failed is tried again, and waited
         for."""
         if session.unsaved is not None and not session.lost:

@@ -24,7 +24,7 @@ class Window(Selector):
 
 
 @dataclass(frozen=True)
-class InOrder(Window):
+class OldestFirst(Window):
     """The same in a ring, for fates that take entries in the order of the text and in all heads at the same time."""
 
     in_order: ClassVar[bool] = True

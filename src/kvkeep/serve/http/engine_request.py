@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvkeep.engine.answer import Ask, Piece
+from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.metrics import Metrics
@@ -21,7 +21,7 @@ FIRST_EVENT_TIMEOUT_S = 3.0
 KEEP_ALIVE_S = 10.0
 """Seconds without an event after which a stream gets a comment, so that no proxy closes it."""
 
-StreamEvent = Piece | Finished | Exception
+StreamEvent = TextPiece | Finished | Exception
 """What the event loop learns of an answer."""
 
 
@@ -55,13 +55,13 @@ class EventBuffer:
     lost, nobody waits, and the buffer never holds more than the text."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._last: Finished | Exception | None = None
         self._available = asyncio.Event()
 
     def put(self, event: StreamEvent) -> None:
         """Add an event."""
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             self._pieces.append(event)
             if len(self._pieces) > MAX_BUFFERED_PIECES:
                 self._pieces = [_joined(self._pieces)]
@@ -84,8 +84,8 @@ class EventBuffer:
         return self._last
 
 
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece("".join(one.text for one in pieces), tuple(token for one in pieces for token in one.logprobs))
+def _joined(pieces: list[TextPiece]) -> TextPiece:
+    return TextPiece("".join(one.text for one in pieces), tuple(token for one in pieces for token in one.logprobs))
 
 
 class EngineRequest:

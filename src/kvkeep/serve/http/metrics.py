@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from kvkeep.engine.answer import Piece
+from kvkeep.engine.answer import TextPiece
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine, Watch
@@ -67,7 +67,7 @@ class Metrics(Watch):
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
-    def finished(self, event: Piece | Finished | Exception) -> None:
+    def finished(self, event: TextPiece | Finished | Exception) -> None:
         """Count an answer that ended, or failed without its client's fault, and the tokens of its prompt."""
         if isinstance(event, Finished):
             self._ended.labels(event.reason).inc()

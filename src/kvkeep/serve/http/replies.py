@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from kvkeep.engine.answer import Piece, TokenLogprob
+from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.serve.http.engine_request import StreamEvent
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError
@@ -35,7 +35,7 @@ class Reply:
         if isinstance(last, Exception):
             raise last
         assert isinstance(last, Finished)
-        tokens = [one for event in events if isinstance(event, Piece) for one in event.logprobs]
+        tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
         body: dict[str, Any] = {"index": 0, "finish_reason": _reason(last)}
         body |= {"message": {"role": "assistant", "content": last.text}} if self.chat else {"text": last.text}
         body["logprobs"] = self._logprobs(tokens) if self.logprobs else None
@@ -46,7 +46,7 @@ class Reply:
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
-            if isinstance(event, Piece):
+            if isinstance(event, TextPiece):
                 fields: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
                 yield self._chunk(fields | ({"logprobs": self._logprobs(event.logprobs)} if self.logprobs else {}))
             elif isinstance(event, Finished):
