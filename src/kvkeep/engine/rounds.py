@@ -73,9 +73,7 @@ class Rounds:
         self.rows, self.prompt = prompts.shape
         self.longest = min(cache.round.tail, self.stream.chunk) - 1
         spare = 2 * self.longest + 2
-        self.tokens = torch.cat(
-            [prompts, prompts.new_zeros(self.rows, spare)], 1
-        )  # grows; drafts are behind the length
+        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, spare)], 1)  # grows; drafts follow the length
         self.lengths = [self.prompt] * self.rows
         self.finished = [False] * self.rows
         self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
