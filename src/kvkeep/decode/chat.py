@@ -160,8 +160,8 @@ class Conversation:
         return result
 
     def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Continue the last answer, which was cut, and return what is new. Raises UsageError if there is none, or if the
-        model ended it."""
+        """Continue the last answer, which was cut, and return what is new. Raises UsageError if there is none, or if
+        the model ended it."""
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, **options)
         written = result.sequence[len(last.sequence) - last.written :]
