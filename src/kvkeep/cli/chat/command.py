@@ -75,9 +75,9 @@ def chat(
             from kvkeep.models.silence import without_warnings
 
             requested = cache.parse()
-            screen = _screen(json, plain, history)
             saver = stack.enter_context(Saver(session, sessions))
             loaded = model.load()
+        screen = _screen(json, plain, history)  # after the line about loading, which redirects standard output
         kept = saver.session
         if kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
