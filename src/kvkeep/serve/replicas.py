@@ -54,13 +54,13 @@ TOKEN = {"RAY_AUTH_MODE": "token"}
 """Without it in their environment, whoever reaches the ports of the cluster's machines can run code there."""
 NAME = "kvkeep"
 """Of the application within the cluster."""
-WHOLE_S = 3600.0
-"""Seconds that a replica which makes way for another one has to end its answers in, where they have no time."""
+DEFAULT_DRAIN_S = 3600.0
+"""Seconds that a replica has to finish its answers when it is replaced, if answers have no time limit."""
 FIGURES_S = 5.0
 """Seconds that a scrape waits for the other replicas; the figures of one that does not answer are left out."""
 CHECK_S = 0.5
 """Seconds between two checks whether the cluster still answers, while replicas end their answers."""
-QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 """What Serve logs."""
 OPTIONS: dict[str, Any] = {
     "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "quota": None, "age": None, "keys": None,
@@ -70,20 +70,21 @@ OPTIONS: dict[str, Any] = {
 NEEDED = ("memory", "sessions")
 CACHE = ("method", "budget")
 """Options that it has to be given; of the cache's, one."""
-MOST_CORES = 10**6
+MAX_CORES = 10**6
 ONGOING = 1000
 """Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, between ``least`` and ``most`` by Serve's autoscaling, each with so many cores.
-    ongoing: answers of one replica at which autoscaling aims."""
+    """The number of replicas, and the cores of each. Serve's autoscaling chooses it between two limits."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     cores: float
+    """Of each replica."""
     ongoing: int
+    """Simultaneous answers of one replica that autoscaling aims at."""
 
     @classmethod
     def parse(cls, text: Any, cores: Any, ongoing: Any) -> Scale:
@@ -93,19 +94,19 @@ class Scale:
         )
         if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is not a number of replicas; give a number (2), or minimum and maximum (1:8).")
-        own = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
-        if numbers[-1] > MOST_CORES / own[0]:
+        limits = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
+        if numbers[-1] > MAX_CORES / limits[0]:
             raise UsageError(
-                f"{numbers[-1]} replicas with {own[0]:g} cores each are more than any cluster has; give fewer."
+                f"{numbers[-1]} replicas with {limits[0]:g} cores each are more than any cluster has; give fewer."
             )
-        return cls(numbers[0], numbers[-1], *own)
+        return cls(numbers[0], numbers[-1], *limits)
 
     def options(self) -> dict[str, Any]:
         """Return it as Serve takes it."""
-        if self.least == self.most:
-            return {"num_replicas": self.least}
-        own = {"min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": self.ongoing}
-        return {"autoscaling_config": own}
+        if self.minimum == self.maximum:
+            return {"num_replicas": self.minimum}
+        limits = {"min_replicas": self.minimum, "max_replicas": self.maximum}
+        return {"autoscaling_config": limits | {"target_ongoing_requests": self.ongoing}}
 
 
 class Replica:
@@ -144,8 +145,8 @@ class Replica:
 
     async def _everywhere(self) -> bytes:
         """Return the figures of all replicas."""
-        asked = ray_serve().get_app_handle(self.context.app_name).broadcast("figures")
-        found = await asked.results_async(timeout_s=FIGURES_S, return_exceptions=True)
+        replies = ray_serve().get_app_handle(self.context.app_name).broadcast("figures")
+        found = await replies.results_async(timeout_s=FIGURES_S, return_exceptions=True)
         return labelled(one for one in found if not isinstance(one, BaseException))
 
     async def drain(self, grace: float) -> None:
@@ -199,7 +200,7 @@ def deploy(
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": KEEP_ALIVE_S, **tls}
     try:
-        serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
+        serve.start(proxy_location="EveryNode", http_options=http, logging_config=SERVE_LOGGING)
         there = _proxies(serve)
         if tls and there[2] != tls:
             speak = "HTTPS by other files" if there[2] else "HTTP"
@@ -207,7 +208,7 @@ def deploy(
                 f"The cluster has proxies that speak {speak}, which --certificate and --private-key do not change; "
                 "leave them out, or end Serve before ('serve shutdown')."
             )
-        serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=QUIET)
+        serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=SERVE_LOGGING)
     except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
         raise KvkeepError(f"The replicas did not start: {_why(serve) or first_line(error)}") from error
     return there
@@ -215,9 +216,9 @@ def deploy(
 
 def _proxies(serve: Any) -> tuple[str, int, Mapping[str, str]]:
     """Return host, port and files for HTTPS of the cluster's proxies: Serve ignores others once it has some."""
-    own = serve.context._get_global_client().http_config
-    files = {name: getattr(own, name) for name in ("ssl_certfile", "ssl_keyfile")}
-    return own.host, own.port, {name: file for name, file in files.items() if file}
+    config = serve.context._get_global_client().http_config
+    files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile")}
+    return config.host, config.port, {name: file for name, file in files.items() if file}
 
 
 def _why(serve: Any) -> str:
@@ -225,10 +226,10 @@ def _why(serve: Any) -> str:
     replicas run."""
     with suppress(Exception):
         found = serve.status().applications[NAME]
-        own = found.deployments.get(NAME)
-        lines = [line.strip() for line in ((own and own.message) or found.message).splitlines() if line.strip()]
+        deployment = found.deployments.get(NAME)
+        lines = [line.strip() for line in ((deployment and deployment.message) or found.message).splitlines() if line.strip()]
         why = re.sub(r"^kvkeep\.errors\.\w+: ", "", lines[-1])
-        return why if own is None else f"{why} Replicas that run: {own.replica_states.get('RUNNING', 0)}."
+        return why if deployment is None else f"{why} Replicas that run: {deployment.replica_states.get('RUNNING', 0)}."
     return ""
 
 
@@ -241,9 +242,9 @@ def bound(service: Service, scale: Scale) -> Any:
         max_ongoing_requests=ONGOING,
         ray_actor_options={"num_cpus": scale.cores, "num_gpus": int((service.device or "").startswith("cuda"))},
         request_router_config={"request_router_class": ROUTER},
-        graceful_shutdown_timeout_s=(service.limits.seconds or WHOLE_S) + 30,
+        graceful_shutdown_timeout_s=(service.limits.seconds or DEFAULT_DRAIN_S) + 30,
         graceful_shutdown_wait_loop_s=0.5,
-        logging_config=QUIET,
+        logging_config=SERVE_LOGGING,
         **scale.options(),
     )
     return made.bind(service)
@@ -258,13 +259,13 @@ def app(given: Mapping[str, Any]) -> Any:
     for name in given:
         if name not in (every := {*OPTIONS, *NEEDED, *CACHE}):
             raise unknown("option", name, every)
-    own = OPTIONS | {name: value for name, value in given.items() if value is not None}
-    cache = {name: own[name] for name in CACHE if name in own}
-    missing = [f"'{name}'" for name in NEEDED if name not in own] + ([] if cache else ["'method' or 'budget'"])
+    options = OPTIONS | {name: value for name, value in given.items() if value is not None}
+    cache = {name: options[name] for name in CACHE if name in options}
+    missing = [f"'{name}'" for name in NEEDED if name not in options] + ([] if cache else ["'method' or 'budget'"])
     if missing:
         raise UsageError(f"The application needs {' and '.join(missing)}; give it among its arguments.")
-    scale = Scale.parse(own["replicas"], own["cores"], own["conversations"])
-    return bound(Service.parse(own, cache, keys_given(own["keys"])), scale)
+    scale = Scale.parse(options["replicas"], options["cores"], options["conversations"])
+    return bound(Service.parse(options, cache, keys_given(options["keys"])), scale)
 
 
 def drain(grace: float) -> int:
@@ -289,9 +290,9 @@ def _drain(grace: float, found: Future[int]) -> None:
     try:
         serve, died = ray_serve(), optional("ray", "ray").exceptions.ActorDiedError
         states = serve.status().applications[NAME].deployments[NAME].replica_states
-        asked = serve.get_app_handle(NAME).broadcast("drain", grace)
+        replies = serve.get_app_handle(NAME).broadcast("drain", grace)
         try:
-            results = asked.results(timeout_s=grace + 30, return_exceptions=True)
+            results = replies.results(timeout_s=grace + 30, return_exceptions=True)
         except TimeoutError as error:
             results = [error] * states.get("RUNNING", 0)
         silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
