@@ -40,7 +40,6 @@ BANNED = frozenset(
 )
 LEFT: dict[str, int] = {
     "kvkeep/decode": 1,
-    "kvkeep/serve": 9,
     "kvkeep_lab": 3,
     "kvkeep_lab/cli": 1,
     "kvkeep_lab/fleet": 2,

@@ -226,12 +226,12 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
     service, scale = app(given)
     assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
     assert (service.quota, service.age, service.limits.answers, service.logs) == (None, None, 64, False)
-    assert (scale.least, scale.most, scale.cores, scale.ongoing) == (2, 2, 1, 8)
+    assert (scale.minimum, scale.maximum, scale.cores, scale.ongoing) == (2, 2, 1, 8)
     given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
     service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})
     assert (service.origins, service.logs, service.age) == (("https://chat.example",), True, 43200)
     assert (service.limits.seconds, service.waiting, service.quota) == (2, 7, 10**9)
-    assert (scale.most, scale.cores, scale.ongoing) == (4, 0.5, 3)
+    assert (scale.maximum, scale.cores, scale.ongoing) == (4, 0.5, 3)
     wrong: dict[str, tuple[Any, ...]] = {
         "waiting": ("many", -1, 1.5, True), "answers": (0, "x"), "conversations": (0,), "cores": (0, "nan", "inf"),
         "age": ("x", -1), "time": (0,), "memory": (-5, "25%"), "quota": ("0B",), "weights": ("int5",),

@@ -184,7 +184,7 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     KvkeepError where there is none."""
     ray_serve()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    cores = math.ceil(scale.most * scale.cores)
+    cores = math.ceil(scale.maximum * scale.cores)
     # Ray prints that a process died: here at once, and not at the end, when a buffer is written.
     with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
@@ -227,7 +227,8 @@ def _why(serve: Any) -> str:
     with suppress(Exception):
         found = serve.status().applications[NAME]
         deployment = found.deployments.get(NAME)
-        lines = [line.strip() for line in ((deployment and deployment.message) or found.message).splitlines() if line.strip()]
+        message = (deployment and deployment.message) or found.message
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
         why = re.sub(r"^kvkeep\.errors\.\w+: ", "", lines[-1])
         return why if deployment is None else f"{why} Replicas that run: {deployment.replica_states.get('RUNNING', 0)}."
     return ""

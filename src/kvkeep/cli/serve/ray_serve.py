@@ -24,7 +24,7 @@ def serve_replicas(
     """
     port = address.port
     if cluster is None:
-        service = with_defaults_for_replicas(service, scale.ongoing, scale.most)
+        service = with_defaults_for_replicas(service, scale.ongoing, scale.maximum)
         with address.socket() as free:  # Ray Serve's proxy takes its place
             port = free.getsockname()[1]
     with replicas.cluster(cluster, scale):
@@ -33,7 +33,7 @@ def serve_replicas(
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stopped.set())
         proxy = Address(*replicas.deploy(service, scale, address.host, port, address.tls))
-        count = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
+        count = f"{scale.minimum}" if scale.minimum == scale.maximum else f"{scale.minimum} to {scale.maximum}"
         size = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
         note(f"{proxy.url(proxy.port)}/v1  model '{service.model}', {size}")
         if (proxy.host, proxy.port) != (address.host, port):

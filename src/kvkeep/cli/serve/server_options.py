@@ -175,5 +175,5 @@ class ReplicaOptions:
         from kvkeep.serve.replicas import Scale
 
         assert self.replicas is not None
-        share = max(1, (os.cpu_count() or 1) // Scale.parse(self.replicas, 1, 1).most)
+        share = max(1, (os.cpu_count() or 1) // Scale.parse(self.replicas, 1, 1).maximum)
         return Scale.parse(self.replicas, self.cores or (share if self.ray is None else 1), conversations)
