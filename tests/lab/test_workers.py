@@ -1,4 +1,4 @@
-"""Workers: every cell once, whoever dies."""
+"""Worker processes: every cell is measured once, whichever process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers together: those of each alone, faster, and none that waits for another's long prompt."""
+"""Batched answers: equal to single ones, faster, and not delayed by long prompts."""
 
 from __future__ import annotations
 
