@@ -79,7 +79,7 @@ def watched(cache: KeepCache) -> list[list[Step]]:
 
 
 def read(cache: KeepCache, chunks: list[int], seed: int, rows: int = 1) -> None:
-    """Take in chunks of random vectors, no two of which are alike. A twin, whose single tokens of one row follow a plan,
+    """Take in chunks of random vectors, no two of which are alike. A twin, whose single tokens of a row follow a plan,
     holds the same entries after each."""
     generator, twin = torch.Generator().manual_seed(seed), cache.fork()
     twin.stream.chunk = cache.stream.chunk
