@@ -220,7 +220,7 @@ def test_rebuilding_is_checked_beyond_sliding_windows() -> None:
     assert len(study.tables(found)) == 2
 
 
-def test_keys_depend_on_the_position_and_values_on_the_residual_alone() -> None:
+def test_keys_depend_on_the_position_and_values_on_the_residual_only() -> None:
     """In the first layer a repeated token has the same residual, so Eq. 17 needs the position."""
     ids = torch.tensor([[5, 6, 7, 8] * 8])
     with torch.no_grad():
