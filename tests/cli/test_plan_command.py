@@ -103,6 +103,7 @@ def test_a_budget_of_auto(run: Run, model_folder: Path, words: str) -> None:
     assert code == 0 and len(json.loads(out)["turns"]) == 1, err
     for extra, sentence in (
         (("-b", "auto", "-x", "h2o"), "leave --method out"),
+        (("-b", "auto", "--capacity", "5"), "a capacity makes it lossy"),
         (("--memory", "64KB"), "--budget auto"),
         (("-b", "auto", "--memory", "much"), "give bytes"),
         (("-b", "auto", "--memory", "10B"), "the least is"),

@@ -21,6 +21,7 @@ from kvkeep.decode.prompt import encode, question, read_text
 from kvkeep.engine.pieces import Pieces
 
 PROMPT = list(range(5, 60))
+BUDGET = {"full": None, "snapkv+verified": 16}
 
 
 def written(cache: KeepCache | None = None, ids: list[int] = PROMPT, count: int = 9, **options: Any) -> Any:
@@ -97,6 +98,45 @@ def test_a_limit_of_the_models_own_ends_an_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiny("llama").generation_config, "max_time", 1e-9)
     result = written()
     assert (len(result.tokens), result.stopped) == (1, "ended")
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"penalty_alpha": 0.6, "top_k": 4}])
+@pytest.mark.parametrize("method", ["full", "snapkv+verified", "stock"])
+def test_a_search_that_the_model_asks_for_is_refused(
+    options: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    cache = stock(model) if method == "stock" else KeepCache(model, method=method, budget=BUDGET[method])
+    for name, value in options.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    with pytest.raises(UsageError, match=r"generation_config asks for (beam|contrastive) search, and"):
+        written(cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv+verified", "stock"])
+def test_what_the_model_returns_and_what_ends_its_texts_can_be_of_any_form(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wanted = tiny("llama"), written().tokens
+
+    def tokens() -> Any:
+        result = written(stock(model) if method == "stock" else KeepCache(model, method=method, budget=BUDGET[method]))
+        return result.tokens, result.stopped
+
+    monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    assert tokens() == (wanted, "length")
+    for ends in ([wanted[3]], torch.tensor([wanted[3], 96]), torch.tensor(wanted[3])):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+        assert tokens() == (wanted[: wanted.index(wanted[3]) + 1], "eos")
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf"), 1e-40])
+def test_temperatures_are_numbers_that_logits_can_be_divided_by(temperature: float) -> None:
+    for cache in (None, stock("llama")):
+        with pytest.raises(UsageError, match="A temperature"):
+            written(cache, temperature=temperature)
+    assert written(temperature=1e-30, seed=1).tokens == written().tokens
 
 
 def test_a_cache_that_has_read_another_text_is_refused() -> None:

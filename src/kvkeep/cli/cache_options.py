@@ -69,6 +69,10 @@ class CacheOptions:
             for name, value in {"method": method, "checkpoint": self.checkpoint, "where": self.where}.items():
                 if value is not None:
                     raise UsageError(f"With '--budget auto' the planner chooses this; leave --{name} out.")
+            if self.capacity is not None:
+                raise UsageError(
+                    "With '--budget auto' the cache is exact, and a capacity makes it lossy; leave it out."
+                )
             if self.memory is not None:
                 bytes_of(self.memory)
             return

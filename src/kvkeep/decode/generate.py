@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -18,11 +19,12 @@ from transformers.generation import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.answer import Answer, Ask, end_ids
-from kvkeep.engine.sampling import Sampler, Sampling
+from kvkeep.engine.sampling import SMALLEST, Sampler, Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
@@ -33,6 +35,8 @@ from kvkeep.stores.readers.round import RoundStatistics
 
 SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
+MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
+"""What of transformers' modes writes one text token by token; drafts do not change it."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +186,12 @@ def generate(
         written: so many of the prompt's last tokens are of an answer that goes on: ``on_text`` receives what follows.
 
     Raises:
-        UsageError: the prompt is empty or exceeds the model's positions, or seed or temperature is out of range.
+        UsageError: the prompt is empty or exceeds the model's positions, seed or temperature is out of range, or the
+            model's generation_config asks for beams or another search.
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed)
+    _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if ignore_eos:
@@ -225,8 +231,22 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
+    if 0 < temperature < SMALLEST:  # the logits divided by it are not finite
+        raise UsageError(f"A temperature above 0 is at least {SMALLEST:g}, not {temperature}; 0 is greedy.")
     if not len(prompt):
         raise UsageError("There is nothing to answer: the prompt is empty.")
+
+
+def _check_mode(model: Any, sampled: bool) -> None:
+    """Raise UsageError where the model's own generation_config asks for beams, or for another search."""
+    config = copy(model.generation_config)
+    config.do_sample = sampled
+    mode = config.get_generation_mode()
+    if mode not in MODES:
+        raise UsageError(
+            f"The model's generation_config asks for {mode.value.replace('_', ' ')}, and an answer is greedy or "
+            "sampled; change model.generation_config, or call model.generate with the cache as past_key_values."
+        )
 
 
 def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, timing: Timing) -> Generation:
@@ -292,7 +312,8 @@ def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict
     if isinstance(cache, KeepCache):
         cache.stream.on_progress = caller.progress
     try:
-        output = model.generate(ids, stopping_criteria=StoppingCriteriaList([_Follower(answer, caller)]), **call)
+        criteria = StoppingCriteriaList([_Follower(answer, caller)])
+        output = model.generate(ids, stopping_criteria=criteria, return_dict_in_generate=False, **call)
     finally:
         if isinstance(cache, KeepCache):
             cache.stream.on_progress = None

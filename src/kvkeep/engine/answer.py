@@ -64,7 +64,7 @@ class TextPiece:
 def end_ids(model: Any) -> list[int]:
     """Return the ids that end a text of a model."""
     stated = getattr(model.generation_config, "eos_token_id", None)
-    return [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+    return [] if stated is None else torch.as_tensor(stated).flatten().tolist()
 
 
 class Answer:
