@@ -104,6 +104,8 @@ def test_a_budget_of_auto(run: Run, model_folder: Path, words: str) -> None:
     for extra, sentence in (
         (("-b", "auto", "-x", "h2o"), "leave --method out"),
         (("-b", "auto", "--capacity", "5"), "a capacity makes it lossy"),
+        (("-b", "auto", "--chunk", "7"), "leave --chunk out"),
+        (("-b", "auto", "--folder", "x"), "leave --folder out"),
         (("--memory", "64KB"), "--budget auto"),
         (("-b", "auto", "--memory", "much"), "give bytes"),
         (("-b", "auto", "--memory", "10B"), "the least is"),

@@ -62,11 +62,14 @@ class CacheOptions:
         None
     )
 
-    def check(self) -> None:
+    def check(self, chunk: int | None = None) -> None:
         """Check what can be known without importing torch. Raises UsageError or BudgetError."""
         method, budget = self._resolved()
         if budget == AUTO:
-            for name, value in {"method": method, "checkpoint": self.checkpoint, "where": self.where}.items():
+            chosen = {"method": method, "chunk": chunk} | {
+                name: getattr(self, name) for name in ("checkpoint", "where", "folder")
+            }
+            for name, value in chosen.items():
                 if value is not None:
                     raise UsageError(f"With '--budget auto' the planner chooses this; leave --{name} out.")
             if self.capacity is not None:
@@ -88,7 +91,7 @@ class CacheOptions:
         :meth:`~kvkeep.policies.request.Request.parse` do."""
         from kvkeep.stock import requested
 
-        self.check()
+        self.check(chunk)
         method, budget = self._resolved()
         if budget == AUTO:
             return RequestedCache(None, auto=True, memory=self.memory)

@@ -33,7 +33,7 @@ def generate(
     """Answer a prompt, or a question about a file, within a cache budget."""
     from kvkeep.decode.prompt import encode, question, read_text
 
-    cache.check()
+    cache.check(chunk)
     model.check()
     messages = question(read_text(file) if file else None, prompt)
     with startup(model.model):

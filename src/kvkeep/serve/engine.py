@@ -1,6 +1,7 @@
 """The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and session files.
 
-The thread owns the model, and every session its cache. Tokens are those of :func:`kvkeep.generate`, whatever else runs.
+The thread owns the model, and every session its cache. With the same sampling, tokens are those of
+:func:`kvkeep.generate`, whatever else runs.
 An answer of a named session has ended when its turn is in the session's file (:mod:`~kvkeep.serve.session_files`).
 
 **Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what

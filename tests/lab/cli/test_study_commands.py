@@ -215,7 +215,7 @@ def test_merged_pairs_are_reported(call: Run) -> None:
         ("compare", "-x kvdirect", "did you mean kv-direct"),
         ("compare", "-x full -b 12.5.1%", "cannot be read"),
         ("compare", "-x full -n 400", "512 positions"),
-        ("longchat", "-x ,", "lists nothing"),
+        ("longchat", "-x ,", "is empty; give one or more values"),
         ("longchat", "-x stock,stock", "named twice"),
         ("longchat", "-b x", "--budget: Budget 'x'"),
         ("prove", "--kinds poem", "'summary', 'question'"),
