@@ -70,7 +70,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("name", "kind", "sentence"),
     [
-        ("", UsageError, "name of the model is empty"),
+        ("", UsageError, "The model's name is empty"),
         ("smolm2", UsageError, "Unknown model 'smolm2': did you mean smollm2?"),
         *(
             (name, ModelError, f"There is no model at '{name}'")
