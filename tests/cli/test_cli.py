@@ -175,6 +175,9 @@ def test_help_needs_neither_torch_nor_transformers(run: Run, monkeypatch: pytest
     assert done.returncode == 0, done.stderr
     monkeypatch.setenv("COLUMNS", "200")
     assert "[default: (kv-direct with a budget, full without)]" in run("generate", "--help")[1]
+    assert " Answer a question about a long text with the full cache, and with four methods" in run("demo", "--help")[1]
+    assert "Budget of the methods that have one: entries per layer (512), bytes" in run("stream", "--help")[1]
+    assert "Check on your model what kvkeep promises: bits, tokens, KL, bytes." in run("--help")[1]
 
 
 def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

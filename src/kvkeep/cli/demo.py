@@ -67,9 +67,10 @@ def demo(
     max_tokens: options.MaxTokens = 32,
     json: options.Json = False,
 ) -> None:
-    """DemoAnswer a question about a long text with the full cache, and with four methods within a budget.
+    """Answer a question about a long text with the full cache, and with four methods within a budget.
 
-    Without --doc, a sentence is planted in the text and the question asks for it: it shows which methods forgot it.
+    Without --doc, a sentence is planted in the text and the question asks for it: the answers show which methods
+    lost it.
     """
     # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -46,7 +46,8 @@ def place_of(text: str, revision: str | None = None) -> Path | None:
         return path
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
-    raise unknown("model", text, EMBEDDED)
+    reason = str(unknown("model", text, EMBEDDED)).removesuffix(".")
+    raise UsageError(f"{reason}; or give a GGUF file, a folder, or a hub id (owner/name).")
 
 
 def _check_magic(text: str, path: Path) -> None:

@@ -1,19 +1,19 @@
 """The lab's commands of ``kvkeep``, found by the entry point ``kvkeep.commands``."""
 
 COMMANDS = {
-    "verify": ("kvkeep_lab.cli.study:verify", "The claims, on your model: bits, tokens, KL, bytes."),
-    "prove": ("kvkeep_lab.cli.study:prove", "The same answers as the full cache's, token by token, and their time."),
+    "verify": ("kvkeep_lab.cli.study:verify", "Check on your model what kvkeep promises: bits, tokens, KL, bytes."),
+    "prove": ("kvkeep_lab.cli.study:prove", "Check token by token that answers equal the full cache's, and time them."),
     "bench": ("kvkeep_lab.cli.study:bench", "Time every cache in one run, and measure its memory."),
-    "compare": ("kvkeep_lab.cli.study:compare", "What each method costs, on your own text."),
-    "inspect": ("kvkeep_lab.cli.inspect:inspect", "A page that shows what a method forgets, step by step."),
-    "stream": ("kvkeep_lab.cli.study:stream", "Read a text of any length in flat memory: perplexity, time, bytes."),
-    "longchat": ("kvkeep_lab.cli.study:longchat", "Memory and time of every turn of a long conversation."),
-    "recompute": ("kvkeep_lab.cli.study:recompute", "Recompute evicted entries, or read them? N = 1 to 4,096."),
-    "analyse": ("kvkeep_lab.cli.study:analyse", "Every study on one model: data, table and figure."),
+    "compare": ("kvkeep_lab.cli.study:compare", "Measure on your own text how each method changes the answers."),
+    "inspect": ("kvkeep_lab.cli.inspect:inspect", "Write a page that shows step by step which tokens a method evicts."),
+    "stream": ("kvkeep_lab.cli.study:stream", "Read a text of any length in constant memory: perplexity, time, bytes."),
+    "longchat": ("kvkeep_lab.cli.study:longchat", "Measure memory and time of every turn of a long conversation."),
+    "recompute": ("kvkeep_lab.cli.study:recompute", "Time whether recomputing or reading evicted entries is faster."),
+    "analyse": ("kvkeep_lab.cli.study:analyse", "Run a study of the papers on a model: data, table and figure."),
     "capacity": (
         "kvkeep_lab.cli.capacity:capacity",
         "Predict how many sessions a machine can serve, by method and length.",
     ),
-    "lab": ("kvkeep_lab.cli.lab:app", "Experiments beside the papers': list them, run them, report what they found."),
+    "lab": ("kvkeep_lab.cli.lab:app", "List, run and report the experiments of the papers."),
 }
 """As :data:`kvkeep.cli.COMMANDS`. Commands of ``cli.study`` are made of studies: see there."""

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep.cli import completion, options
 from kvkeep.cli.options import split_list
-from kvkeep.cli.output import err, note, print_json, write
+from kvkeep.cli.output import err, loading, note, print_json, write
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
@@ -161,7 +161,8 @@ def _run(
     exports = {
         name: check_output(path, f"{study.name}.{name}") for name, path in (("csv", csv), ("tex", latex)) if path
     }
-    loaded = load(model, weights=weights, device=device, progress=note)
+    with loading(model):
+        loaded = load(model, weights=weights, device=device, progress=note)
     stopped = None
     with _bar() as (report, say), _sigterm() as signals:
         try:

@@ -61,6 +61,10 @@ class Trial:
         return self.loaded.tokenizer
 
 
+BUDGET = "budget of the methods that have one: entries per layer (512), bytes (64MB), or a share (25%)"
+"""The description of a field for the budget."""
+
+
 class Flag:
     """How a command spells a field, beside its type: ``new: Annotated[int, Flag("--max-tokens", "-n")]``.
 

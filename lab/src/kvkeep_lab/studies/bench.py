@@ -23,7 +23,7 @@ from kvkeep_lab.partial import Interruption
 from kvkeep_lab.peers.engines import LlamaCpp, engine_of
 from kvkeep_lab.process_memory import InProcess, measure_each, process_table
 from kvkeep_lab.serving import Served, measure_servers, served_table
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, OwnMethod, ServerName, Trial
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Count, Flag, OwnMethod, ServerName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
@@ -80,7 +80,7 @@ class Bench(EngineStudy):
         "transformers, transformers:batching",
     )
     contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="tokens of prompts")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description="of whatever has one")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description=BUDGET)
     rounds: int = Field(3, ge=1, description="how often everything is measured")
     steps: int = Field(16, ge=2, description="tokens decoded a round")
     methods: Annotated[list[OwnMethod] | None, Flag("--method", "-x")] = Field(

@@ -171,7 +171,7 @@ class Compare(Study):
             notes=[
                 f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
                 "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
-                f"Of bfloat16: held bytes as a share of {_FULL_CACHE}.",
+                f"Share of bfloat16: held bytes as a share of {_FULL_CACHE}.",
                 *(self._of_passages(found) if several else ()),
                 *found.refusals,
                 *(_merged(line) for line in lines if any(row.merges[0] > 0 for row in line.rows)),
@@ -283,7 +283,7 @@ def _quality(reference: MethodAtBudget) -> list[Column]:
         ("differs at", lambda line: "-" if (at := line.rows[0].differs_at) is None else str(at), None),
         ("KL, free", lambda line: spread(line.estimate("kl_free_mean"), nats), None),
         ("KL, forced", lambda line: spread(line.estimate("kl_mean"), nats), _lowest("kl_mean")),
-        ("its largest", lambda line: nats(line.largest("kl_max")), None),
+        ("largest KL", lambda line: nats(line.largest("kl_max")), None),
         ("top-1", lambda line: spread(line.estimate("top1"), _hundredths, " %"), _highest("top1")),
         ("perplexity", lambda line: spread(line.estimate("perplexity"), _four), surprise),
     ]
@@ -334,7 +334,7 @@ _RECALL: list[Column] = [
 
 _COST: list[Column] = [
     ("resident", lambda line: megabytes(line.bytes(_resident)), lambda line: line.bytes(_resident)),
-    ("held, of bfloat16", lambda line: percent(line.share, 0), None),
+    ("share of bfloat16", lambda line: percent(line.share, 0), None),
     ("compressed + checkpoints", lambda line: megabytes(line.bytes(lambda row: row.kept_bytes) or None), None),
     ("prefill s", lambda line: fixed(line.mean("prefill_s")), None),
     ("tokens/s", lambda line: fixed(line.mean("tokens_per_s"), 1), _highest("tokens_per_s")),

@@ -12,7 +12,7 @@ from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import where
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, megabytes, milliseconds, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import TimingCase, run
@@ -84,7 +84,7 @@ class MergingCost(Study):
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "quest", STOCK], min_length=1, description="by length"
     )
     lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description=BUDGET)
     pair: Annotated[list[MethodName], Field(min_length=2, max_length=2)] | None = Field(
         None, description="the two that are compared, for kvslimmer and asymkv"
     )

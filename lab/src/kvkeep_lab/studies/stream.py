@@ -18,7 +18,7 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, TextStudy, Trial, counted, text_of
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, OwnMethod, TextStudy, Trial, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes
 
 STEPS = 16
@@ -63,7 +63,7 @@ class StreamStudy(TextStudy):
     found = Streamed
 
     method: Annotated[OwnMethod, Flag("--method", "-x")] = Field("streaming-llm", description="see 'kvkeep methods'")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("512", description="of methods that have one")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("512", description=BUDGET)
     tokens: int = Field(20_000, ge=2, description="tokens that are read; a shorter text begins again")
     stretch: int = Field(1024, ge=2, description="tokens to a line of the table")
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")

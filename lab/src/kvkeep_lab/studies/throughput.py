@@ -12,7 +12,7 @@ from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import where
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Trial
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Count, Flag, MethodName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, megabytes, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
@@ -87,7 +87,7 @@ class Throughput(EngineStudy):
         [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured"
     )
     batches: list[Count] = Field([1, 2, 8, 16], min_length=1, description="rows")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description="of those that have one")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description=BUDGET)
     length: int = Field(512, ge=32, description="tokens of a row's prompt")
     steps: int = Field(12, ge=2, description="tokens decoded a round")
     rounds: int = Field(2, ge=1, description="how often everything is measured")

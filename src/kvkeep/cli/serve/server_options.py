@@ -97,7 +97,9 @@ class LimitOptions:
     ] = None
     grace: Annotated[
         float | None,
-        Option(min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g}"),
+        Option(
+            min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g} seconds"
+        ),
     ] = None
 
 

@@ -67,7 +67,7 @@ function operation(method, path, one, schemas) {
   }
   box.append(table(["status", ""], Object.entries(one.responses).map(([status, own]) => {
     const kinds = Object.keys(own.content ?? {}), streamed = kinds.includes("text/event-stream");
-    const about = status === "200" ? (streamed ? "The answer, as one object or a stream of server-sent events." : "As asked.") : own.description;
+    const about = status === "200" ? (streamed ? "The answer, as one object or a stream of server-sent events." : "The result of the request.") : own.description;
     return [status === "default" ? "other" : status, about];
   })));
   return box;

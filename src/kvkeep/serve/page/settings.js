@@ -8,7 +8,7 @@ const SUGGESTED = "512";
 /** Methods in a user's words; the others are explained by their group. The first ones of a group are suggested. */
 const WORDS = {
   "full": "Keeps everything. Exact, and memory grows with the text.",
-  "kv-direct": "Keeps the newest text in memory and rebuilds the rest when it is needed. Same answers as with everything in memory, in less memory, but slower.",
+  "kv-direct": "Keeps the newest text in memory and the rest elsewhere, usually on disk, where the model still reads it. Same answers as with everything in memory, in less memory.",
   "snapkv+verified": "Answers from the important parts and checks every word against the whole text. Same answers as with everything in memory.",
   "h2o": "Keeps what the model has looked at most, and the newest text. The rest is forgotten. A good first choice for small memory.",
   "snapkv": "Keeps what matters for your last question. The rest is forgotten.",
