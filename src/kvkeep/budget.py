@@ -137,7 +137,7 @@ class Budget:
             return chunk or DEFAULT_CHUNK
         least = chunk or MIN_CHUNK
         if entries < least:
-            raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, below one chunk of {least}.")
+            raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, less than one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
@@ -157,7 +157,7 @@ class Budget:
         if entries < 0:
             problem = f"is less than the {fixed}B that the sliding-window layers hold by themselves"
         else:
-            problem = f"holds {_entries(entries)}, below one chunk of {least}"
+            problem = f"holds {_entries(entries)}, less than one chunk of {least}"
         if self.unit == "tokens":
             remedy = f"the smallest is {least}{re.sub(r'[0-9]', '', self.text).strip()}"
         elif self.unit == "bytes":

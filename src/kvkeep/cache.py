@@ -70,7 +70,7 @@ class KeepCache(Cache):
         request: Request | None = None,
     ) -> None:
         if not hasattr(model, "config"):
-            raise UsageError(f"A cache is made for a model that is loaded, and not for a {type(model).__name__}.")
+            raise UsageError(f"A cache needs a loaded model, not a {type(model).__name__}; pass the model itself.")
         self.model = model
         self.request = request or Request.parse(
             method,
@@ -169,11 +169,14 @@ class KeepCache(Cache):
         self.stream.roll_back()
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise UsageError(
-                f"crop() takes the tokens to remove as a negative number, of {self.get_seq_length()} at most, not "
-                f"{tokens_to_remove}."
+                "crop() takes the number of tokens to remove as a negative number, at least "
+                f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
-            raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
+            raise UsageError(
+                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
+                "the end; call reset()."
+            )
         super().crop(tokens_to_remove)
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
         self.stream.text = None
@@ -257,7 +260,7 @@ class KeepCache(Cache):
         """Evict the ``count`` lowest-ranked resident entries of every KV head now; they stay in the checkpoints,
         and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
         if count < 0:
-            raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")
+            raise UsageError(f"The number of entries to evict is 0 or more, not {count}.")
         for layer in self._backed():
             layer.resident.evict(count)
 
@@ -270,7 +273,7 @@ class KeepCache(Cache):
         layers = self._backed()
         length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
         if limit < 0 or any(not 0 <= slot < length for slot in slots):
-            raise UsageError(f"There are slots 0 to {length - 1} to recall, and a limit is 0 or more.")
+            raise UsageError(f"recall() takes slots from 0 to {length - 1} and a limit of at least 0.")
         if self.checkpoint is None or not self.checkpoint.picks:
             raise UsageError(
                 f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
@@ -287,8 +290,8 @@ class KeepCache(Cache):
         fate = self.method.store_fate
         if not self.method.recall.backed or fate.merges or fate.makes_room:
             raise UsageError(
-                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so none can leave and come "
-                "back by hand; 'kv-lru' does."
+                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so evict() and "
+                "recall() do not work with it; use 'kv-lru'."
             )
         return self._bounded()
 

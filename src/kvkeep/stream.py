@@ -128,15 +128,16 @@ class CacheStream:
             return positions
         if self.limit is not None and ids is None:
             raise UsageError(
-                f"'{self.method.name}' reads a text once more by its token ids, not by embeddings; pass input_ids."
+                f"'{self.method.name}' reads the text a second time by its token ids, and embeddings have none; "
+                "pass input_ids."
             )
         if self.round is not None:
             self.round.before_forward()
         self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
         if self._masked and self.checkpoint is not None and self.checkpoint.replays:
             raise UsageError(
-                f"Checkpoint kind '{self.checkpoint.spec}' runs the model again by its own masks, and cannot by one of "
-                "the caller's; use kind 'kv' or 'residual'."
+                f"Checkpoint kind '{self.checkpoint.spec}' runs the model again with the model's own masks, and "
+                "cannot use an attention mask of yours; use kind 'kv' or 'residual'."
             )
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
@@ -254,7 +255,7 @@ class CacheStream:
         brings, last = index == source, self._readers[source] == index
         if brings and layer.pending is None:
             raise KvkeepError(
-                f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
+                f"'{self.geometry.model_type}' passed no entries to the cache. Gradient checkpointing does that; "
                 "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):

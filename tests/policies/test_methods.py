@@ -75,7 +75,7 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("h2o+merge+pages:1", ["would count twice"]),
         ("h2o+sketch:swap=1.1+certified", ["hides the exact one"]),
         ("kv-direct+pages:1", ["recalls everything at every step already; use 'window+RECALL'"]),
-        ("full+verified", ["Nothing is evicted, so nothing has to be recalled."]),
+        ("full+verified", ["This method evicts nothing, so there is nothing to recall; leave the recall out."]),
         ("kv-lru+pages", ["'kv-lru' is a method of its own, without another recall"]),
         # Values that mean nothing.
         ("streaming-llm:positions=nowhere", ["'cache' or 'absolute'"]),

@@ -224,7 +224,7 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
     if isinstance(prompt, str):
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
     if not 0 <= temperature < float("inf"):
-        raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
+        raise UsageError(f"A temperature is a number of at least 0, not {temperature}.")
     if not len(prompt):
         raise UsageError("There is nothing to answer: the prompt is empty.")
 

@@ -239,7 +239,7 @@ class TextStudy(Study):
 
     text = "needed"
 
-    tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="tokens of the text that are read")
+    tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="number of tokens to read from the text")
 
     def sources(self, data: Path | None) -> list[Path]:
         return text_files(data)

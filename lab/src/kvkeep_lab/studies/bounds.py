@@ -69,7 +69,9 @@ class BoundsStudy(TextStudy):
     )
     found = Looseness
 
-    tokens: Annotated[int, Flag("--limit")] = Field(2048, ge=LEAST, description="tokens of the text that are read")
+    tokens: Annotated[int, Flag("--limit")] = Field(
+        2048, ge=LEAST, description="number of tokens to read from the text"
+    )
     pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
     queries: int = Field(64, ge=1, description="how many of the last tokens ask")
     share: Share = Field(0.01, description="the share of attention that counts")

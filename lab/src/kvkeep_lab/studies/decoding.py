@@ -103,7 +103,7 @@ class Decoding(Study):
     lengths: list[Count] = Field(
         [64, 128, 256, 512, 1024, 2048], min_length=1, description="of prompts, for the phases and for appending"
     )
-    rounds: int = Field(2, ge=1, description="how often everything is measured")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
 
     def measure(self, trial: Trial) -> Decoded:
         ways = (NAIVE, *self.caches)

@@ -65,7 +65,7 @@ class KeptSlots(TextStudy):
         description="every pair of them is compared; the figure is of the first and the others",
     )
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
-    chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
+    chunk: int | None = Field(None, ge=1, description="tokens processed in one pass")
 
     def measure(self, trial: Trial) -> Agreements:
         """Read the passage with each method. Raises UsageError for a method that takes no budget."""

@@ -92,7 +92,7 @@ class MergingCost(Study):
         [32, 64, 128, 256], min_length=1, description="of these two, at the middle length"
     )
     answer: int = Field(64, ge=2, description="tokens of a request's answer, and steps that are measured")
-    rounds: int = Field(1, ge=1, description="how often everything is measured")
+    rounds: int = Field(1, ge=1, description="number of rounds; each round measures every cache once")
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -108,7 +108,7 @@ class ReactivationStudy(TextStudy):
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
-        1024, ge=LEAST, description="tokens of the text that are read, half of them the prompt"
+        1024, ge=LEAST, description="number of tokens to read from the text, half of them the prompt"
     )
     threshold: Share = Field(0.005, description="the share of its attention beyond which a query makes a token active")
     ratios: Annotated[list[Share], rising] = Field(

@@ -73,7 +73,7 @@ class SameTokens(Study):
     )
     certain = ("recomputed", "direct")
 
-    prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="tokens of the text that are read")
+    prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="number of tokens to read from the text")
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="tokens written")
     budgets: list[int] = Field([0, 64], description="entries, of kv-direct")
     kinds: list[Kind] | None = Field(None, description="of checkpoints; all that the family can have")

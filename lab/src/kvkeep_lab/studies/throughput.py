@@ -90,7 +90,7 @@ class Throughput(EngineStudy):
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description="of those that have one")
     length: int = Field(512, ge=32, description="tokens of a row's prompt")
     steps: int = Field(12, ge=2, description="tokens decoded a round")
-    rounds: int = Field(2, ge=1, description="how often everything is measured")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
 
     def measure(self, trial: Trial) -> Rates:
         pairs = [(batch, method) for batch in self.batches for method in self.methods]

@@ -18,7 +18,7 @@ class Random(Selector):
     """Each new entry gets a random number, and the lowest numbers are evicted. A number depends on seed, layer, head
     and slot only: it is the same on every device, in every batch, and after a rollback."""
 
-    leaves: ClassVar[str] = "anyone"
+    leaves: ClassVar[str] = "random entries"
     source: ClassVar[str] = "a baseline"
     across_heads: ClassVar[bool] = True
     scores_arrivals: ClassVar[bool] = True
