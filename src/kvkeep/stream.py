@@ -100,20 +100,21 @@ class CacheStream:
             return
         if self.limit is not None and total > max(self.limit, limit - REREAD_POSITIONS):
             raise UsageError(
-                f"'{self.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
-                f"{total} tokens leave too few; shorten the text to {limit - REREAD_POSITIONS}."
+                f"'{self.method.name}' reads the text a second time, at the positions after it. {total} tokens "
+                f"leave too few of the model's {limit} positions; shorten the text to {limit - REREAD_POSITIONS} "
+                "tokens."
             )
         if self.ends and total > limit:
             raise UsageError(
-                f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
-                "that the model has; 'streaming-llm' with positions within the cache has no such end."
+                f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's "
+                f"{limit} positions; use 'streaming-llm', whose positions are those within the cache."
             )
         if self.positions is not None and self.method.oneshot:
             needed = min(self.length, self.positions.entries) + tokens
             if needed > self.positions.limit:
                 raise UsageError(
-                    f"Read at once, these {tokens} tokens and what the cache holds have {needed} positions, more than "
-                    f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
+                    f"In one pass, these {tokens} tokens and the entries of the cache need {needed} positions, "
+                    f"more than the model's {self.positions.limit}; leave 'oneshot' out to read them in chunks."
                 )
 
     @outside_inference_mode
@@ -262,8 +263,8 @@ class CacheStream:
             mask = None  # a token sees itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
-                f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} "
-                "of them new, and a mask covers the former or the latter."
+                f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "
+                f"or the {key.shape[2]} new ones."
             )
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))

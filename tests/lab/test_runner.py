@@ -109,9 +109,9 @@ def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
     assert tally.done == 1
     assert [row.error for row in tally.failed] == [
         "ZeroDivisionError: by",
-        "The model gave nan for kl, which is no number to go by.",
+        "The model gave nan for kl, which is not a finite number.",
         "Too small.",
-        "The model gave nan for kl, which is no number to go by.",
+        "The model gave nan for kl, which is not a finite number.",
     ]
 
 

@@ -302,7 +302,10 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]
     if not total:
-        raise UsageError(f"The input has no new token: the cache already holds {cache.length} tokens.")
+        raise UsageError(
+            f"The input has no new token: the cache already holds all {cache.length}; append the next tokens to "
+            "the input."
+        )
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] < cache.length + total:
         raise UsageError(

@@ -298,7 +298,7 @@ def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, ch
     adapter.require("turn", full, "positions within the cache", "use streaming-llm:positions=absolute")
     if limit is not None and entries + chunk > limit:
         raise BudgetError(
-            f"A cache of {entries} entries and a chunk of {chunk} have more positions than the model's {limit}; give a "
-            "smaller budget, or use streaming-llm:positions=absolute."
+            f"A cache of {entries} entries and a chunk of {chunk} need more positions than the model's {limit}; "
+            "give a smaller budget, or use streaming-llm:positions=absolute."
         )
     return CachePositions(adapter, min(sinks, entries), entries, limit or 2**15)

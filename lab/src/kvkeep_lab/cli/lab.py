@@ -32,7 +32,7 @@ KVPRESS = "Python interpreter of an environment with kvpress."
 _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
-    help="Experiments that repeat those of papers: list, run and report them.",
+    help="Repeat the experiments of papers: list, run and report them.",
     no_args_is_help=True,
     add_completion=False,
 )

@@ -268,7 +268,7 @@ def _lines() -> tuple[Report, Callable[[str], None]]:
 
 
 analyse = typer.Typer(
-    add_completion=False, help="Every study on one model: data, table and figure.", no_args_is_help=True
+    add_completion=False, help="Run any study on one model: data, table and figure.", no_args_is_help=True
 )
 for each in STUDIES.values():
     analyse.command(name=each.command or each.name)(command(each))

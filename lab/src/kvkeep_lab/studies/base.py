@@ -280,7 +280,7 @@ def _compact(value: Any) -> Any:
     match value:
         case float():
             if not math.isfinite(value):
-                raise KvkeepError(f"The model gave {value}, which is no number to go by.")
+                raise KvkeepError(f"The model gave {value}, which is not a finite number.")
             return float(f"{value:.{DIGITS}g}")
         case dict():
             return {key: _compact(part) for key, part in value.items()}

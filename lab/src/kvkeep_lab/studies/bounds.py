@@ -73,8 +73,8 @@ class BoundsStudy(TextStudy):
         2048, ge=LEAST, description="number of tokens to read from the text"
     )
     pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
-    queries: int = Field(64, ge=1, description="how many of the last tokens ask")
-    share: Share = Field(0.01, description="the share of attention that counts")
+    queries: int = Field(64, ge=1, description="number of queries, taken from the last tokens")
+    share: Share = Field(0.01, description="share of the attention above which a page counts")
 
     def measure(self, trial: Trial) -> Looseness:
         """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not

@@ -95,13 +95,15 @@ class Decoding(Study):
         Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),
     )
 
-    prompt: int = Field(64, ge=1, description="tokens before the first step")
+    prompt: int = Field(64, ge=1, description="prompt tokens before the first step")
     new: int = Field(192, ge=8, description="tokens written")
     caches: Annotated[list[MethodName], AfterValidator(lambda names: list(dict.fromkeys((STOCK, *names))))] = Field(
-        [STOCK, "full", "static", "paged"], description="caches; stock is one of them"
+        [STOCK, "full", "static", "paged"], description="caches to measure; stock has to be one of them"
     )
     lengths: list[Count] = Field(
-        [64, 128, 256, 512, 1024, 2048], min_length=1, description="of prompts, for the phases and for appending"
+        [64, 128, 256, 512, 1024, 2048],
+        min_length=1,
+        description="prompt lengths in tokens, for the phases and for appending",
     )
     rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
 

@@ -61,7 +61,7 @@ class HeldBytesStudy(Study):
     )
     found = HeldBytes
 
-    kinds: list[CheckpointKind] = Field(["kv", "residual", "tokens"], min_length=1, description="of checkpoints")
+    kinds: list[CheckpointKind] = Field(["kv", "residual", "tokens"], min_length=1, description="kinds of checkpoints")
     lengths: list[Count] = Field([96, 256], min_length=1, description="T")
     budgets: list[int] = Field([0, 64], min_length=1, description="B")
 

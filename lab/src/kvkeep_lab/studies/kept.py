@@ -62,9 +62,11 @@ class KeptSlots(TextStudy):
     methods: Annotated[list[OwnMethod], unique, Flag("--methods", "-x")] = Field(
         ["snapkv", "h2o", "tova"],
         min_length=2,
-        description="every pair of them is compared; the figure is of the first and the others",
+        description="cache methods, compared in pairs; the figure shows the first against the others",
     )
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
+        "25%", description="cache budget of each method: a share of the text"
+    )
     chunk: int | None = Field(None, ge=1, description="tokens processed in one pass")
 
     def measure(self, trial: Trial) -> Agreements:
@@ -81,7 +83,7 @@ class KeptSlots(TextStudy):
     def _resident(self, model: Any, ids: Tensor, method: str) -> list[Tensor]:
         """Return whether each entry is resident, (kv_heads, tokens) bool, by layer."""
         if "budget" not in takes(method):
-            raise UsageError(f"Method '{method}' takes no budget: it keeps every entry.")
+            raise UsageError(f"Method '{method}' takes no budget: it keeps every entry; leave it out.")
         options: dict[str, Any] = {"budget": self.budget, "context": ids.shape[1]}
         if self.chunk is not None and "chunk" in takes(method):
             options["chunk"] = self.chunk

@@ -83,15 +83,21 @@ class MergingCost(Study):
     methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "quest", STOCK], min_length=1, description="by length"
     )
-    lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")
+    lengths: list[Annotated[int, Field(ge=32)]] = Field(
+        [512, 1024, 2048], min_length=1, description="prompt lengths in tokens"
+    )
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
+        "256", description="cache budget of the methods that have one"
+    )
     pair: Annotated[list[MethodName], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="the two that are compared, for kvslimmer and asymkv"
+        None, description="the two methods that are compared, for kvslimmer and asymkv"
     )
     chunks: list[Annotated[int, Field(ge=16)]] = Field(
         [32, 64, 128, 256], min_length=1, description="of these two, at the middle length"
     )
-    answer: int = Field(64, ge=2, description="tokens of a request's answer, and steps that are measured")
+    answer: int = Field(
+        64, ge=2, description="tokens in the answer of a request, and number of steps that are measured"
+    )
     rounds: int = Field(1, ge=1, description="number of rounds; each round measures every cache once")
 
     @property

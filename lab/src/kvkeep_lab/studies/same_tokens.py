@@ -74,9 +74,9 @@ class SameTokens(Study):
     certain = ("recomputed", "direct")
 
     prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="number of tokens to read from the text")
-    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="tokens written")
-    budgets: list[int] = Field([0, 64], description="entries, of kv-direct")
-    kinds: list[Kind] | None = Field(None, description="of checkpoints; all that the family can have")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="number of tokens to generate")
+    budgets: list[int] = Field([0, 64], description="budgets of kv-direct, in entries per layer")
+    kinds: list[Kind] | None = Field(None, description="kinds of checkpoints; by default all that the model supports")
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Ways:

@@ -84,12 +84,14 @@ class Throughput(EngineStudy):
     certain = ("fits",)
 
     methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
-        [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured"
+        [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="cache methods to measure"
     )
     batches: list[Count] = Field([1, 2, 8, 16], min_length=1, description="rows")
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description="of those that have one")
-    length: int = Field(512, ge=32, description="tokens of a row's prompt")
-    steps: int = Field(12, ge=2, description="tokens decoded a round")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
+        "10%", description="cache budget of the methods that have one"
+    )
+    length: int = Field(512, ge=32, description="prompt tokens of each row")
+    steps: int = Field(12, ge=2, description="tokens generated in each round")
     rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
 
     def measure(self, trial: Trial) -> Rates:
