@@ -232,7 +232,7 @@ def test_what_cannot_be_repeated_is_refused_before_it_is_read() -> None:
     assert cache.get_seq_length() == 0
     step(short, cache, prompt(1, 64))
     assert not cache.reading
-    with pytest.raises(UsageError, match="by its token ids, not by embeddings"):
+    with pytest.raises(UsageError, match="by its token ids, and embeddings have none"):
         step("llama", KeepCache(tiny("llama"), "kvzip", 16), torch.randn(1, 20, 32))
 
 

@@ -183,7 +183,7 @@ def bytes_of(size: int | str, what: str = "memory") -> int:
 def _smallest_share(context: int, least: int) -> str:
     """Return the percentage of ``context`` that holds ``least`` entries, rounded up to 0.01."""
     if context < least:
-        return f"a context of {context} tokens is too short for a share of it; give at least {least} entries"
+        return f"a context of {context} tokens is too short for a share of it; the smallest is {least} entries"
     hundredths = -(-least * 10_000 // context)
     percent = f"{hundredths // 100}.{hundredths % 100:02d}".rstrip("0").rstrip(".")
     return f"the smallest for a context of {context} is {percent}%"

@@ -114,7 +114,7 @@ def test_ctrl_c_ends_with_a_sentence_and_130(
     monkeypatch.setattr(Runner, "measure", interrupted)
     store = str(tmp_path / "r.jsonl")
     code, out, err = run("lab", "run", "needle-25", "--smoke", "--data", str(data), "--store", store)
-    assert (code, out) == (130, "") and "the same command goes on from there" in err
+    assert (code, out) == (130, "") and "run the same command again to continue" in err
 
 
 def test_a_run_in_which_everything_fails_says_so(run: Run, data: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Conversation:
 
     @property
     def cache(self) -> Cache:
-        """What holds the entries."""
+        """The cache of the conversation."""
         return self.past.cache
 
     @property
@@ -69,7 +69,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """How many questions were answered."""
+        """The number of questions that were answered."""
         return (len(self.messages) - len(self._head)) // 2
 
     @property
@@ -160,8 +160,8 @@ class Conversation:
         return result
 
     def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Continue the last answer, which was cut, and return what is new. Raises UsageError if there is none, or if
-        the model ended it."""
+        """Continue the last answer, which was cut off, and return the new part. Raises UsageError if there is none,
+        or if the model ended it."""
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, **options)
         written = result.sequence[len(last.sequence) - last.written :]
@@ -196,7 +196,7 @@ class Conversation:
         return question
 
     def reset(self) -> None:
-        """Forget the conversation, but not the system prompt."""
+        """Forget the conversation and keep the system prompt."""
         self._changed(self._head)
 
     def _generate(self, prompt: list[int], written: int = 0, **options: Unpack[GenerateOptions]) -> Generation:

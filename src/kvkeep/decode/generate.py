@@ -38,8 +38,8 @@ SEEDS = range(-(2**63), 2**64)
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill. ``reconstruction_s``: those in which the text was read once more to
-    choose what stays, part of the prefill, or of decoding where the text outgrew the budget only then."""
+    cache. The first new token counts as prefill. ``reconstruction_s``: seconds of reading the text a second time to
+    choose the entries that stay. They are part of the prefill, or of decoding if the text exceeded the budget then."""
 
     prefill_tokens: int
     prefill_s: float
@@ -118,8 +118,8 @@ class _Follower(StoppingCriteria):
 
 
 def room_after(count: int, positions: int | None) -> int:
-    """Return how many tokens fit after a prompt of ``count`` within ``positions`` (None: they do not run out). Raises
-    UsageError where none does."""
+    """Return how many tokens fit after a prompt of ``count`` tokens within ``positions`` (None: no limit). Raises
+    UsageError if none fits."""
     if positions is None:
         return 2**31
     if count >= positions:
@@ -131,7 +131,7 @@ def room_after(count: int, positions: int | None) -> int:
 
 
 def positions_of(model: Any, cache: Cache) -> int | None:
-    """Return how many tokens the model can read and write with this cache; None where its positions do not run out."""
+    """Return how many tokens the model can read and write with this cache; None: there is no limit."""
     if isinstance(cache, KeepCache) and cache.positions is not None:
         return None  # positions are within the cache
     return ModelGeometry.from_config(model.config).max_positions

@@ -1,4 +1,4 @@
-"""Methods by name: a selector (who is evicted) × a fate (what becomes of it) × a recall (how it comes back)."""
+"""Methods by name: a selector (what is evicted) × a fate (how it is stored) × a recall (how it comes back)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvkeep.policies.specs import build, required
 
 
 class Division(NamedTuple):
-    """What the entries of a layer's budget are for."""
+    """How the entries of a layer's budget are divided."""
 
     tail: int
     """Tokens that wait for a decision."""

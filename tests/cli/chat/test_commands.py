@@ -240,7 +240,7 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     for sentence in ("give another name", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
                      "did you mean /continue or /context? /help lists all.", "/save talk.session", "'left'",
-                     "nothing left to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
+                     "nothing to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
 

@@ -162,7 +162,7 @@ def test_a_press_that_fails_is_reported_and_the_next_one_runs(subjects: Any, met
 
 
 def test_impossible_budgets_are_refused(subjects: Any) -> None:
-    with pytest.raises(BudgetError, match="below one chunk"):
+    with pytest.raises(BudgetError, match="less than one chunk"):
         subjects("peer-kvpress:ends", "8").write(IDS, 2)
     with pytest.raises(UsageError, match="20 entries has no room beside the 20 tokens left unseen"):
         subjects("peer-kvpress:ends,unseen=20", "20").write(IDS, 2)
