@@ -258,8 +258,8 @@ class KeepCache(Cache):
     @outside_inference_mode
     def evict(self, count: int) -> None:
         """Evict the ``count`` lowest-ranked resident entries of every KV head now. Their copies stay in the
-        checkpoints, and the next entries use their space. Raises UsageError for a method that does not keep all entries in
-        checkpoints."""
+        checkpoints, and the next entries use their space. Raises UsageError for a method that does not keep all entries
+        in checkpoints."""
         if count < 0:
             raise UsageError(f"The number of entries to evict is 0 or more, not {count}.")
         for layer in self._backed():

@@ -14,7 +14,7 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
-ONESHOT_NOTE = "a prompt is read in one pass: until it is compressed, one layer at a time exceeds the budget with it"
+ONESHOT_NOTE = "a prompt is read in one pass; before it is compressed, one layer at a time holds all of it"
 
 
 @dataclass(frozen=True)
