@@ -125,4 +125,4 @@ def test_a_run_in_which_everything_fails_says_so(run: Run, data: Path, model_fol
     store = tmp_path / "r.jsonl"
     code, _, err = run("lab", "run", str(tmp_path / "small.toml"), "--data", str(data), "--store", str(store))
     assert code == 1 and "No cell of 'small' could be measured" in err
-    assert "beyond the model's 512 positions" in " ".join(err.split())
+    assert "exceeds the model's 512 positions" in " ".join(err.split())

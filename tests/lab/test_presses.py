@@ -208,7 +208,7 @@ def test_presses_that_cannot_score_are_reported() -> None:
         step("llama", new("other-family"), prompt(1, 30))
     tokens, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :5] = 0
-    with pytest.raises(UsageError, match="nothing of padding"):
+    with pytest.raises(UsageError, match="ignore padding"):
         step("llama", new("even"), tokens, mask)
 
 

@@ -108,7 +108,7 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("kvslimmer:slack=0", ["a share of the budget or a number"]),
         ("h2o+pages:x", ["a whole number of them, or 'all'"]),
         ("h2o+pages:-1", ["a whole number of them, or 'all'"]),
-        ("h2o+certified:1", ["from 0 to below 1"]),
+        ("h2o+certified:1", ["at least 0 and below 1"]),
         ("h2o+fetch-on-miss:-1", ["a limit of at least 0"]),
         ("h2o+verified:0", ["at least 1 token in a run"]),
         ("h2o+redecode:0", ["at least 1 token"]),

@@ -124,8 +124,8 @@ def room_after(count: int, positions: int | None) -> int:
         return 2**31
     if count >= positions:
         raise UsageError(
-            f"The prompt has {count} tokens, but the model's context has {positions}; shorten the prompt to at "
-            f"most {positions - 1} tokens, or use a model with a longer context."
+            f"The prompt has {count} tokens, but the model has {positions} positions; shorten the text to at most "
+            f"{positions - 1} tokens, or use a model with more positions."
         )
     return positions - count
 

@@ -199,7 +199,7 @@ def test_an_interpreter_that_is_missing_or_dies_is_reported(
             subjects("peer-kvpress:ends", str(BUDGET)).write(IDS, 2)
         assert KvpressProcess.current is None or not python
     subjects("full").loaded.model.name_or_path = ""
-    with pytest.raises(UsageError, match="no name or folder to read it from"):
+    with pytest.raises(UsageError, match="no name or folder to load it from"):
         subjects("peer-kvpress:full").write(IDS, 2)
 
 

@@ -134,7 +134,7 @@ def test_stock_static_is_exact_and_allocated_at_once() -> None:
 
 
 def test_stock_offloaded_is_refused_on_a_cpu() -> None:
-    with pytest.raises(UsageError, match=r"this model is on the cpu: .* 'stock' is the same cache"):
+    with pytest.raises(UsageError, match=r"this model is on the cpu: .* use 'stock'"):
         subject("stock-offloaded").write(IDS[:60], 4)
 
 

@@ -41,7 +41,10 @@ def inspect(
 
     requested(method, budget)
     if method == STOCK:
-        raise UsageError("Method 'stock' is transformers' own cache, which keeps every entry: there is nothing to see.")
+        raise UsageError(
+            "Method 'stock' is transformers' own cache, which keeps every entry, so there is nothing to show; "
+            "give another method."
+        )
     target = check_output(output)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, weights=weights, device=device, progress=note)
