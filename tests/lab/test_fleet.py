@@ -275,7 +275,7 @@ def test_a_burst_starts_when_the_previous_one_has_ended() -> None:
     for wrong, sentence in ((4900, "longer than a session, 5,000"), (10**6, "longer")):
         with pytest.raises(UsageError, match=sentence):
             Simulation(pace, replace(given, first=wrong))
-    with pytest.raises(UsageError, match="larger than a replica's memory"):
+    with pytest.raises(UsageError, match="exceeds a replica's memory"):
         Simulation(replace(pace, memory=4800.0), given)
 
 

@@ -215,7 +215,7 @@ def test_merged_pairs_are_reported(call: Run) -> None:
         ("compare", "-x kvdirect", "did you mean kv-direct"),
         ("compare", "-x full -b 12.5.1%", "cannot be read"),
         ("compare", "-x full -n 400", "512 positions"),
-        ("longchat", "-x ,", "lists nothing"),
+        ("longchat", "-x ,", "is empty"),
         ("longchat", "-x stock,stock", "names a method twice"),
         ("longchat", "-b x", "--budget: Budget 'x'"),
         ("prove", "--kinds poem", "'summary', 'question'"),
@@ -301,7 +301,7 @@ def test_a_pipe_gets_a_line_when_a_part_is_done(
     report, say = study_module._lines()
     report("one", 0.0, 2.0)
     report("two", 1.0, 2.0)
-    assert capsys.readouterr().err == "one is done, 50 % of all.\n"
+    assert capsys.readouterr().err == "Finished one; 50 % of the work is done.\n"
     say("a row")
     report("three", 2.0, 2.0)
     assert capsys.readouterr().err == "a row\n"
