@@ -59,7 +59,7 @@ def started(*arguments: str, report: tuple[str, ...]) -> tuple[int, str, str, li
         ("generate -p Hi --device gpu", "Unknown device 'gpu'"),
         ("generate -p Hi --budget 64 --where moon", "Unknown place for checkpoints 'moon'"),
         ("generate -p Hi --memory 1GB", "--memory is used with '--budget auto' only"),
-        ("generate -p Hi --kv-budget-tokens 9 --budget 9", "without --budget"),
+        ("generate -p Hi --kv-budget-tokens 9 --budget 9", "without --method, --budget or --exact"),
         ("demo --budget abc", "Budget 'abc' cannot be read"),
         ("demo --doc missing.txt", "The file 'missing.txt' cannot be read"),
         ("chat --budget abc", "Budget 'abc' cannot be read"),

@@ -173,7 +173,7 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
     headings = (
         "tokens",
         "cache",
-        "idle bytes",
+        "session size",
         *speeds,
         "disk",
         "read again",

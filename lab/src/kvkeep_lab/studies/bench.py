@@ -83,7 +83,7 @@ class Bench(EngineStudy):
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
         "12.5%", description="cache budget of the methods that have one"
     )
-    rounds: int = Field(3, ge=1, description="number of rounds; each round measures every cache once")
+    rounds: int = Field(3, ge=1, description="number of rounds; each round measures everything once")
     steps: int = Field(16, ge=2, description="tokens generated in each round")
     methods: Annotated[list[OwnMethod] | None, Flag("--method", "-x")] = Field(
         None, description="methods to measure in place of the default ones, in addition to stock"

@@ -105,7 +105,7 @@ class Decoding(Study):
         min_length=1,
         description="prompt lengths in tokens, for the phases and for appending",
     )
-    rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures everything once")
 
     def measure(self, trial: Trial) -> Decoded:
         ways = (NAIVE, *self.caches)

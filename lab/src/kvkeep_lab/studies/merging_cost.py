@@ -98,7 +98,7 @@ class MergingCost(Study):
     answer: int = Field(
         64, ge=2, description="tokens in the answer of a request, and number of steps that are measured"
     )
-    rounds: int = Field(1, ge=1, description="number of rounds; each round measures every cache once")
+    rounds: int = Field(1, ge=1, description="number of rounds; each round measures everything once")
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -55,9 +55,9 @@ class Recompute(Study):
     )
 
     counts: Annotated[list[Count], rising, Flag(default=[1, 5, 10, 50, 100, 200, 500, 1000, 2000, 4096])] = Field(
-        [1, 10, 50, 100, 200, 500, 1000], min_length=1, description="N"
+        [1, 10, 50, 100, 200, 500, 1000], min_length=1, description="numbers of tokens N"
     )
-    rounds: int = Field(5, ge=1, description="number of rounds; each round measures every cache once")
+    rounds: int = Field(5, ge=1, description="number of rounds; each round measures everything once")
     beside: list[Shape] = Field(
         ["qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b"],
         description=f"shapes of additional layers with random weights: {', '.join(SHAPES)}, or 'none'",

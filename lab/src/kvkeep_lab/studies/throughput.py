@@ -92,7 +92,7 @@ class Throughput(EngineStudy):
     )
     length: int = Field(512, ge=32, description="prompt tokens of each row")
     steps: int = Field(12, ge=2, description="tokens generated in each round")
-    rounds: int = Field(2, ge=1, description="number of rounds; each round measures every cache once")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures everything once")
 
     def measure(self, trial: Trial) -> Rates:
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
