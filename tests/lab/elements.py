@@ -1,4 +1,4 @@
-"""HTML as its elements."""
+"""Parses HTML into a list of elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of other interpreters, made up: packages in a folder, and a program that runs workers with them."""
+"""Made-up environments of other interpreters: packages in a folder, and a program that runs workers with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes live, by /proc: those that have ended and that nobody has asked about do not count."""
+"""Lists running processes from /proc; zombies do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits compared bit by bit: whatever differs is found, wherever a text is cut and whichever row it is."""
+"""Bit-by-bit comparison of logits finds a difference wherever a text is cut and in whichever row."""
 
 from __future__ import annotations
 

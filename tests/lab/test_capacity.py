@@ -1,4 +1,4 @@
-"""What a machine carries: sessions fill its memory, share its steps, and are worth fetching from some rate on."""
+"""The capacity of a machine: sessions that fit its memory, their shared steps, and when fetching pays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
 
 @pytest.mark.parametrize("name", [*CACHES, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])
 def test_capacity_equals_what_the_servers_arbiter_admits(name: str) -> None:
-    """The sessions of ``kvkeep capacity`` are those that the server's arbiter grants memory to."""
     model, here = tiny("llama"), replace(H100, link=None)
     shape, candidate = shape_of(model.config, next(model.parameters()).dtype.itemsize), parse(name)
     (one,) = capacities(shape, here, 10**7, 400, [name], 200, answer=16)

@@ -1,4 +1,4 @@
-"""Experiments: what is packaged loads, what is wrong is told in a sentence, and hashes change with the numbers only."""
+"""Experiments: packaged ones load, invalid ones are refused, and keys change with results only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated fleet against what is known: single turns by hand, queues by formula, conservation, rings."""
+"""The simulated fleet, against single turns by hand, queueing formulas, conservation laws and hash rings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HARD = Scenario(
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["M/D/1", "M/M/1"])
 def test_one_replica_behaves_as_the_textbook_queue(fixed: bool) -> None:
-    """Processor sharing: the mean stay is E[S] / (1 - rho), whatever the lengths' distribution."""
+    """Processor sharing: the mean stay is E[S] / (1 - rho) for any distribution of lengths."""
     served, load = 201 * STEP, 0.7  # the prompt, and a step for each token but the first
     given = Scenario(1, load / served, turns=1, first=1, answer=201, fixed=fixed, disk=1e18, link=1e18, seconds=4000)
     found = simulate(SHARED, given)
@@ -78,7 +78,7 @@ class Logged(Simulation):
 
 
 def test_the_time_of_an_answer_is_the_sum_of_its_parts() -> None:
-    """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
+    """One session at a time; its replica fails once, so that the past is fetched or read again."""
     pace = replace(BUSY, memory=1e9, longest=10**9, stored=PiecewiseLine(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
     given = Scenario(
         1, 1e-9, turns=1e9, first=1000, prompt=100, answer=51, think=0.2, fixed=True, disk=1e4, link=5e3, seconds=20,
@@ -106,7 +106,7 @@ def test_the_time_of_an_answer_is_the_sum_of_its_parts() -> None:
 
 
 def test_sessions_and_memory_are_conserved_when_replicas_fail() -> None:
-    """In a fleet without room, on a slow disk, where replicas fail: answers, memory, Little's law, and the seed."""
+    """Little memory, a slow disk and failures: answers, memory, Little's law, and the seed."""
     for route in ("hash", "bounded", "least"):
         one = Simulation(BUSY, replace(HARD, route=route, warmup=0))
         admit, granted = one._admit, list[float]()
@@ -227,7 +227,7 @@ ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.d
 @pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
 @pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
 def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float | None) -> None:
-    """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
+    """Also between the points of the pace: seconds and bytes of an 8B model on an H100, within a tenth."""
     machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
     pace = ReplicaPace.planned(shape, machine, 10**11, name, 4096)
@@ -246,7 +246,7 @@ def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float 
 
 
 def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
-    """Eight at once, one turn each: the last token comes when the fuller replica is done, and then eight more come."""
+    """Eight sessions of one turn arrive at once, and the next eight when all are done."""
     given = Scenario(2, burst=8, turns=1, first=1, answer=101, fixed=True, seconds=1000, warmup=0, disk=1e18, link=1e18)
     hashed, even = (simulate(SHARED, replace(given, route=route)) for route in ("hash", "least"))
     assert even.answered == pytest.approx(1000 / (4 * 101 * STEP) * 8, abs=8)
@@ -280,7 +280,7 @@ def test_a_burst_starts_when_the_previous_one_has_ended() -> None:
 
 
 def test_the_load_bound_counts_the_replicas_known_to_be_alive() -> None:
-    """After the warm-up, too, and also where one is back before anybody noticed."""
+    """Also after the warm-up, and if a replica restarts before its failure is noticed."""
     one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
     pick, counts = one.ring.pick, Counter[int]()
 
@@ -315,7 +315,7 @@ def test_every_route_sends_to_a_replica_that_is_down_until_it_is_noticed() -> No
 
 
 def test_the_queue_of_least_loaded_replicas_stays_small() -> None:
-    """And the one that is asked is always one of the fewest answers, of those that the router knows."""
+    """The chosen replica always has the fewest answers of those that the router knows."""
     one = Simulation(BUSY, replace(HARD, route="least"))
     route, sizes = one._route, list[int]()
 
@@ -332,7 +332,7 @@ def test_the_queue_of_least_loaded_replicas_stays_small() -> None:
 
 
 def test_failures_of_the_warm_up_are_not_counted() -> None:
-    """Neither one that a client recovers from after it, nor one that it never does."""
+    """Whether the client recovers after the warm-up or never."""
     for restart, sooner in ((2.0, True), (1e3, False)):
         given = Scenario(1, 1e-9, first=100, think=1e6, restart=restart, seconds=20, warmup=10, notice=0.5)
         for at in (9.5, 10.5):

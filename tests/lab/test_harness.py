@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: what it is told is what its own model tells, and what decoding sees."""
+"""lm-evaluation-harness: likelihoods equal those of its own model, and those of decoding."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_likelihoods_equal_those_of_the_harnesss_model(method: str, budget: str 
 @pytest.mark.parametrize("method", ["window", "h2o", "snapkv", "streaming-llm", "tova", "h2o+merge"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_likelihoods_equal_those_of_decoding_token_by_token(method: str, family: str) -> None:
-    """Each continuation on its own, token by token through a cache of its own."""
+    """Each continuation is decoded separately with a new cache."""
     one = subject(method, "16", family)
     ids = one.tokenizer(CONTEXT).input_ids
     tails = [one.tokenizer(ending).input_ids for ending in ENDINGS]

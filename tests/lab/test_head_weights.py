@@ -1,4 +1,4 @@
-"""What is shown is what attention did, and head weights give what it is handed, wherever a family keeps them."""
+"""Recorded attention is what the model computed, and head weights reproduce its inputs in every family."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def without_biases(family: str) -> Any:
 @pytest.mark.parametrize("family", [*PLAIN, "gpt_neox", "opt"])
 @torch.no_grad()
 def test_head_weights_times_input_equal_the_inputs_of_attention(family: str) -> None:
-    """But for rotation (which keeps lengths) and norms (which keep the directions of values)."""
+    """Except for rotation, which keeps lengths, and norms, which keep the directions of values."""
     model = without_biases(family)
     weights = head_weights(model)
     shown: list[tuple[torch.Tensor, Attended]] = []

@@ -1,4 +1,4 @@
-"""What is recorded of a cache is what it says, and the page shows it."""
+"""A recording has the states that the cache reported, and the page shows them."""
 
 from __future__ import annotations
 
@@ -116,15 +116,8 @@ def test_an_interrupted_answer_is_kept_and_an_interrupted_prompt_raises() -> Non
     model = tiny("llama")
     written: list[str] = []
     cache = KeepCache(model, "kv-direct", 32)
-    found = inspect(
-        model,
-        tokenizer(),
-        PROMPT,
-        cache,
-        max_new_tokens=50,
-        on_text=written.append,
-        interrupted=lambda: len(written) > 3,
-    )
+    options: dict[str, Any] = {"on_text": written.append, "interrupted": lambda: len(written) > 3}
+    found = inspect(model, tokenizer(), PROMPT, cache, max_new_tokens=50, **options)
     assert found.generation.stopped == "interrupted" and 100 < found.trace.tokens < 110
     with pytest.raises(KeyboardInterrupt):
         inspect(model, tokenizer(), PROMPT, KeepCache(model, "kv-direct", 32), interrupted=lambda: True)
@@ -268,9 +261,8 @@ def test_a_browser_shows_the_recorded_states(tmp_path: Path) -> None:
         counted = {code.name.lower(): int((state == code).sum()) for code in EntryState}
         fates = [one.attributes for one in shown.all if "data-fate" in one.attributes]
         shown_fates = {one["data-fate"]: int(one["data-count"]) for one in fates}
-        assert all(shown_fates.get(name, 0) == count for name, count in counted.items()) and set(shown_fates) <= set(
-            counted
-        )
+        assert all(shown_fates.get(name, 0) == count for name, count in counted.items())
+        assert set(shown_fates) <= set(counted)
         before = arrived(states[step - 2][lanes], steps[step - 1]) if step > 1 else torch.ones_like(state)
         left = ((before == EntryState.RESIDENT) & (state != EntryState.RESIDENT)).any(0)
         assert int(body["data-left"]) == int(left.sum())

@@ -1,4 +1,4 @@
-"""The least time of a step: bytes counted by hand, and what has to hold for every cache."""
+"""The minimum time of a step: bytes counted by hand, and properties of every cache."""
 
 from __future__ import annotations
 

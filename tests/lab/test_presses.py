@@ -1,4 +1,4 @@
-"""Presses of the kvpress package as selectors: with a double of the package, and with the package where it is."""
+"""Presses of the kvpress package as selectors: with a double of the package, and with the real one if installed."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def stock_keys(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
-    """Layer 0's keys follow from the tokens alone, so who stays is known. Decoded tokens have no score and stay; the
-    lowest score leaves for each."""
+    """Keys of layer 0 depend on the tokens only, so the kept entries are known. Decoded tokens have no score and stay;
+    for each, the entry of the lowest score is evicted."""
     tokens = prompt(1, 40)
     cache = new("even")
     step("llama", cache, tokens)
@@ -158,8 +158,7 @@ def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
 
 
 def test_scores_follow_rollbacks_and_reordered_rows() -> None:
-    """After a rollback heads hold different numbers of entries; rows are reordered with their scores. With a checkpoint
-    what follows is exact."""
+    """Heads then hold different numbers of entries. With a checkpoint, what follows is exact."""
     tokens, more, cache, twin = prompt(2, 40), prompt(2, 20), new("even"), new("even+checkpoint:kv")
     for each in (cache, twin):
         step("llama", each, tokens)
@@ -239,7 +238,7 @@ def test_presses_of_the_real_package_work(real: Any, press: str) -> None:
 
 
 def test_the_real_package_keeps_the_same_entries_as_by_itself(real: Any) -> None:
-    """One chunk, layer 0: the entries that ScorerPress.compress would keep of the same keys."""
+    """One chunk in layer 0, against ScorerPress.compress on the same keys."""
     model, tokens = tiny("llama"), prompt(1, 45)
     cache = KeepCache(model, "kvpress:snapkv,window_size=4,kernel_size=3", budget=16, chunk=16)
     cache.stream.chunk = 45

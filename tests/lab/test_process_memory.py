@@ -1,4 +1,4 @@
-"""What a process holds: the system's account beside bytes that are known, and pages that are really dropped."""
+"""Memory of a process: the system's numbers against known bytes, and pages that are really dropped."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeyp
 def test_an_interrupt_or_a_fault_keeps_the_finished_processes(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each case in a thread, in place of a process."""
+    """Each case runs in a thread in place of a process."""
     ends: list[BaseException | None] = [None, RuntimeError("a fault\nof a method"), KeyboardInterrupt()]
 
     def measured(*given: object) -> InProcess:

@@ -1,4 +1,4 @@
-"""Workers on Ray: a cluster of this one machine, started and ended by the test."""
+"""Workers on Ray, in a cluster of this machine that the test starts and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing methods: what must be equal is, what is computed agrees with a hand, and figures are pictures."""
+"""Comparing methods with a reference: equalities, numbers computed by hand, and figures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class _Counting:
 
 
 def test_numbers_of_a_row_equal_those_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads three tokens, writes three; the case sees its second position late, so it writes another token there."""
+    """The text has three tokens, and three are written. The method's cache lags by one position, so it writes another
+    token there."""
     a, b, c = [4.0, 0.0, 0.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]
     made: list[_Counting] = []
 

@@ -1,4 +1,4 @@
-"""Running: only what is missing, nothing twice, nothing lost but the cell in hand."""
+"""Runs of experiments: missing cells only, each once, and a kill loses the current cell only."""
 
 from __future__ import annotations
 

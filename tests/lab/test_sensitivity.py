@@ -1,4 +1,4 @@
-"""The closed form against autograd: every Hessian block, and the merged key's weight by brute force."""
+"""The closed form of sensitivities, against autograd and brute force."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_hessian_blocks_equal_autograd(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_norms_and_cosines_equal_those_of_the_written_out_vectors(seed: int) -> None:
-    """Eqs. 23-25, written out."""
+    """Eqs. 23-25."""
     query, keys, values, external = case(seed, tokens=9)
     values = values + 100  # what all values have in common is in no residual
     weights, output = attended(query, keys, values)
@@ -53,8 +53,8 @@ def test_norms_and_cosines_equal_those_of_the_written_out_vectors(seed: int) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_exact_weight_makes_the_expansion_stationary(seed: int) -> None:
-    """The second-order loss of moving both keys to w k_m + (1 - w) k_m+1, as Eq. 2 takes it (without the gradient's
-    own term), has a slope of 0 there."""
+    """The second-order loss of moving both keys to w k_m + (1 - w) k_m+1, as in Eq. 2 without the gradient's own term,
+    has slope 0 there."""
     query, keys, values, external = case(seed)
     weights, output = attended(query, keys, values)
     found = sensitivity(external[None], weights[None], values, output[None])
@@ -73,7 +73,7 @@ def test_the_exact_weight_makes_the_expansion_stationary(seed: int) -> None:
 
 
 def test_the_closed_weight_is_exact_if_equation_32_holds() -> None:
-    """Values on one line, the query far from both: residuals point one way, and so do the c_ij."""
+    """Values lie on one line and the query is far from both keys, so that residuals are parallel."""
     query, keys, _, external = case(1)
     direction = torch.randn(7, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     values = torch.zeros(6, 1, dtype=torch.float64) * direction

@@ -1,4 +1,4 @@
-"""Servers under load, as the bench sees them."""
+"""Servers under load, as the bench measures them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_served_bench_measures_what_clients_see(run: Run, model_folder: Path) 
 
 
 def test_an_interrupt_or_a_fault_keeps_the_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of servers that are not started: one has a fault, one does not start, the last one is interrupted."""
+    """No server is started: one fails in an answer, one does not start, and the last one is interrupted."""
     requests: list[tuple[str, int, int]] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Intervals by hand, by tables and by how often they cover the mean; ranks against their definitions."""
+"""Intervals by hand, by tables and by their coverage of the mean; ranks by their definitions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_rows_are_filtered_and_averaged_by_field() -> None:
 
 
 def test_conditional_entropy_equals_its_definition() -> None:
-    """By its definition: the entropy of the outcomes of each thing given, weighed by how often that is."""
+    """The entropy of the outcomes for each given value, weighted by the frequency of the value."""
     draw = torch.Generator().manual_seed(0)
     for things, values in ((1, 4), (5, 3), (40, 2), (3, 1)):
         given, outcomes = (torch.randint(limit, (60, 2), generator=draw) for limit in (things, values))

@@ -1,4 +1,4 @@
-"""The store against everything that may befall it: torn lines, kills, and several who write at once."""
+"""The store of results: torn lines, kills, and simultaneous writers."""
 
 from __future__ import annotations
 

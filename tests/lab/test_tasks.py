@@ -1,4 +1,4 @@
-"""Tasks: prompts are what they should be, and metrics agree with a hand."""
+"""Tasks: their prompts, and their metrics computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning: other passages, the least KL, and rows with the parameters that were chosen."""
+"""Tuning: separate passages, least KL, and rows with the chosen parameters."""
 
 from __future__ import annotations
 

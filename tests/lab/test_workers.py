@@ -1,4 +1,4 @@
-"""Workers: every cell once, whoever dies."""
+"""Worker processes: every cell is measured once, whichever process dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_groups(*sizes: int) -> list[StandIn]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))
-def test_each_worker_takes_every_cell_once_and_groups_stay_together(sizes: list[int], workers: int) -> None:
+def test_each_worker_takes_every_cell_once_and_groups_stay_contiguous(sizes: list[int], workers: int) -> None:
     cells = of_groups(*sizes)
     one: Any = job(Path(), cells, workers)
     orders = [list(one.order(number)) for number in range(workers)]

@@ -1,4 +1,4 @@
-"""Where checkpoints live, and that nothing of them is left."""
+"""Places of checkpoints: unnamed files, and errors."""
 
 from __future__ import annotations
 

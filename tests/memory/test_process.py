@@ -1,4 +1,4 @@
-"""What a process holds, as the system writes it; beside bytes that are known: tests/lab/test_process_memory.py."""
+"""Memory of a process, read from the system's file; against known bytes in tests/lab/test_process_memory.py."""
 
 from __future__ import annotations
 

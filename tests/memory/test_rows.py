@@ -69,7 +69,7 @@ def test_every_store_of_rows_equals_a_plain_tensor(name: str, place: str, operat
 
 
 def test_pages_are_as_long_as_the_appended_chunks() -> None:
-    """So that a prompt's chunks are read again in few pieces; single rows fill blocks."""
+    """A prompt's chunks are then read back in few pieces; single rows fill blocks."""
     pages = PagedRows(Device(CPU), smallest=4, largest=20)
     for count in (14, 1, 1, 50, 1):
         pages.append(torch.zeros(1, 1, count, 2))
@@ -97,7 +97,7 @@ def test_a_static_buffer_is_allocated_once() -> None:
     )
 )
 def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[tuple[int, str, int]]) -> None:
-    """Three owners, who append, truncate, and begin anew with the rows of the one before them."""
+    """Three owners append, truncate, and restart with rows of the owner before them."""
     owners, twins = [SharedRows(block=4) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
     counter = 0.0
     for who, kind, value in operations:
@@ -121,6 +121,5 @@ def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[t
             assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in owner.head)
             if owner.length:
                 assert torch.equal(owner.view(), twin)
-                assert torch.equal(
-                    concatenated(owner, owner.length // 2, owner.length), twin[:, :, owner.length // 2 :]
-                )
+                half = owner.length // 2
+                assert torch.equal(concatenated(owner, half, owner.length), twin[:, :, half:])

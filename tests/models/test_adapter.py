@@ -1,4 +1,4 @@
-"""The adapter rebuilds what the model caches, and refuses by name what it cannot."""
+"""The adapter rebuilds what the model caches, and refuses families by name where it cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def observe(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], DynamicC
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rebuilt_entries_equal_the_cached_ones_bit_for_bit(family: str) -> None:
-    """KV-Direct, Table 2: with the shapes of the forward pass the rebuilt entries are the cached ones, bit for bit."""
+    """KV-Direct, Table 2: if shapes are those of the forward pass."""
     model = tiny(family)
     adapter, ids = bind(model), torch.arange(2, 8).unsqueeze(0)
     entering, cache = observe(model, ids)

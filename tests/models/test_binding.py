@@ -1,4 +1,4 @@
-"""A bound model does what a model does: it is saved, compiled, trained, and run by other caches."""
+"""A bound model works like any model: it is saved, compiled, trained, and used with other caches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_bound_model_can_be_saved(fresh: Any) -> None:
 
 
 def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
-    """And binding, once or twice, leaves other caches alone."""
+    """Binding, once or twice, does not affect other caches."""
 
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in fresh.modules())
@@ -62,7 +62,7 @@ def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
 
 @pytest.mark.parametrize("at", ["adapter", "third layer"])
 def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None:
-    """Bound again, all that reads residuals works; unbound right away, the model is stock."""
+    """After another binding, checkpoints of residuals work."""
     layers = fresh.model.layers
     for again in (True, False):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -111,7 +111,7 @@ def test_threads_that_make_its_first_caches_bind_a_model_once(fresh: Any, monkey
 
 
 def test_selectors_see_every_query_whatever_logits_are_kept() -> None:
-    """Layers that share keys are given the last queries alone by transformers, where only their logits are wanted."""
+    """transformers computes only the last queries of layers that share keys, if only their logits are wanted."""
     caches = [KeepCache(tiny("gemma4"), "h2o", 16, chunk=16) for _ in "ab"]
     for cache, keep in zip(caches, (0, 20), strict=True):
         assert forward("gemma4", cache, TEXT[:, :48], logits_to_keep=keep).logits.shape[1] == (keep or 48)
@@ -135,7 +135,7 @@ def test_another_model_is_refused(fresh: Any, method: str) -> None:
 
 
 def test_prompts_longer_than_a_chunk_are_compiled() -> None:
-    """With a back end that compiles nothing: what is traced is the same."""
+    """By a back end that traces but compiles nothing."""
     fresh = tiny.__wrapped__("llama", 1)
     cache, other = (KeepCache(fresh, "h2o", 16) for _ in range(2))
     compiled = torch.compile(fresh, backend="eager")
@@ -161,7 +161,7 @@ def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budg
 
 
 def test_gradient_checkpointing_is_refused(fresh: Any) -> None:
-    """transformers keeps the cache from its layers then, and says so."""
+    """transformers does not pass the cache to layers then."""
     fresh.activation_checkpointing_enable()
     fresh.train()
     with pytest.raises(KvkeepError, match="Gradient checkpointing"):

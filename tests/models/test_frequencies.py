@@ -1,4 +1,4 @@
-"""Models whose rotary frequencies change with the length of a text: exact up to there, and what is said beyond."""
+"""Models whose rotary frequencies change at some length: exact before it, and lossy after it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_cache_is_exact_until_frequencies_change_and_lossy_beyond(name: str, s
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("prompt", [40, 2 * LENGTH - 20])
 def test_generate_keeps_the_cache_when_frequencies_change(name: str, prompt: int) -> None:
-    """Phi-3's own would drop it, and read the whole text again without a budget."""
+    """Phi-3's own code would drop the cache and read the text again without a budget."""
     model = made(name)
     cache = KeepCache(model, "kv-direct", budget=24)
     answer(model, cache, prompt, 2 * LENGTH - prompt)

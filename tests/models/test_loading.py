@@ -1,4 +1,4 @@
-"""Loading models: what is read is what was stored, and everything else is refused in one sentence."""
+"""Loading models: weights are the stored ones, and everything else is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("name", "kind", "sentence"),
     [
-        ("", UsageError, "name of the model is empty"),
+        ("", UsageError, "The model's name is empty"),
         ("smolm2", UsageError, "Unknown model 'smolm2': did you mean smollm2?"),
         *(
             (name, ModelError, f"There is no model at '{name}'")
@@ -127,7 +127,7 @@ def test_a_truncated_file_is_refused(spoiled: Callable[..., Path], name: str, ke
 def test_a_missing_or_misshapen_weight_is_refused(
     spoiled: Callable[..., Path], rows: int, sentence: str, weights_format: str
 ) -> None:
-    """Transformers fills it with random numbers."""
+    """transformers would fill it with random numbers."""
     file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     weights = load_file(file)
     weight = weights.pop(name)[:rows].contiguous()
@@ -145,7 +145,7 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Pa
 def test_code_in_a_model_folder_is_not_run(
     spoiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Transformers would ask on the terminal; here nobody is asked and nothing runs."""
+    """transformers would ask on the terminal."""
     custom_code = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     folder = spoiled(config={"model_type": "frobnicator", **custom_code})
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -163,7 +163,7 @@ def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeyp
 
 
 def test_available_counts_the_files_on_disk(model_folder: Path) -> None:
-    """In an empty cache that is nothing."""
+    """An empty cache has none."""
     rows = {row.name: row for row in available()}
     assert {"smollm2", "gemma3-270m"} <= set(rows)
     assert all((row.fetched, row.path, row.bytes_on_disk) == (False, None, 0) for row in rows.values())
@@ -194,7 +194,7 @@ def test_the_default_model_answers(smollm2: object) -> None:
 
 @pytest.mark.real
 def test_the_default_models_weights_equal_the_file(smollm2: object) -> None:
-    """Against gguf's own dequantisation; the rows of query and key lie in another order there, so not those."""
+    """As gguf dequantises it; rows of query and key have another order there and are left out."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 

@@ -1,4 +1,4 @@
-"""Packed matrices: what they refuse, and inputs without a row. Products are compared in tests/native."""
+"""Packed matrices: invalid scales, and inputs without rows. tests/native compares products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights: codes are the file's or those of what was stored, nothing is lost on the way, and sizes are known."""
+"""Packed weights: codes are those of the file or of the stored weights, and sizes are known."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("requested", ["bfloat16", "int8"])
 def test_packed_weights_of_every_family_give_the_same_logits(family: str, requested: str, tmp_path: Path) -> None:
-    """Its logits are those of the plain model with the weights that were packed; all matrices are there."""
+    """As the plain model with the weights that were packed."""
     loaded = load(saved(tiny(family), tmp_path), weights=requested, device="cpu")
     model, plain = loaded.model, copy.deepcopy(tiny(family))
     assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
@@ -121,7 +121,7 @@ def test_an_equal_head_and_embedding_share_a_matrix(head: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q2_K"])
 def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> None:
-    """Against transformers' own reading of the file: every packed weight to the bit, others in bfloat16."""
+    """Against transformers' own reading of the file; weights that are not packed are rounded to bfloat16."""
     from transformers import AutoModelForCausalLM
 
     file = tmp_path / "own.gguf"
@@ -179,9 +179,8 @@ def test_a_model_too_large_is_refused_before_it_is_read(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, requested: str, sentence: str
 ) -> None:
     sizes = {kind: describe(model_folder, weights=kind).weights.nbytes for kind in ("float32", *BITS)}
-    assert (
-        sorted(sizes.values(), reverse=True) == list(sizes.values()) and sizes["int4"] < 40_000 < sizes["int8"] < 50_000
-    )
+    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
+    assert sizes["int4"] < 40_000 < sizes["int8"] < 50_000
     monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: free)
     monkeypatch.setattr("kvkeep.models.loading.read_weights", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ModelError) as refusal:

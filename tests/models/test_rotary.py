@@ -1,4 +1,4 @@
-"""Rotary embeddings: the same frequencies whatever single precision made of the module's own, in every kind."""
+"""Rotary embeddings: frequencies do not depend on the rounding of the processor."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ def test_frequencies_follow_from_the_config(kind: str, theta: float, dim: int) -
 
 @pytest.mark.usefixtures("kernels")
 def test_a_replaced_module_says_whether_kvkeep_computes_its_frequencies() -> None:
-    for kind, parameters in [*KINDS.items(), ("yarn", {"rope_type": "yarn", "factor": 4.0})]:
-        embedding = module(
-            1e4, 64, **parameters, **({} if kind != "yarn" else {"original_max_position_embeddings": 1024})
-        )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    for kind, parameters in [*KINDS.items(), ("yarn", yarn)]:
+        embedding = module(1e4, 64, **parameters)
         replace_rotary(embedding)
         assert embedding.forward.exact is (kind != "yarn") and embedding.forward.dims == {64}
 

@@ -1,4 +1,4 @@
-"""A model split over processes or devices gives what it gives in one place, or the method refuses it by name."""
+"""Models that are split over processes or devices: results are equal, or the method is refused by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_methods_with_heads_split_over_two_processes_work_or_refuse(
 
 @pytest.mark.parametrize("method", ["full", "kv-direct", "revive", "kvzip"])
 def test_offloaded_layers_work_and_several_devices_are_refused(method: str, tmp_path: Path) -> None:
-    """Offloaded layers run on the first device; the second accelerator is made up, as nothing is to run there."""
+    """Offloaded layers run on the first device; the second accelerator is made up."""
     tiny("llama").save_pretrained(tmp_path / "model")
     parts = ["embed_tokens", *(f"layers.{number}" for number in range(3)), "norm", "rotary_emb"]
     places = {"model.layers.3": "disk", "lm_head": "cpu"} | {f"model.{part}": "cpu" for part in parts}
@@ -93,10 +93,8 @@ def test_offloaded_layers_work_and_several_devices_are_refused(method: str, tmp_
     assert devices(model) == ["cpu"] and devices(tiny("llama")) == []
     ids = prompt(1, 40)
     with torch.no_grad():
-        found, wanted = (
-            one(ids, past_key_values=KeepCache(one, method, budget)).logits for one in (model, tiny("llama"))
-        )
-    assert torch.equal(found, wanted)
+        both = [one(ids, past_key_values=KeepCache(one, method, budget)).logits for one in (model, tiny("llama"))]
+    assert torch.equal(*both)
     model.hf_device_map |= {"model.layers.0": "cuda:0", "model.layers.1": "cuda:1"}
     assert devices(model) == ["cuda:0", "cuda:1"]
     if method == "full":

@@ -1,4 +1,4 @@
-"""What is silenced while a model loads, and what is not."""
+"""What is silenced while a model loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Python finds the native library, which path it takes, and what a caller's threads and float modes change."""
+"""How Python finds the native library and chooses a path; threads and float modes of the caller."""
 
 from __future__ import annotations
 
@@ -86,13 +86,11 @@ def test_the_best_path_is_the_default_and_any_other_can_be_chosen(monkeypatch: p
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["nonsense", "\udcff"])  # the second is a byte that is no UTF-8
 def test_a_path_that_the_processor_lacks_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = [*paths(), "torch"]
+    here = ", ".join([*paths(), "torch"])
     forget()
     monkeypatch.setenv("KVKEEP_CPU", name)
     for call in (native.check_environment, native.library, native.library):
-        with pytest.raises(
-            UsageError, match=f"KVKEEP_CPU={name}: this machine cannot run '{name}'. It runs {', '.join(here)}"
-        ):
+        with pytest.raises(UsageError, match=f"KVKEEP_CPU={name}: this machine cannot run '{name}'. It runs {here}"):
             call()
 
 
@@ -147,7 +145,7 @@ def test_a_missing_or_unusable_library_is_logged_once_and_torch_computes(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("damage", [lambda data: data[:100_000], lambda data: data[:-20_000], "zeros"])
 def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
-    """Loading a file cut short would end the process by a signal."""
+    """Loading a truncated file would end the process by a signal."""
     data = native.FILE.read_bytes()
     half = len(data) // 2
     damaged = tmp_path / native.FILE.name
@@ -161,12 +159,6 @@ def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
     assert done.stdout.strip() == "torch" and "its file is damaged" in done.stderr, done
 
 
-class OtherStep(ctypes.Structure):
-    """A KvStep with two fields of the same size in another order."""
-
-    _fields_ = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["KvStep", *structures.CONSTANTS, "KV_NEW"])
 def test_a_library_with_other_structures_or_constants_is_not_used(
@@ -174,8 +166,9 @@ def test_a_library_with_other_structures_or_constants_is_not_used(
 ) -> None:
     forget()
     if name == "KvStep":
-        monkeypatch.setattr(OtherStep, "__name__", name)
-        monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], OtherStep))
+        swapped = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]  # two fields of the same size
+        other = type(name, (ctypes.Structure,), {"_fields_": swapped})
+        monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], other))
         start = structures.KvStep.reduce_max.offset
         why = rf"KvStep\.token is 8 bytes at {start + 8}, not 8 bytes at {start}"
     else:
@@ -210,7 +203,7 @@ def declared_structures() -> dict[str, dict[str, Any]]:
 
 
 def test_structures_equal_those_of_the_header() -> None:
-    """Those of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
+    """kvkeep.h, Python, and the list in layout.cpp have the same fields in the same order."""
     expected = declared_structures()
     by_name = {structure.__name__: structure for structure in (*structures.STRUCTURES, structures.KvField)}
     assert {*expected} == {*by_name, "KvNumber"}
@@ -287,8 +280,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("threads", ["torch", "own"])
 def test_a_forked_child_can_use_threads(threads: str) -> None:
-    """The parent's are not there in the child, which would wait for them forever. (Torch's own operations do, from some
-    30,000 elements on: here are fewer.)"""
+    """The parent's threads do not exist in the child, which would wait for them forever. Torch's own operations do so
+    from some 30,000 elements on; here are fewer."""
     done = interpreted(PROGRAM, threads, PYTHONWARNINGS="ignore")
     assert done.stdout.split() == ["0", "True"], done.stderr
 
@@ -296,7 +289,7 @@ def test_a_forked_child_can_use_threads(threads: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows", [1, 400])
 def test_subnormal_numbers_are_kept_whatever_the_programs_float_mode(rows: int) -> None:
-    """The sum of squares is normal, and what is written is not."""
+    """The sum of squares is normal, but the result is not."""
     x = torch.full((rows, 16), 2.0**-20).bfloat16()
     weight, out = torch.full((16,), 2.0**-130), torch.empty_like(x)
     try:

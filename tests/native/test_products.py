@@ -1,4 +1,4 @@
-"""Products with packed weights: those of the weights, and a row's bits do not depend on other rows."""
+"""Products with packed weights: accuracy, and bits of a row that do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_products_equal_the_reference_and_rows_are_independent(
 
 
 def test_rows_of_extreme_inputs_are_independent() -> None:
-    """Zeros, tiny and huge numbers, and the largest sums of all."""
+    """Zeros, tiny and huge numbers, and the largest possible sums."""
     torch.manual_seed(0)
     x = torch.randn(19, 256).bfloat16()
     x[3], x[4], x[5], x[6, :32], x[7] = 0, 1e-36, 3e30, 1e-30, 127

@@ -1,4 +1,4 @@
-"""``kv-lru`` does what a slow reference does, that replays use, eviction and recall slot by slot in plain Python."""
+"""``kv-lru`` against a slow reference that replays use, eviction and recall in plain Python."""
 
 from __future__ import annotations
 

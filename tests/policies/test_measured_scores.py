@@ -1,4 +1,4 @@
-"""Scores that are measured on a model, Fisher information of layers and of heads their retrieval, and their budgets."""
+"""Scores measured on a model: Fisher information of layers, retrieval of heads, and the budgets they give."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_layers_share_the_budget_by_information(tmp_path: Path) -> None:
 
 
 def test_scores_are_the_attention_paid_to_the_passkey() -> None:
-    """Attention weights of transformers' own eager attention give the same."""
+    """Against attention weights of transformers' eager attention."""
     model = tiny("llama")
     scores = heads.retrieval_scores(model, geometry("llama"))
     assert scores.shape == (4, 2) and bool((scores >= 0).all()) and bool((scores <= 1).all())

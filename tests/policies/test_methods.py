@@ -1,4 +1,4 @@
-"""Methods by name: which parts a name is made of, what each promises, and what is refused in a sentence."""
+"""Methods by name: their parts, promises and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_selector_without_a_fate_drops(selector: str) -> None:
         assert method.exactness is Exactness.LOSSY and (method.becomes, method.returns) == ("dropped", "never")
         waits = (
             ("where", "folder", "page") if method.reading else ()
-        )  # what is read until it chooses is on a checkpoint
+        )  # such a method reads a checkpoint until it chooses
         assert method.options == ("budget", "chunk", *waits) and method.leaves and method.summary
 
 

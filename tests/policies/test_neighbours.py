@@ -1,4 +1,4 @@
-"""How a pair's key is made: the formulas against automatic differentiation and brute force, in float64."""
+"""Keys of merged pairs: formulas against automatic differentiation and brute force, in float64."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_curvatures_equal_the_second_derivatives(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_closed_form_is_the_best_share_if_residuals_are_parallel(seed: int) -> None:
-    """There Eq. 32 holds exactly. Tried by brute force: of the second-order loss, with Hessians by automatic
-    differentiation, and of the loss of Eq. 1 itself, the squared change of the output when both keys are replaced."""
+    """Eq. 32 is exact then. Brute force minimises the second-order loss, with Hessians by automatic differentiation,
+    and the loss of Eq. 1 itself: the squared change of the output."""
     case = Case(seed, entries=40, line=True)
     share = float(KVSlimmer().share(case.pairs()))
     assert 0 < share < 1
@@ -90,8 +90,8 @@ def test_the_closed_form_is_the_best_share_if_residuals_are_parallel(seed: int) 
 
 
 def test_the_closed_form_is_wrong_if_the_output_lies_between_the_values() -> None:
-    """Eq. 32 takes both residuals to have the same angle with the gradient. Where they point apart, the best share is
-    outside [0, 1], which no average of the two keys can be, and norms do not see it."""
+    """Eq. 32 assumes the same angle of both residuals with the gradient. If they point apart, the best share is outside
+    [0, 1]."""
     case = Case(1, entries=40, line=True)
     before = case.output(*case.keys[:2])
     case.values[1] = before - 0.5 * (case.values[0] - before)

@@ -1,4 +1,4 @@
-"""The registry: parts of others become methods like kvkeep's own, and names with parameters, as people write them."""
+"""The registry: registered parts become methods, and names with parameters are parsed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Oldest(Selector):
 
 
 def test_names_are_unambiguous() -> None:
-    """A selector alone is a method, and no name has a character that a method's name gives a meaning to."""
+    """A selector is a method by itself, and names have no character with a meaning in method names."""
     kinds = (SELECTORS, FATES, RECALLS, PRESETS)
     every = [name for kind in kinds for name in kind]
     assert {name for name, made in SELECTORS.items() if not required(made)} <= set(methods())
@@ -54,7 +54,7 @@ def test_a_registered_part_is_a_method_and_may_be_registered_again() -> None:
 
 
 def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
-    """Every parameter that is text is either marked or one of a few words; a part of others is refused as our own."""
+    """Every text parameter is marked or takes one of a few words; registered parts are refused like built-in ones."""
 
     class Taught(Oldest):
         files = ("taught",)

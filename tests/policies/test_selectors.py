@@ -63,8 +63,9 @@ class Step:
 
 
 def watched(cache: KeepCache) -> list[list[Step]]:
-    """Record the attention calls of every layer."""
+    """Record the attention calls of every layer. Single tokens of one row attend as others do, and not by a plan."""
     steps: list[list[Step]] = [[] for _ in cache.layers]
+    cache.stream.plan = dict
     honest = cache.stream.attend
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
@@ -78,10 +79,18 @@ def watched(cache: KeepCache) -> list[list[Step]]:
 
 
 def read(cache: KeepCache, chunks: list[int], seed: int, rows: int = 1) -> None:
-    """Take in vectors drawn at random, so that no two entries are alike, in chunks of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
+    """Take in chunks of random vectors, no two of which are alike. A twin, whose single tokens of a row follow a plan,
+    holds the same entries after each."""
+    generator, twin = torch.Generator().manual_seed(seed), cache.fork()
+    twin.stream.chunk = cache.stream.chunk
+    for name in ("plan", "attend"):
+        vars(twin.stream).pop(name, None)
     for count in chunks:
-        forward(model(), cache, torch.randn(rows, count, WIDTH, generator=generator))
+        vectors = torch.randn(rows, count, WIDTH, generator=generator)
+        for each in (cache, twin):
+            forward(model(), each, vectors)
+        for layer, other in zip(cache.layers, twin.layers, strict=True):
+            assert torch.equal(layer.resident.resident_slots(), other.resident.resident_slots())
 
 
 # -- the reference ----------------------------------------------------------------------------------
@@ -309,7 +318,7 @@ def test_every_selector_keeps_what_its_reference_keeps(
 def test_every_selector_keeps_what_its_reference_keeps_in_two_turns(
     method: str, recall: str, lengths: list[int], taken: list[int]
 ) -> None:
-    """And the comparison tells selectors apart: all but one do not follow the rule of that one."""
+    """The comparison also tells selectors apart: only ``window`` follows the rule of ``window``."""
     cache = KeepCache(model(), method + recall, 18, chunk=None if recall else 16)
     steps = watched(cache)
     read(cache, lengths, seed=3, rows=2)
@@ -406,7 +415,7 @@ def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> No
 
 
 def test_random_draws_are_uniform() -> None:
-    """Mean and spread of uniform numbers in [0, 1), within four standard errors; first and last slots alike."""
+    """Mean and deviation of [0, 1), within four standard errors, for first and last slots."""
     drawn = np.stack([layer for seed in range(20) for layer in draws(seed, [60])]).reshape(-1, 60)
     assert drawn.min() >= 0 and drawn.max() < 1
     error = (1 / 12 / drawn.size) ** 0.5
@@ -421,7 +430,7 @@ def test_random_draws_are_uniform() -> None:
 
 
 def test_a_half_life_makes_scores_independent_of_arrival() -> None:
-    """Each entry is given as much by every query that can see it: its mark is that, from a chunk on or from a step."""
+    """The score is the attention received per query, whether the entry came in a chunk or in a step."""
     selector, given, scores = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
     for low, high in [(0, 30), (30, 70), *((slot, slot + 1) for slot in range(70, 120))]:
         scores = torch.cat([scores, torch.zeros(1, high - low)], 1)

@@ -1,4 +1,4 @@
-"""Servers that are killed in the middle of answers, and servers that are told to end."""
+"""Servers that are killed during answers, and servers that end by SIGTERM."""
 
 from __future__ import annotations
 

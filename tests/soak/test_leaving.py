@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that never read: nobody else notices, and nothing stays of them."""
+"""Clients that disconnect, and slow clients: others are not affected, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -82,12 +82,10 @@ class Leaving:
 def test_clients_that_disconnect_leave_nothing_behind(
     cycles: int, say: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two at a time: the memory is one answer's, so that the second waits behind the first."""
+    """Two at a time in memory for one answer, so that the second waits."""
     before = objects()  # other tests'
     monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
-    monkeypatch.setattr(
-        engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0
-    )  # a stream that waits for its first token is left, too
+    monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
     engine = Engine(small(), int(1.5 * peak_bytes(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)
@@ -165,7 +163,7 @@ MEASURED, TOKENS, SLOW, ENDLESS, ROUNDS = 4, 48, 2, 20, 7
 @pytest.mark.real
 @pytest.mark.soak(6)
 def test_slow_clients_do_not_slow_others(say: Any, tmp_path: Path) -> None:
-    """In both halves of a round as many answers are written; in one, some of their readers are slow."""
+    """Both halves of a round write as many answers; in one half some readers are slow."""
     options = ["--memory", "500MB", "-x", "h2o", "-b", "128", "--sessions", str(tmp_path)]
     ratios, read = list[float](), list[int]()
     with program(*options) as running:

@@ -1,4 +1,4 @@
-"""Many conversations in memory for few."""
+"""Many conversations in memory for a few."""
 
 from __future__ import annotations
 

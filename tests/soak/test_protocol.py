@@ -1,4 +1,4 @@
-"""What clients are told: OpenAI's own client, requests that are wrong, and keys that know nothing of each other."""
+"""The protocol: OpenAI's own client, wrong requests, and sessions of several keys."""
 
 from __future__ import annotations
 

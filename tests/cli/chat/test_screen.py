@@ -136,7 +136,7 @@ def test_a_chat_on_a_terminal(run: Run, model_folder: Path, tmp_path: Path, colu
         terminal.type("/help\r")
         terminal.until("Alt-Enter")
         terminal.asked(5)
-        assert max(map(len, terminal.text[terminal.text.index("Show this.") :].splitlines())) <= columns + 2
+        assert max(map(len, terminal.text[terminal.text.index("Show these") :].splitlines())) <= columns + 2
         terminal.type("\x1b[A\x1b[A\x1b[A\r")  # up: /help, /undo, /unk
         terminal.until("Unknown command", 2)
         terminal.asked(6)

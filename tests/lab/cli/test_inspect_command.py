@@ -1,4 +1,4 @@
-"""``kvkeep inspect`` as a person and a program meet it."""
+"""The command ``kvkeep inspect``: its output for people and programs, its page, and its errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_write_protected_page_is_not_overwritten(
 
 
 def test_an_interrupted_answer_leaves_a_complete_page(tmp_path: Path, model_folder: Path, words: str) -> None:
-    """A process of its own, a real SIGINT, while it writes."""
+    """A separate process gets a real SIGINT while it writes."""
     (tmp_path / "t").write_text(words)
     page = tmp_path / "out" / "page.html"
     page.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Commands made of studies, as a person and a program meet them."""
+"""Commands that run a study: their output for people and programs, and their errors."""
 
 from __future__ import annotations
 

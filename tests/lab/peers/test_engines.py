@@ -1,4 +1,4 @@
-"""Engines by others, by their real workers and made-up packages that note what they are asked for."""
+"""Other inference engines, by their real workers and made-up packages that record their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpress as a peer, by its real worker and a made-up kvpress of one press: numbers are what a hand makes them."""
+"""kvpress as a peer, by its real worker and a made-up kvpress of one press; numbers equal those computed by hand."""
 
 from __future__ import annotations
 

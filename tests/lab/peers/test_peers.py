@@ -1,4 +1,4 @@
-"""Peers: transformers' own caches, whose bytes are counted; LLMLingua, whose package is asked as it wants to be."""
+"""Peers: transformers' own caches, with counted bytes, and LLMLingua, through a made-up package."""
 
 from __future__ import annotations
 

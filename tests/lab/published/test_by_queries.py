@@ -1,4 +1,4 @@
-"""What the last queries tell of each entry: the formulas against automatic differentiation and loops, in float64."""
+"""Formulas of merging by the last queries, against automatic differentiation and loops, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that join others by chance: the numbers it says, and the published rule in plain loops."""
+"""CaM, which merges values at random: its probabilities, and the published rule in plain loops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DIM = 8
 
 @pytest.mark.parametrize("score", [0.0, 0.4, 5.0])
 def test_a_value_is_merged_with_the_probability_of_its_attention_ratio(score: float) -> None:
-    """Of many lanes alike, the share whose value goes into the next two is the entry's attention over the mean of
-    all after it, the newest left out, to which nothing has attended yet; keys and counts stay."""
+    """The ratio is the evicted entry's attention over the mean of all later entries. The newest entry, which nothing
+    has attended to yet, does not count. Keys and counts do not change."""
     lanes = 4000
     slots = torch.tensor([[30, 5, 12, 20]]).expand(lanes, -1).contiguous()
     bank = Bank(None, 4, torch.ones(lanes, 4, 2), torch.zeros(lanes, 4, 2), slots, used=4)

@@ -1,5 +1,5 @@
-"""Neighbours merged by the next chunk's queries: held against the published protocol in plain loops, with keys that are
-rotated afresh for every query, on a model that is written out, too."""
+"""Merging by the next chunk's queries, against the published protocol in plain loops: a written-out model whose keys
+are rotated anew for every query."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Published:
 @pytest.mark.parametrize("cap", [0, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_entries_and_counts_equal_the_published_protocol(name: str, cap: int) -> None:
-    """Logits of every chunk and token, entries and counts of every layer, until the answer has no room."""
+    """Compares every chunk and token, until the budget is full."""
     model, ids = tiny("llama"), prompt(1, 6 * CHUNK + SLACK - 1)
     cache = KeepCache(model, f"{name}:sinks={SINKS},cap={cap},slack={SLACK}", BUDGET, chunk=CHUNK)
     theirs = Published(model, name, BUDGET - CHUNK - SLACK + 1, cap)
@@ -193,7 +193,7 @@ def test_logits_entries_and_counts_equal_the_published_protocol(name: str, cap: 
 @pytest.mark.parametrize("cap", [0, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_after_a_rollback_positions_follow_from_the_remaining_entries(name: str, cap: int) -> None:
-    """One of two tokens, and one that reaches into merged entries, whose other tokens go with it."""
+    """One rollback removes two tokens; another reaches into merged entries, which are removed completely."""
     model, ids = tiny("llama"), prompt(1, 100)
     cache = KeepCache(model, f"{name}:sinks={SINKS},cap={cap},slack={SLACK}", BUDGET, chunk=CHUNK)
     theirs, low, gone = Published(model, name, BUDGET - CHUNK - SLACK + 1, cap), 0, 0
@@ -224,7 +224,7 @@ def test_a_long_prompt_is_read_in_chunks(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_no_gradient_or_graph_is_left_behind(name: str, mode: Any) -> None:
-    """Whatever mode the caller is in, weights are as they were and nothing has a graph."""
+    """In every grad mode of the caller."""
     model, cache = tiny("llama"), KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", BUDGET, chunk=CHUNK)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     with mode():
@@ -241,7 +241,7 @@ def test_no_gradient_or_graph_is_left_behind(name: str, mode: Any) -> None:
 
 
 def test_a_token_without_free_slots_merges_entries_too() -> None:
-    """And makes room for as many as ``slack``."""
+    """It frees as many slots as ``slack``."""
     cache, ids = KeepCache(tiny("llama"), "kvslimmer-published:sinks=2,slack=3", BUDGET, chunk=CHUNK), prompt(1, 60)
     step("llama", cache, ids[:, :40])
     used = []

@@ -1,4 +1,4 @@
-"""The lab's methods are a plugin: kvkeep has their names for one sentence, and nothing else."""
+"""The lab's methods are a plugin: the core knows their names only, to say what to install."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ print({*LAB} & {*names(), *(name for registry in parts().values() for name in re
 
 
 def test_entry_points_register_exactly_the_names_of_the_lab() -> None:
-    registered = [
-        point for point in entry_points(group=PARTS) if point.dist is not None and point.dist.name == "kvkeep-lab"
-    ]
-    assert {point.name for point in registered} == {*LAB} and len(registered) == len(LAB)
+    points = entry_points(group=PARTS)
+    names = [point.name for point in points if point.dist is not None and point.dist.name == "kvkeep-lab"]
+    assert {*names} == {*LAB} and len(names) == len(LAB)
     assert {*LAB} <= {*SELECTORS, *FATES, *RECALLS}
     for name in {*LAB} & {*FATES}:
         assert PRESETS[name].fate is FATES[name] and resolve(name).name == name

@@ -1,4 +1,4 @@
-"""Tokens that left are decoded again: against loops over one model's own weights, and what that can and cannot give."""
+"""Evicted tokens are decoded again: against loops over the model's weights, and what is exact or lossy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def again(ids: Tensor, slots: list[int], after: Resident) -> list[tuple[Tensor, 
 @pytest.mark.parametrize("selector", ["lru", "h2o", "window"])
 @torch.no_grad()
 def test_redecoded_entries_equal_a_decode_over_the_resident_entries(selector: str) -> None:
-    """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
+    """After every chunk and token: which tokens are decoded, over which entries, and which lanes take how many."""
     cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
     ids, (hook,) = prompt(1, 60), cache.stream.pass_hooks
     hook_before, hook_after = hook.before, hook.after
@@ -126,7 +126,7 @@ def test_redecoded_entries_equal_a_decode_over_the_resident_entries(selector: st
 
 @pytest.mark.parametrize("family", ADVANCING)
 def test_redecoding_over_the_complete_text_restores_the_original_entries(family: str) -> None:
-    """Whatever left, as long as what came before it is resident or decoded again with it."""
+    """If everything before an evicted token is resident or decoded again with it."""
     cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
     step(family, cache, ids)
     original, (hook,) = resident(cache), cache.stream.pass_hooks

@@ -1,4 +1,4 @@
-"""Groups of records: means by hand, the newest counts, the frontier that no row beats, and verdicts on claims."""
+"""Groups of records: means, newest measurements, the frontier, and verdicts on claims."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_settings_and_models_make_separate_groups(tmp_path: Path) -> None:
 
 
 def test_records_of_unknown_methods_are_left_out_and_named(tmp_path: Path) -> None:
-    """A method that is no more takes nothing else with it."""
+    """The other records are still grouped."""
     old = Store(tmp_path / "old.jsonl")
     old.define("other", {**EXPERIMENT.model_dump(mode="json"), "name": "once", "methods": ["no-longer"]})
     row = filled(tmp_path / "new.jsonl").records[0]
@@ -216,10 +216,8 @@ def test_one_contradicting_case_decides_and_all_cases_are_listed(tmp_path: Path)
     against, for_it, open_, missing = verdict.ours
     assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
     assert for_it.startswith("So: `full`; `quantized` at 25%: 100.0 [") and for_it.endswith("] (N = 8) each.")
-    assert (
-        open_.startswith("Cannot be told: `h2o` at 10% and 25%: 50.0 [")
-        and missing == "Not measured: `quantized` at 10%."
-    )
+    assert open_.startswith("Cannot be told: `h2o` at 10% and 25%: 50.0 [")
+    assert missing == "Not measured: `quantized` at 10%."
     assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
 
 
@@ -265,8 +263,7 @@ def test_a_claim_about_one_model_is_judged_on_that_model_only(tmp_path: Path) ->
 
 
 def test_two_methods_that_score_nothing_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method is no worse than another that scores nothing either, and finding nothing says little of a method where
-    the full cache finds nothing."""
+    """Neither method is then better, and a score of nothing proves little where the full cache scores nothing too."""
     monkeypatch.setitem(FOUND_BY, "h2o", [0.0, 0.0])
     assert outcomes(tmp_path / "a", methods=["h2o"], than=["window"], budgets=["25%"], at_least=0.0) == {
         ("h2o less window", "25%"): OPEN

@@ -1,4 +1,4 @@
-"""A report: its Markdown, where what differs comes first; its page, with nothing from elsewhere; and its files."""
+"""A report: its Markdown, where contradicted claims come first, its page, which loads nothing, and its files."""
 
 from __future__ import annotations
 
@@ -88,26 +88,22 @@ def test_claims_that_differ_come_first(tmp_path: Path) -> None:
     assert "Q4\\_1.gguf), prompts of 127 to 256 tokens, N = 8 a row" in differing_
     assert '* "Quantising finds all." **Holds here.**' in agreeing
     assert '* "Half is found." **Cannot be told from 8 samples.**' in open_
-    assert (
-        '* "Llamas find all." **No verdict, another model\x27s.**' in bare
-        and "Ours: `h2o` at 10% and 25%: 50.0 [" in bare
-    )
+    assert '* "Llamas find all." **No verdict, another model\x27s.**' in bare
+    assert "Ours: `h2o` at 10% and 25%: 50.0 [" in bare
     assert '* "Merging finds."\n  * Read as: ' in claims
     assert sum(text.count(claim["says"]) for claim in PAPER["claims"][1:] if isinstance(claim, dict)) == 5
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:
     own_chapter = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
-    for beside, expected in (
-        ([ANOTHER], [SECTIONS[-1], own_chapter[0].title, "Another"]),
-        ([], [own_chapter[0].title, SECTIONS[-1]]),
-    ):
+    title, last = own_chapter[0].title, SECTIONS[-1]
+    for beside, expected in (([ANOTHER], [last, title, "Another"]), ([], [title, last])):
         text = markdown([*own_chapter, *beside])
         assert headings(text, 2) == expected and "claim" not in text
 
 
 def test_a_report_of_one_experiment_begins_with_its_chapter(tmp_path: Path) -> None:
-    """Its claims, its table and its figure, and then what is said of all reports; of another model once more."""
+    """Claims, table and figure come first, then the text of every report; another model has another chapter."""
     (own_chapter,) = chapters(filled(tmp_path / "r.jsonl"))
     text = markdown([own_chapter], pictures=".png")
     assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
@@ -162,7 +158,6 @@ def test_links_of_the_markdown_lead_to_headings(tmp_path: Path) -> None:
 
 
 def test_chapters_of_other_kinds_show_their_text_and_verdicts(tmp_path: Path) -> None:
-    """What another kind of experiment gives: its own words, tables and verdicts."""
     picture = Picture("drawn", "a [drawn] thing", lambda path: None)
     verdict = Verdict("It *is* so.", VerdictOutcome.DIFFERS, ("It is 3, N = 2.",), 2)
     chapter = Chapter(

@@ -1,4 +1,4 @@
-"""docs/results/README.md says what its stores say: ``tools/results_page.py`` has nothing to change."""
+"""docs/results/README.md has the numbers of its stores: ``tools/results_page.py`` has nothing to change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_tool_corrects_a_wrong_number(says: str, instead: str) -> None:
 
 
 def test_every_judged_store_has_its_row() -> None:
-    """Also one that the page has not heard of."""
+    """Also a store that the page does not mention yet."""
     row = re.search(r"^\| \[`patching`\].*\n", PAGE, re.M)
     assert row is not None
     assert re.search(

@@ -1,4 +1,4 @@
-"""Studies in stores and reports: what they find, what becomes of claims, and what failed."""
+"""Studies in stores and reports: results, verdicts and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Analyses, of attention made by hand and of models: bounds, reactivation, spectra, ranks and gradients."""
+"""Analyses of made-up attention and of models: bounds, reactivation, spectra, ranks and gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bounds_of_pages_of_one_key_are_exact() -> None:
 
 
 def test_the_bound_of_a_page_adds_the_maxima_of_channels() -> None:
-    """Two channels whose largest values are of different keys: the bound adds them up, no key does."""
+    """The maxima of the two channels belong to different keys, so no key reaches the bound."""
     keys = torch.tensor([[4.0, 0.0], [0.0, 4.0], [0.0, 0.0]]).view(1, 1, 3, 2)
     queries = torch.ones(1, 1, 3, 2)
     excess, may, have = loose(made(keys, queries), 1, 2, 0.9)
@@ -85,9 +85,8 @@ def test_reactivation_shares_equal_those_computed_by_hand() -> None:
     found = {(rule, ratio): shares for rule, ratio, shares in reactivated(*by_hand(), 0.005, [0.2, 0.3], BINS)}
     assert set(found) == {(rule, ratio) for rule in ("h2o", "snapkv", "foresight") for ratio in (0.2, 0.3)}
     h2o = found["h2o", 0.2]  # keeps 0 and 1
-    assert (
-        h2o["others"] == 8 and h2o["reactivated"] == pytest.approx(2 / 8) and h2o["activations"] == pytest.approx(3 / 8)
-    )
+    assert h2o["others"] == 8 and h2o["reactivated"] == pytest.approx(2 / 8)
+    assert h2o["activations"] == pytest.approx(3 / 8)
     assert h2o["missed"] == pytest.approx(3 / 7)  # token 0 is active four times
     assert h2o["mass"] == pytest.approx((0.3 / 1 + 0.004 / 0.704 + 0.3 / 1 + 0.3 / 1) / 4)
     # 8 others, of which tokens 2-9 are 1 to 11 tokens back: all 32 pairs are in the first bin.
@@ -204,7 +203,7 @@ def test_alignment_of_every_family_adds_up(family: str) -> None:
 
 
 def test_gradients_equal_finite_differences() -> None:
-    """Move one head's output at one position, by hand, and see what the loss does."""
+    """Changes one head's output at one position and compares the loss."""
     model, layer, head, position = tiny("llama"), 1, 2, 30
     seen, gradients, _ = backward(model, SHORT, 20)
     assert [attended.layer for attended in seen] == [0, 1, 2, 3]
@@ -230,7 +229,7 @@ def test_gradients_equal_finite_differences() -> None:
 
 
 def test_frozen_weights_give_the_same_alignment() -> None:
-    """Quantised or frozen models have none; E has one all the same."""
+    """Quantised or frozen weights have no gradients, but the loss has."""
     model = tiny("llama")
     expected = measured(AlignmentStudy(queries=4), ids=SHORT)
     for parameter in model.parameters():
@@ -295,7 +294,7 @@ def test_truncation_to_the_full_rank_changes_nothing(way: Any, family: str) -> N
 
 
 def test_scores_of_a_rank_equal_the_truncated_svd() -> None:
-    """They are those of M_r as an SVD of M gives it (KV-Direct, Eq. 21), each within the bound of Eq. 22."""
+    """Scores are those of M_r, the SVD of M cut to rank r (KV-Direct, Eq. 21), and within the bound of Eq. 22."""
     generator = torch.Generator().manual_seed(3)
     query, key = torch.randn(4, 6, 20, generator=generator), torch.randn(2, 6, 20, generator=generator)
     rows = torch.randn(9, 20, generator=generator)

@@ -1,4 +1,4 @@
-"""Long conversations: every turn of every cache, the same answers where they are promised, and an end that is told."""
+"""Long conversations: every turn of every cache, equal answers where promised, and a reported end."""
 
 from __future__ import annotations
 

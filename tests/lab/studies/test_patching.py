@@ -1,4 +1,4 @@
-"""KV-Direct's Eq. 10: what keys and values tell that the residuals of one layer do not."""
+"""KV-Direct's Eq. 10: what keys and values say beyond the residuals of one layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_divergence_bits_equal_the_mutual_information() -> None:
 
 
 def test_residuals_of_one_layer_determine_the_next_token_only() -> None:
-    """The layers before hold another prompt's entries, which later tokens attend to."""
+    """Earlier layers hold entries of another prompt, and later tokens attend to them."""
     study = PatchingStudy()
     found = measured(study)
     assert AFTER > 1 and [row.layer for row in found.rows] == list(range(len(found.rows)))

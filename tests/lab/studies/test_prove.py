@@ -1,4 +1,4 @@
-"""Proving: prompts made of a text, answers judged, differences explained."""
+"""The study prove: prompts made of a text, judged answers, explained differences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_exact_caches_give_identical_answers() -> None:
 
 
 def test_a_lossy_method_is_found_to_differ() -> None:
-    """A method that drops goes wrong, and by far more than rounding."""
+    """By far more than rounding."""
     found = proof("window", new=9)
     wrong = [answer for answer in found.answers if answer.differs_at is not None]
     assert wrong, "a window of 16 of 60 tokens should not give the same answer"
@@ -75,7 +75,7 @@ def test_a_lossy_method_is_found_to_differ() -> None:
 
 
 def test_stored_answers_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stopped run had measured is not measured again, a torn line is, and another setting has its own."""
+    """A torn line is measured again, and another machine has its own answers."""
     store = tmp_path / "proof.jsonl"
 
     def stopping(label: str, done: int, total: int) -> None:
@@ -106,7 +106,7 @@ def test_a_refused_case_has_a_row_with_its_reason() -> None:
 
 
 def test_bits_option_compares_logits_with_the_full_cache(model_folder: Path, kernels: None) -> None:
-    """Nothing differs where kernels compute all; in float32 what differs is told as it is."""
+    """Logits are equal where kernels compute everything; in float32 the difference is printed."""
     study = Prove(methods=["kv-direct", "snapkv+verified"], budgets=["16"], where=["host"], new=6, bits=True)
     packed = study.answer(load(model_folder, weights="bfloat16", device="cpu"), two_prompts(), quiet)
     assert [one.logits for one in packed.answers] == [(0.0, 0.0)] * 4 and not packed.refused

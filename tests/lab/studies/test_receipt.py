@@ -1,4 +1,4 @@
-"""Receipts: the same digests on every path, and those of docs/receipts.md."""
+"""Receipts: digests are equal on every processor path, and equal those of docs/receipts.md."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
-    """What a receipt hashes is computed by the library, and by operations of torch that round each element once."""
+    """The library computes what a receipt hashes, besides operations of torch that round each element once."""
     loaded = load(folder, weights="bfloat16", device="cpu")
     texts = [prompt[:300] for prompt in prompts(loaded, text())]
     for case in CASES:
@@ -140,7 +140,7 @@ SEEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_the_detector_finds_operations_that_depend_on_the_processor(name: str) -> None:
-    """Among them those with several results."""
+    """Also operations with several results."""
     with Operations() as used:
         SEEN[name]()
     assert name in used.found
@@ -175,9 +175,8 @@ def test_a_receipt_is_printed_as_a_table_and_as_markdown(
     assert code == 0 and "exact, same bits" in out and "path=" in err and "path=" not in out, err
     digest = re.search(r"Receipt ([0-9a-f]{16}) \(exact\)", out)
     code, out, err = run(*arguments, "--markdown")
-    assert (
-        code == 0 and digest is not None and out.startswith(f"### Receipt {digest[1]} (exact)") and "| `full` |" in out
-    )
+    assert code == 0 and digest is not None
+    assert out.startswith(f"### Receipt {digest[1]} (exact)") and "| `full` |" in out
 
 
 @pytest.mark.parametrize(

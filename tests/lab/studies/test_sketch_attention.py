@@ -1,4 +1,4 @@
-"""What a sketch does to attention, against sums written out, and against the formulas where they are exact."""
+"""Effects of a sketch on attention, against written-out sums, and against the formulas where they are exact."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_effects_equal_their_definitions(signed: bool) -> None:
 
 
 def test_small_errors_of_normal_vectors_follow_lemma_3(tmp_path: Path) -> None:
-    """Few entries share a slot, and queries are weak: first order is all there is, and the two parts of Lemma 3."""
+    """Few entries share a slot and queries are weak, so that first order is exact."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 8, 400, 32, generator=draw) for _ in range(3))
     weak = Attended(0, query * 0.05, key, value, None, 32**-0.5, query)

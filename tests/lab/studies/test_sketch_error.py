@@ -1,4 +1,4 @@
-"""Bits beat sketches (docs/kvreviver.md): the least error of a linear sketch, and that of codes in the same bytes."""
+"""Codes have smaller errors than sketches of the same bytes (docs/kvreviver.md)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_size_between_two_code_widths_mixes_both() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_one_bit_signs_gain_ten_times_what_slots_gain(share: float) -> None:
-    """Below a bit an element: a sign, and the mean size, for some elements; the others are 0."""
+    """With less than a bit an element: some elements keep a sign and the mean size, the others are 0."""
     values = normal(count=4096).flatten()
     kept = int(share * len(values))
     read = torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""A stream is measured as a plain forward pass would measure it, and goes on where the method can."""
+"""A stream has the perplexity of a plain forward pass, and continues as long as the method can."""
 
 from __future__ import annotations
 

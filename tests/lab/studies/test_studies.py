@@ -1,4 +1,4 @@
-"""Studies: what is measured can be kept, told and drawn, and says what it should where the answer is known."""
+"""Studies: results can be stored, printed and drawn, and are right where the answer is known."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_every_study_describes_itself(study: type[Study]) -> None:
 
 
 def test_unset_fields_are_not_part_of_an_experiment() -> None:
-    """So that a field can be added without measuring all again."""
+    """A new field then changes no stored result."""
     names = {name for study in STUDIES.values() for name, value in study.model_validate({}) if value is None}
     assert {"folder", "where", "kinds"} <= names
     for study in STUDIES.values():
@@ -154,7 +154,7 @@ def test_tables_are_printed_as_markdown() -> None:
 
 
 def test_invalid_fields_are_refused() -> None:
-    """By the types that studies share; tests of commands have the others."""
+    """By the types that studies share; the tests of commands have the other fields."""
     wrongs = {"bounds": {"share": 1.0}, "long-chat": {"methods": ["stock-static"]}, "recompute": {"counts": []}}
     for name, wrong in wrongs.items():
         with pytest.raises(ValidationError):
@@ -220,8 +220,8 @@ def test_rebuilding_is_checked_beyond_sliding_windows() -> None:
     assert len(study.tables(found)) == 2
 
 
-def test_keys_depend_on_the_position_and_values_on_the_residual_alone() -> None:
-    """A token that occurs again has the residual that it had, at the first layer: Eq. 17 needs the position."""
+def test_keys_depend_on_the_position_and_values_on_the_residual_only() -> None:
+    """In the first layer a repeated token has the same residual, so Eq. 17 needs the position."""
     ids = torch.tensor([[5, 6, 7, 8] * 8])
     with torch.no_grad():
         (found,) = reconstruction(tiny("llama"), ids, [32], "float32")

@@ -1,4 +1,4 @@
-"""The checks hold on honest models, and can fail."""
+"""The checks of verify hold on honest models and fail on faulty ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_claim_holds_on_tiny_models(family: str, quick: bool) -> None:
 
 
 def test_a_checkpoint_kind_that_a_family_refuses_is_reported() -> None:
-    """Gemma 4 reads an embedding at every layer and other layers' keys: the residual is not its whole state."""
+    """Gemma 4 reads an embedding and other layers' keys in every layer: the residual is not its complete state."""
     report = measured(Verify(quick=True), "gemma4")
     assert not report.failures
     assert set(report.refused) == {"tokens"} and "gemma4" in report.refused["tokens"]
@@ -72,7 +72,7 @@ def test_recomputing_without_a_window_differs_and_kvkeep_does_not() -> None:
 
 
 def test_a_model_of_sliding_layers_only_is_checked() -> None:
-    """A family whose window is not asked for by layer type."""
+    """Its config has a window but no layer types."""
     torch.manual_seed(0)
     options = {"sliding_window": 8, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 512}
@@ -114,7 +114,7 @@ def test_wrong_entries_are_detected(part: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wrong_entries_make_verify_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the adapter's own test before use refuses the kind: a refusal does not hide the difference."""
+    """Although the adapter's own check refuses the checkpoint kind before its use."""
     monkeypatch.setattr(Adapter, "project", off_by(0, 1e-3))
     monkeypatch.setattr(bind(tiny("llama")), "_checked", {})
     study = Verify(quick=True)
@@ -145,7 +145,7 @@ def test_greedy_continues_after_an_end_of_text(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_recompute_without_the_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recompute as the paper does it, in our own machinery: the check must see it."""
+    """The window is removed inside kvkeep's own recompute."""
     honest = replay._Scratch.__init__
     monkeypatch.setattr(
         replay._Scratch, "__init__", lambda self, slots, visible, window: honest(self, slots, visible, None)
@@ -167,7 +167,7 @@ def test_a_surplus_byte_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_predicted_bytes_follow_equation_28() -> None:
-    """Table 1's Gemma 3 4B: 136 KB of keys and values, 5 KB a residual; here with the tiny model's own sizes."""
+    """With the tiny model's sizes in place of Table 1's."""
     (row,) = account(["residual"], lengths=[96], budgets=[64])
     entry, vector = 4 * 2 * 2 * 8 * 4, 32 * 4  # layers, keys and values, heads, width, bytes; hidden size, bytes
     assert (row.stock, row.paper) == (96 * entry, 64 * entry + 32 * vector)
@@ -176,7 +176,6 @@ def test_predicted_bytes_follow_equation_28() -> None:
 
 
 def test_a_layer_with_hidden_state_is_detected() -> None:
-    """If the residual did not determine what follows, patching would show it."""
     model = tiny("llama")
     seen: list[torch.Tensor] = []
 

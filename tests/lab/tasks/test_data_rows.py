@@ -1,4 +1,4 @@
-"""Rows of data sets: JSON in its forms, and the hub only where there is no data."""
+"""Rows of data sets: forms of JSON, and the hub only if there are no data."""
 
 from __future__ import annotations
 

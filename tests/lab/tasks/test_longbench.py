@@ -1,4 +1,4 @@
-"""LongBench: the authors' prompts and rules on made-up rows of their shape, and their scores by hand."""
+"""LongBench: the authors' prompts and rules on made-up rows, and scores computed by hand."""
 
 from __future__ import annotations
 

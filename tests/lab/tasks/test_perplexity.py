@@ -1,4 +1,4 @@
-"""Perplexity: windows score each token once, and are the model's own where nothing is dropped."""
+"""Perplexity: windows score each token once, and without eviction it is the model's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RULER: what is asked for stands in the text, as often and where RULER has it, in prompts as long as they may be."""
+"""RULER: questions have the parts that RULER gives them, and prompts fill the requested length."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ QUESTIONS = [
 ]
 SQUAD = {
     "data": [
-        {
-            "paragraphs": [
-                {"context": f"{question_of[0]['question'][8:-1]} is blue.", "qas": question_of} for question_of in part
-            ]
-        }
+        {"paragraphs": [{"context": f"{qas[0]['question'][8:-1]} is blue.", "qas": qas} for qas in part]}
         for part in (QUESTIONS[:3], QUESTIONS[3:])
     ]
 }
