@@ -82,7 +82,7 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
     store = tmp_path / "r.jsonl"
     common = ("lab", "run", "needle-25", "--smoke", "-m", str(model_folder), "--data", str(data), "--store", str(store))
     code, out, err = run(*common, "--only", "kv-direct")
-    assert code == 0 and "2 cells measured, 0 were there, 0 failed" in " ".join(err.split())
+    assert code == 0 and "2 cells measured, 0 had results already, 0 failed" in " ".join(err.split())
     with store.open("a") as file:
         file.write('{"kind": "cell", "ce')
     code, out, err = run("lab", "report", str(store), "-o", str(tmp_path / "out"))

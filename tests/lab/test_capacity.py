@@ -68,7 +68,7 @@ def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
     messages: list[str] = []
     names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, tell=messages.append)]
     assert names == ["full"] and len(messages) == len(CACHES) - 1  # others need no budget of 1,024 for 512 tokens
-    assert all("left out at 512 tokens: a budget of 1,024 entries holds all of them" in line for line in messages)
+    assert all("left out at 512 tokens: a budget of 1,024 entries holds every token" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", [*CACHES, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])

@@ -223,6 +223,6 @@ class TestMasks:
 
     def test_a_mask_of_the_wrong_size_is_refused(self) -> None:
         model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 60, chunk=60)
-        with pytest.raises(UsageError, match="The attention mask covers 99 entries; there are 60"):
+        with pytest.raises(UsageError, match="The attention mask covers 99 entries; it has to cover all 60"):
             forward(model, cache, TEXT, attention_mask=torch.ones(1, 1, 60, 99, dtype=torch.bool))
         assert cache.get_seq_length() == 0

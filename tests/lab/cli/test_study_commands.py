@@ -355,7 +355,7 @@ def test_a_study_that_runs_out_of_positions_prints_the_finished_rows(
     code, out, err = call("longchat", "-b", "16", "-n", "5", "--turns", "9", "-x", "stock,kv-direct")
     assert code == 1 and "512 positions" in err and "held" in out and "Traceback" not in err
     code, out, err = call("stream", *COMMANDS["stream"][0].split(), "-x", "snapkv")
-    assert code == 1 and "600 tokens are more than the 512" in err and "perplexity" in out and "Traceback" not in err
+    assert code == 1 and "600 tokens exceed the model's 512" in err and "perplexity" in out and "Traceback" not in err
 
 
 def test_a_contradicted_claim_makes_verify_fail(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:

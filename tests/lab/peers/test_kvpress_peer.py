@@ -164,7 +164,7 @@ def test_a_press_that_fails_is_reported_and_the_next_one_runs(subjects: Any, met
 def test_impossible_budgets_are_refused(subjects: Any) -> None:
     with pytest.raises(BudgetError, match="less than one chunk"):
         subjects("peer-kvpress:ends", "8").write(IDS, 2)
-    with pytest.raises(UsageError, match="20 entries has no room beside the 20 tokens left unseen"):
+    with pytest.raises(UsageError, match="20 entries is too small beside the 20 unseen tokens"):
         subjects("peer-kvpress:ends,unseen=20", "20").write(IDS, 2)
     with pytest.raises(KvkeepError, match="a prompt of 60 tokens has no 60 to be read after"):
         subjects("peer-kvpress:ends,unseen=60", "64").write(IDS, 2)

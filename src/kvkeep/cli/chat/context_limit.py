@@ -115,7 +115,10 @@ def _oldest(chat: Chat, question: str | None) -> int:
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
         problem = _shortage(chat, tokens, question)
-        raise UsageError(f"Without the earlier turns: {problem} Give a shorter text, or use '/context endless'.")
+        raise UsageError(
+            f"Even without the earlier turns, {problem[:1].lower()}{problem[1:]} Give a shorter text, or use "
+            "'/context endless'."
+        )
     if not turns and tokens > positions // 2:
         raise UsageError(
             f"The last turn takes {tokens:,} of {positions:,} tokens, and there is no earlier one to forget."
