@@ -61,11 +61,15 @@ class BoundsStudy(TextStudy):
     """What certified recall could leave out, if it knew."""
 
     name = "bounds"
-    about = "how far a page's bound is above its largest score, and pages it cannot rule out, by size of pages"
+    about = (
+        "measure how far the bound of a page exceeds its largest score, and how many pages it cannot rule out, "
+        "by page size"
+    )
     protocol = (
-        "A passage is read once. For its last queries, every page of earlier keys is bounded by the minimum and the "
-        "maximum of each channel; the bound is compared with the page's largest score, and what the page may have of "
-        "the attention with what it has. Means over full layers, heads, queries and pages."
+        "The model reads a passage once. For its last queries, the minimum and the maximum of each channel bound "
+        "the score of every page of earlier keys. The study compares this bound with the largest score of the "
+        "page, and the attention that the page may have with the attention that it has. Figures are means over "
+        "full layers, heads, queries and pages."
     )
     found = Looseness
 

@@ -78,12 +78,13 @@ class Decoding(Study):
     """The tutorial's sections 11 to 13: what it says of latency, measured."""
 
     name = "decoding"
-    about = "naive against cached decoding by step and in total, prefill and decode apart, append against preallocation"
+    about = "compare naive with cached decoding, prefill with decoding, and appending with preallocation"
     protocol = (
-        "Random ids. Decoding: single tokens after a prompt, without a cache (all of the text again for each) and with "
-        "several; every step's fastest of all rounds, rounds interleaved. Phases: medians, by length of the prompt. "
-        "Appending: keys and values of one token into every layer of a cache, nothing computed: a copy of everything "
-        "(stock), blocks (full), room for all (static)."
+        "The text is random token ids. Decoding: single tokens after a prompt, without a cache (the whole text "
+        "is processed again for each token) and with several caches. The time of a step is its fastest over all "
+        "rounds, which are interleaved. Phases: medians, by length of the prompt. Appending: the keys and values "
+        "of one token are written into every layer of a cache, without any computation. The stock cache copies "
+        "everything, 'full' grows by blocks, and 'static' is preallocated."
     )
     found = Decoded
     metrics: ClassVar[tuple[Metric, ...]] = (

@@ -52,10 +52,11 @@ class KeptSlots(TextStudy):
     """What methods choose, layer by layer and head by head, after the same text within the same budget."""
 
     name = "kept"
-    about = "which entries methods keep of the same text, and how far they agree"
+    about = "compare which entries methods keep of the same text"
     protocol = (
-        "Each method's cache reads the same passage within the budget. Of two methods, the share of kept entries that "
-        "both keep, for each layer and KV head; where they keep different numbers, of the larger."
+        "Each method's cache reads the same passage within the budget. For two methods, each layer and each KV "
+        "head, the study gives the share of the kept entries that both methods keep. If the methods keep "
+        "different numbers, the share is of the larger number."
     )
     found = Agreements
 

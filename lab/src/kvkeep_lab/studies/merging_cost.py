@@ -60,13 +60,13 @@ class MergingCost(Study):
     ``pair`` as the authors' code has both."""
 
     name = "merging-cost"
-    about = "seconds and peak memory of kvslimmer, asymkv and others, by length and chunk"
+    about = "measure time and peak memory of kvslimmer, asymkv and others, by length and chunk"
     protocol = (
-        "Random ids are read within a budget, then single tokens decoded; prompts' medians and steps' means over all "
-        "rounds, interleaved. A request: the prompt and an answer of so many steps. Peak: the most of entries, "
-        "workspace and bookkeeping as the cache counts them (on a GPU all that was given out). asymkv's gradient is of "
-        "each layer's own loss, not a backward pass through the model, so it is a cheaper rival than the paper's; "
-        "asymkv-published makes that pass."
+        "Each method reads random token ids within a budget and then decodes single tokens. Prompts have the "
+        "median and steps the mean over all rounds, which are interleaved. A request is the prompt and an answer "
+        "of --answer tokens. Peak: the largest sum of entries, workspace and bookkeeping as the cache counts "
+        "them (on a GPU, all allocated memory). asymkv's gradient is of each layer's own loss, not a backward "
+        "pass through the model, so it is a cheaper rival than the paper's; asymkv-published makes that pass."
     )
     found = Costs
     metrics: ClassVar[tuple[Metric, ...]] = (

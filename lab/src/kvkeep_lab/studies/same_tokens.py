@@ -59,11 +59,11 @@ class SameTokens(Study):
     """KV-Direct's Table 3, and ``kv-direct`` with every kind of checkpoint beside it."""
 
     name = "same-tokens"
-    about = "greedy tokens with the stock cache, without any, and with kv-direct"
+    about = "compare greedy tokens with the stock cache, without a cache, and with kv-direct"
     protocol = (
-        "The built-in text's first tokens are continued greedily: with transformers' own cache, with none (everything "
-        "is computed again for every token), and with kv-direct in every kind of checkpoint and budget. Where a token "
-        "differs, its gap is by how many logits the stock cache preferred its own."
+        "The first tokens of the built-in text are continued greedily: with transformers' own cache, without a "
+        "cache (every token computes the whole text again), and with kv-direct for every kind of checkpoint and "
+        "budget. Where a token differs, the gap is the difference between the two logits with the stock cache."
     )
     found = Ways
     metrics: ClassVar[tuple[Metric, ...]] = (

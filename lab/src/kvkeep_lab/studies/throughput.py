@@ -66,10 +66,11 @@ class Throughput(EngineStudy):
     """KVReviver's Table 1, and methods that keep the same bytes in other ways."""
 
     name = "throughput"
-    about = "tokens a second by rows of a batch: transformers' own cache against methods within a budget"
+    about = "compare tokens per second of transformers' own cache with methods within a budget, by batch size"
     protocol = (
-        "Rows of random ids, all as long, are read, then decoded one token each a step; medians, rounds interleaved. "
-        "Tokens a second are of decoding alone. Rows that fit: how many rows of a method take the bytes of one row of "
+        "Each method reads a batch of rows of random token ids, all of the same length, and then decodes one "
+        "token for each row in a step. Figures are medians over interleaved rounds. Tokens per second count "
+        "decoding only. Rows that fit: the number of rows of a method that take as many bytes as one row of "
         "transformers' own cache (stock)."
     )
     found = Rates

@@ -79,8 +79,8 @@ class Verify(Study):
     name = "verify"
     about = "check the claims on your model: entries rebuilt to the bit, the same tokens, KL = 0, bytes as predicted"
     protocol = (
-        "Keys and values are rebuilt and compared; a text is continued with and without a cache; residuals are "
-        "patched; bytes are counted; where the model has sliding windows, the same beyond them."
+        "The study rebuilds keys and values and compares them, continues a text with and without a cache, "
+        "patches residuals, and counts bytes. If the model has sliding windows, it does the same beyond them."
     )
     found = VerifyReport
 

@@ -65,7 +65,7 @@ NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_e
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -75,14 +75,14 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """A part of a message: text, and nothing else."""
+    """A text part of a message; no other kind of part is supported."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(_Strict):
-    """A message of a conversation. Further fields of OpenAI's answers may be sent back if they are empty."""
+    """A message of a conversation. Other fields of OpenAI's messages have to be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
@@ -265,7 +265,7 @@ class TextRequest(_Common):
 
 
 class TokenizeRequest(_Strict):
-    """``POST /tokenize``: of a text, or of a conversation up to its answer."""
+    """``POST /tokenize``: a text (``prompt``), or a conversation up to its answer (``messages``)."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
