@@ -44,9 +44,9 @@ class CacheStream:
     text: tuple[int, list[int]] | None = None
     """The length of the text that was read, and a digest of each row."""
     cut = False
-    """What is read now is a part of a text, and not its last."""
+    """The present pass reads a part of a text that is not its last."""
     rehearsing = False
-    """Nobody keeps what is read now (:mod:`kvkeep.stores.readers.rehearsal`)."""
+    """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
     first: Tensor | None = None
@@ -77,7 +77,7 @@ class CacheStream:
 
     @property
     def length(self) -> int:
-        """Tokens processed, those of an unfinished pass not counted."""
+        """The number of tokens processed, without those of an unfinished pass."""
         return self._known if self.open else self._processed()
 
     def _processed(self) -> int:

@@ -88,7 +88,7 @@ class _Caller:
             raise KeyboardInterrupt
 
     def check(self, tokens: Sequence[int]) -> str:
-        """Return why an answer ends with ``tokens``; an empty string: it goes on."""
+        """Return why an answer ends with ``tokens``; an empty string: it continues."""
         ended = self.ended is not None and self.ended(self.text(tokens))
         if self.interrupted():
             return "interrupted"

@@ -189,7 +189,7 @@ def _budgets(
         return
 
     def needed(entries: int) -> int:
-        """Return the bytes with so many entries, 0 where they are too few for the method."""
+        """Return the bytes for a number of entries; 0 if they are too few for the method."""
         try:
             end = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:
