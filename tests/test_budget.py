@@ -132,7 +132,7 @@ def test_a_refused_share_names_one_that_would_do(context: int, hundredths: int) 
 
 
 def test_messages_keep_the_unit_of_the_user() -> None:
-    with pytest.raises(BudgetError, match=r"Budget '1' holds 1 entry, below"):
+    with pytest.raises(BudgetError, match=r"Budget '1' holds 1 entry, less than"):
         Budget.parse(1).entries(FULL)
     with pytest.raises(BudgetError, match=r"Budget '8tok' holds 8 entries, less than one chunk of 16; .* 16tok\."):
         Budget.parse("8tok").entries(FULL)

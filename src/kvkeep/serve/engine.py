@@ -179,7 +179,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, give running answers ``grace`` seconds to finish, cancel the rest, and end the thread."""
+        """Refuse new requests, give running answers ``grace`` seconds to finish, cancel the rest; end the thread."""
         with self._lock:
             self._stopping = True
         self._inbox.put(None)
