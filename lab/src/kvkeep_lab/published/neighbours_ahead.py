@@ -69,7 +69,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
         if entries < least:
             raise BudgetError(
                 f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks and a chunk "
-                f"of {chunk} that stays whole; give it {least}, or a smaller chunk or fewer sinks."
+                f"of {chunk} that stays whole; give at least {least}, or a smaller chunk or fewer sinks."
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
