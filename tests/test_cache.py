@@ -79,7 +79,7 @@ def test_a_budget_below_one_chunk_names_the_smallest() -> None:
 def test_a_static_cache_that_is_full_says_so() -> None:
     cache = KeepCache(tiny("llama"), "static", 20)
     step("llama", cache, prompt(1, 20))
-    with pytest.raises(UsageError, match="holds 20 entries and 21 are needed"):
+    with pytest.raises(UsageError, match="holds 20 entries, but 21 are needed"):
         step("llama", cache, prompt(1, 1))
 
 

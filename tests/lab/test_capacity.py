@@ -109,5 +109,5 @@ def test_cache_names_are_parsed_as_by_the_planner(shape: Shape) -> None:
             parse(name)
     with pytest.raises(UsageError, match="8,192 positions"):
         list(capacities(shape, H100, MEMORY, 10000))
-    with pytest.raises(UsageError, match="no room"):
+    with pytest.raises(UsageError, match="too short for a prompt"):
         list(capacities(shape, H100, MEMORY, 256))
