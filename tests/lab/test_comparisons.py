@@ -40,7 +40,7 @@ def test_pieces_of_a_text_do_not_overlap_and_depend_on_the_seed_only() -> None:
     assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
     assert all(len(made(piece).input_ids) == 20 for piece in found)
     assert all(start == 0 or text[start - 2] == "." for start, _ in places)  # from the beginning of a sentence
-    with pytest.raises(UsageError, match=r"the text has room for [1-9]\d*;"):
+    with pytest.raises(UsageError, match=r"without overlap, only [1-9]\d*;"):
         pieces(made, text, 100, 9)
 
 

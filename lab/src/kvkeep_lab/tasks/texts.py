@@ -103,7 +103,7 @@ def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
                 break
         else:
             raise ShortText(
-                f"Only {seed} passages of {tokens:,} tokens fit into the text without overlap, not {count}; give a "
+                f"{count} passages of {tokens:,} tokens do not fit into the text without overlap, only {seed}; give a "
                 "longer text, shorter passages, or fewer."
             )
     return [text[start:stop] for start, stop in found]
