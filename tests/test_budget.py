@@ -132,15 +132,15 @@ def test_a_refused_share_names_one_that_would_do(context: int, hundredths: int) 
 
 
 def test_messages_keep_the_unit_of_the_user() -> None:
-    with pytest.raises(BudgetError, match=r"Budget '1' holds 1 entry, below"):
+    with pytest.raises(BudgetError, match=r"Budget '1' holds 1 entry, less than"):
         Budget.parse(1).entries(FULL)
-    with pytest.raises(BudgetError, match=r"Budget '8tok' holds 8 entries, below one chunk of 16; .* 16tok\."):
+    with pytest.raises(BudgetError, match=r"Budget '8tok' holds 8 entries, less than one chunk of 16; .* 16tok\."):
         Budget.parse("8tok").entries(FULL)
     with pytest.raises(BudgetError, match=r"the smallest is 16 \(or 0, which recalls everything\)\."):
         Budget.parse(8).entries(FULL, zero=True)
     with pytest.raises(BudgetError, match=r"Budget '1KB' holds 7 entries.*smallest for this model is 2048B"):
         Budget.parse("1KB").entries(FULL)
-    with pytest.raises(BudgetError, match=r"below one chunk of 64; the smallest is 64\."):
+    with pytest.raises(BudgetError, match=r"less than one chunk of 64; the smallest is 64\."):
         Budget.parse(63).entries(FULL, chunk=64)
     with pytest.raises(BudgetError, match=r"less than the 4224B that the sliding-window layers hold.*is 6272B"):
         Budget.parse("4KB").entries(MIXED)
@@ -159,7 +159,7 @@ def test_nothing_to_govern_and_impossible_circumstances_are_refused() -> None:
 @given(entries=st.integers(0, 2000), chunk=st.none() | st.integers(1, 600))
 def test_chunks_fit_the_budget(entries: int, chunk: int | None) -> None:
     if entries and entries < (chunk or MIN_CHUNK):
-        with pytest.raises(BudgetError, match="below one chunk"):
+        with pytest.raises(BudgetError, match="less than one chunk"):
             Budget.parse(entries).chunk_for(entries, chunk)
         return
     chosen = Budget.parse(entries).chunk_for(entries, chunk)

@@ -49,12 +49,12 @@ def test_its_signature_names_every_option() -> None:
         ({"method": ""}, "must be a name, not"),
         ({"budget": 16, "checkpoint": "residuals"}, "did you mean residual"),
         ({"budget": 16, "checkpoint": "residual:0"}, "whole number of layers"),
-        ({"budget": 16, "checkpoint": "kv:2"}, "only 'residual' has one"),
+        ({"budget": 16, "checkpoint": "kv:2"}, "only 'residual' takes a stride"),
         ({"budget": 16, "where": "dsk"}, "did you mean disk"),
         ({"budget": 16, "where": 1}, "must be a name, not"),
-        ({"budget": 16, "checkpoint": "tokens", "capacity": 9}, "rebuild later entries"),
+        ({"budget": 16, "checkpoint": "tokens", "capacity": 9}, "earlier entries to rebuild"),
         ({"budget": 16, "capacity": 1.5}, "The capacity of a cache must be a whole number of at least 1"),
-        ({"budget": 16, "where": "host", "folder": "/tmp"}, "for '--where disk'"),
+        ({"budget": 16, "where": "host", "folder": "/tmp"}, "'--where disk' only"),
         ({"budget": 16, "page": 0}, "The page of a cache must be a whole number of at least 1, not 0"),
         ({"budget": 16, "page": -1}, "The page of a cache must be a whole number of at least 1, not -1"),
         ({"budget": 16, "chunk": "16"}, "The chunk of a cache must be a whole number of at least 1, not '16'"),
@@ -79,7 +79,7 @@ def test_a_budget_below_one_chunk_names_the_smallest() -> None:
 def test_a_static_cache_that_is_full_says_so() -> None:
     cache = KeepCache(tiny("llama"), "static", 20)
     step("llama", cache, prompt(1, 20))
-    with pytest.raises(UsageError, match="holds 20 entries and 21 are needed"):
+    with pytest.raises(UsageError, match="holds 20 entries, but 21 are needed"):
         step("llama", cache, prompt(1, 1))
 
 
@@ -139,7 +139,7 @@ def test_a_crop_of_what_is_not_there_is_refused() -> None:
         cache = KeepCache(tiny("llama"), method, budget)
         step("llama", cache, prompt(1, 30))
         for tokens in (5, -31, -1000):
-            with pytest.raises(UsageError, match="negative number, of 30 at most"):
+            with pytest.raises(UsageError, match="negative number, at least -30"):
                 cache.crop(tokens)
         assert cache.get_seq_length() == 30
 

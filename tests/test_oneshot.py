@@ -71,9 +71,9 @@ def test_the_planner_counts_the_whole_prompt() -> None:
 
 def test_what_it_does_not_go_with_is_said() -> None:
     for text, words in (
-        ("full+oneshot", "Nothing is evicted, so nothing has to be compressed"),
-        ("kvzip+oneshot", "It reads the whole text before it compresses"),
-        ("kvslimmer-published+oneshot", "at once it would be one chunk"),
+        ("full+oneshot", "evicts nothing, so there is nothing to compress"),
+        ("kvzip+oneshot", "always reads the whole text before it compresses"),
+        ("kvslimmer-published+oneshot", "the prompt has only one chunk"),
         ("h2o+oneshot+verified", "Unknown fate 'oneshot'"),
         ("h2o+oneshot:3", "Unknown fate 'oneshot'"),
     ):
@@ -83,6 +83,6 @@ def test_what_it_does_not_go_with_is_said() -> None:
         KeepCache(tiny("llama"), "h2o+oneshot", BUDGET, chunk=16)
     limit = tiny("llama").config.max_position_embeddings
     cache = KeepCache(tiny("llama"), "streaming-llm+oneshot", 16)
-    with pytest.raises(UsageError, match=f"have {limit + 1} positions, more than the model's {limit}"):
+    with pytest.raises(UsageError, match=f"need {limit + 1} positions, more than the model's {limit}"):
         step("llama", cache, prompt(1, limit + 1))
     assert step("llama", cache, prompt(1, 60)).isfinite().all()

@@ -137,7 +137,7 @@ class Budget:
             return chunk or DEFAULT_CHUNK
         least = chunk or MIN_CHUNK
         if entries < least:
-            raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, below one chunk of {least}.")
+            raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, less than one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
@@ -157,7 +157,7 @@ class Budget:
         if entries < 0:
             problem = f"is less than the {fixed}B that the sliding-window layers hold by themselves"
         else:
-            problem = f"holds {_entries(entries)}, below one chunk of {least}"
+            problem = f"holds {_entries(entries)}, less than one chunk of {least}"
         if self.unit == "tokens":
             remedy = f"the smallest is {least}{re.sub(r'[0-9]', '', self.text).strip()}"
         elif self.unit == "bytes":
@@ -183,7 +183,7 @@ def bytes_of(size: int | str, what: str = "memory") -> int:
 def _smallest_share(context: int, least: int) -> str:
     """Return the percentage of ``context`` that holds ``least`` entries, rounded up to 0.01."""
     if context < least:
-        return f"a context of {context} tokens is too short for any share, the smallest is {least} entries"
+        return f"a context of {context} tokens is too short for a share of it; the smallest is {least} entries"
     hundredths = -(-least * 10_000 // context)
     percent = f"{hundredths // 100}.{hundredths % 100:02d}".rstrip("0").rstrip(".")
     return f"the smallest for a context of {context} is {percent}%"

@@ -40,14 +40,14 @@ class KeepCache(Cache):
     "kv-direct" with one. budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share
     (``"25%"``) of ``context`` tokens (by default all the model's positions). checkpoint: "kv", "tokens",
     "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
-    default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
-    for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
-    share a budget given in bytes. recall: how evicted entries are read, as the last part of the method's name would say
-    ("verified", "pages:8"); without a method, that of "snapkv". request: a
-    :class:`~kvkeep.policies.request.Request`, which has all of these, instead of them.
+    default disk for a model on the CPU, and host for a model on an accelerator. capacity: maximum number of entries in
+    the checkpoint. folder: folder of a checkpoint on disk. chunk: prompt tokens processed in one pass. page: rows
+    rebuilt at a time. batch: rows of the batch that share a budget in bytes. recall: how evicted entries are read
+    ("verified", "pages:8"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
+    :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 
-    A cache goes on with the text that it has read; :meth:`reset` empties it for another one, and so does the end of a
-    ``with`` block, which frees its memory and its files.
+    A cache always continues the text that it has read. :meth:`reset` empties it for another text. The end of a ``with``
+    block does the same, and so frees the memory and the files.
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
@@ -70,7 +70,7 @@ class KeepCache(Cache):
         request: Request | None = None,
     ) -> None:
         if not hasattr(model, "config"):
-            raise UsageError(f"A cache is made for a model that is loaded, and not for a {type(model).__name__}.")
+            raise UsageError(f"A cache needs a loaded model, not a {type(model).__name__}; pass the model itself.")
         self.model = model
         self.request = request or Request.parse(
             method,
@@ -109,15 +109,15 @@ class KeepCache(Cache):
 
     @outside_inference_mode
     def compress(self) -> None:
-        """Choose what stays, where the method (``kvzip``) does so once, after a text was read: it is read once more,
-        and from then on the cache is what its method says. Happens by itself at the end of a text that is longer than
-        the budget. Nothing happens with any other method, or without a text."""
+        """Read the text a second time and choose the entries that stay, for methods that choose once (``kvzip``). From
+        then on the budget holds. A cache calls this by itself at the end of a text that is longer than the budget. With
+        any other method, or without a text, it does nothing."""
         if self.reading and self.get_seq_length():
             compress(self)
 
     def recompose(self, shares: Sequence[Sequence[int]]) -> None:
-        """Begin anew as the method's own cache, empty, with ``shares`` entries for each full layer's lanes; the text's
-        entries are copied into it afterwards (:mod:`kvkeep.reconstruction`)."""
+        """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
+        :mod:`kvkeep.reconstruction` then copies the entries of the text into it."""
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
         progress, self.reading = self.stream.on_progress, False
         self._use(made, self.request)
@@ -125,15 +125,15 @@ class KeepCache(Cache):
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """What :meth:`recompose` was given, for the rows that there are now; None where it was not."""
+        """The shares that :meth:`recompose` got, for the present rows; None if it was not called."""
         if self.reading or self.method.reading is None:
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
 
     @property
     def budgets(self) -> Sequence[Sequence[int]] | None:
-        """The entries of each layer's KV heads (one number: of all its heads; where rows differ, of each row's), None
-        where all are alike by nature."""
+        """The entries of each layer's KV heads: one number if all heads of the layer have the same, and numbers for
+        each row if rows differ. None if the method gives all layers and heads the same budget."""
         if (shares := self.shares) is None:
             return self.made.budgets
         full = dict(zip((layer.index for layer in self.geometry.full_layers), shares, strict=True))
@@ -151,29 +151,32 @@ class KeepCache(Cache):
         return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens processed, those of an unfinished step not counted."""
+        """Return the number of tokens processed, without those of an unfinished step."""
         if self.stream.streams or self.stream.open:
             return self.stream.length
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
+        """Return what masks must cover, (length, offset): only the new entries in layers that the cache streams."""
         if self.stream.streamed(layer_idx):
             return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number or more than there are,
-        and RuntimeError where a sliding window has forgotten what would be needed."""
+        """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number, or for more tokens
+        than the cache has read, and RuntimeError if a sliding window has already discarded entries that are needed."""
         self.stream.roll_back()
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise UsageError(
-                f"crop() takes the tokens to remove as a negative number, of {self.get_seq_length()} at most, not "
-                f"{tokens_to_remove}."
+                "crop() takes the number of tokens to remove as a negative number, at least "
+                f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
-            raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
+            raise UsageError(
+                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
+                "the end; call reset()."
+            )
         super().crop(tokens_to_remove)
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
         self.stream.text = None
@@ -197,7 +200,7 @@ class KeepCache(Cache):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held, 0 before the first token."""
+        """The number of rows of the batch; 0 before the first token."""
         return int(self.stream.rows)
 
     @outside_inference_mode
@@ -219,11 +222,11 @@ class KeepCache(Cache):
     def fork(
         self, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> KeepCache:
-        """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
+        """Return a second, independent cache that has read the same text.
 
-        Without arguments it is of the same kind: "paged" shares its blocks until one of them is written, any other
-        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a
-        cache of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
+        Without arguments it has the same method and options. "paged" shares blocks until one cache writes to them; any
+        other cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache`, the entries move
+        into a cache with those options, as if it had read the text itself. Raises UsageError if that is impossible.
         """
         return fork(self, None if method is None and budget is None and not options else (method, budget, options))
 
@@ -254,23 +257,25 @@ class KeepCache(Cache):
 
     @outside_inference_mode
     def evict(self, count: int) -> None:
-        """Evict the ``count`` lowest-ranked resident entries of every KV head now; they stay in the checkpoints,
-        and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
+        """Evict the ``count`` lowest-ranked resident entries of every KV head now. Their copies stay in the
+        checkpoints, and the next entries use their space. Raises UsageError for a method that does not keep all entries
+        in checkpoints."""
         if count < 0:
-            raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")
+            raise UsageError(f"The number of entries to evict is 0 or more, not {count}.")
         for layer in self._backed():
             layer.resident.evict(count)
 
     @outside_inference_mode
     def recall(self, positions: Sequence[int], limit: int = 64) -> int:
-        """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
-        layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.
-        Return how many entries came back, of all layers, rows and KV heads. Raises UsageError for a slot that there is
-        not, or a method that does not keep all entries in checkpoints of which single ones can be had."""
+        """Recall the entries at ``positions`` (slots of the sequence, padding included) from the checkpoints, in every
+        layer and KV head where they are not resident. At most the first ``limit`` of them come back, and each replaces
+        the lowest-ranked resident entry. Return the number of recalled entries, over all layers, rows and KV heads.
+        Raises UsageError for a slot out of range, for a method that does not keep all entries in checkpoints, and for a
+        kind of checkpoint that cannot rebuild single entries."""
         layers = self._backed()
         length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
         if limit < 0 or any(not 0 <= slot < length for slot in slots):
-            raise UsageError(f"There are slots 0 to {length - 1} to recall, and a limit is 0 or more.")
+            raise UsageError(f"recall() takes slots from 0 to {length - 1} and a limit of at least 0.")
         if self.checkpoint is None or not self.checkpoint.picks:
             raise UsageError(
                 f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
@@ -287,8 +292,8 @@ class KeepCache(Cache):
         fate = self.method.store_fate
         if not self.method.recall.backed or fate.merges or fate.makes_room:
             raise UsageError(
-                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so none can leave and come "
-                "back by hand; 'kv-lru' does."
+                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so evict() and "
+                "recall() do not work with it; use 'kv-lru'."
             )
         return self._bounded()
 
@@ -296,8 +301,8 @@ class KeepCache(Cache):
 
     @property
     def exactness(self) -> Exactness:
-        """The method's promise; lossy as soon as a checkpoint of limited capacity has lost an entry, or the text is
-        longer than the model's rotary frequencies stay the same."""
+        """The method's promise. It becomes lossy once a checkpoint of limited capacity has discarded an entry, or the
+        text is so long that the model's rotary frequencies have changed."""
         lost = any(rows.first > 0 for _, rows in self.checkpoint_rows())
         lost = lost or not self.geometry.steady(self.get_seq_length())
         return Exactness.LOSSY if lost else self.method.exactness
@@ -315,12 +320,12 @@ class KeepCache(Cache):
         return sum(holding.compressed_bytes for holding in self.holdings)
 
     def memory(self) -> Memory:
-        """Return measured bytes, by what they are for, and beside them those of the process."""
+        """Return the measured bytes of the cache by purpose, and those of the whole process."""
         return replace(report.memory(self.made, self.holdings), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
-        """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
-        :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding counts as dropped where it is not kept."""
+        """Return the state of every entry: for each layer (batch, kv_heads, slots) int8 codes of
+        :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding that is not stored counts as dropped."""
         length, rows = self.get_seq_length(), self.rows
         return [self.holdings[layer.source].entry_states(length, rows) for layer in self.geometry.layers]
 
@@ -329,13 +334,13 @@ class KeepCache(Cache):
         return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
 
     def certificate(self) -> list[Certificate]:
-        """Return what each layer whose recall is selective can have left out; nothing for other methods."""
+        """Return what each layer with a selective recall may have missed; an empty list for other methods."""
         if self.reading or not self.method.recall.reads_single:
             return []
         return [layer.reader.certificate for layer in self._bounded()]
 
     def merges(self) -> tuple[int, int]:
-        """Return how many pairs of neighbours were merged so far, of all layers and heads, and for how many of them the
-        formula of the key's weights left [0, 1] or had no value, so that they were clamped. Zeros for other methods."""
+        """Return the number of merged pairs over all layers and heads, and for how many of them the weight of a key was
+        clamped, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
         merged = [layer.evicted.merged() for layer in self._bounded()]
         return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

@@ -126,8 +126,8 @@ class ModelGeometry:
         )
 
     def steady(self, tokens: int | None) -> bool:
-        """Return whether the rotary frequencies of a text of so many tokens do not depend on how it is cut into calls;
-        None: of any text."""
+        """Return whether the rotary frequencies of a text of ``tokens`` tokens are the same however it is cut into
+        calls; None: for any text."""
         return self.steady_positions is None or (tokens is not None and tokens <= self.steady_positions)
 
     @property

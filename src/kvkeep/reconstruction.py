@@ -96,8 +96,8 @@ def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
         piece = min(piece, limit - length - CUE - len(words.later) - len(words.then))
     if piece < 1:
         raise UsageError(
-            f"'{cache.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
-            f"{length} tokens leave too few; shorten the text."
+            f"'{cache.method.name}' reads the text a second time, at the positions after it. {length} tokens "
+            f"leave too few of the model's {limit} positions; shorten the text."
         )
     yield from ((start, min(start + piece, length)) for start in range(0, length, piece))
 

@@ -14,7 +14,7 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
-ONESHOT_NOTE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
+ONESHOT_NOTE = "a prompt is read in one pass; before it is compressed, one layer at a time holds all of it"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LayerReport:
     entries: int | None
     exactness: str
     note: str
-    """Why requested and effective settings differ, or when the budget does not hold."""
+    """Why requested and effective settings differ, or when the cache exceeds the budget."""
     same_bits: bool
     """Whether logits have the bits of the unbounded cache that reads one token at a time, for any chunk, budget and
     batch. That requires an exact method, the kernel's attention over entries in the order of the text, and a model
@@ -49,8 +49,8 @@ def describe(
     exactness: Exactness,
     model: Any,
 ) -> list[LayerReport]:
-    """Return, for every layer, the requested and the effective method and budget; ``budgets``: entries by layer and
-    head, where they differ; ``exactness``: of full layers."""
+    """Return, for every layer, the requested and the effective method and budget. ``budgets``: entries by layer and
+    head, if they differ; ``exactness``: that of full layers."""
     same = made.exact and exactness is Exactness.EXACT and not geometry.other_layers
     same = same and geometry.steady(request.context)
     same = same and _in_order(request, made, model) and row_independent(model)
@@ -60,7 +60,7 @@ def describe(
         effective, entries, note = name, made.entries, ""
         if layer.kind == "sliding":
             effective, entries = "sliding window", layer.window
-            note = "the model's own window bounds it already"
+            note = "the model's own window limits it"
         elif layer.kind == "full" and budgets is not None:
             by_head = budgets[layer.index]
             entries = sum(by_head) // len(by_head)
@@ -68,7 +68,7 @@ def describe(
         elif layer.kind == "shared":
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
-            effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
+            effective, entries, note = STOCK_STATE, None, "has no keys and values; transformers manages its state"
         if layer.kind == "full" and request.method.oneshot:
             note = f"{note}; {ONESHOT_NOTE}" if note else ONESHOT_NOTE
         if (

@@ -44,9 +44,9 @@ class CacheStream:
     text: tuple[int, list[int]] | None = None
     """The length of the text that was read, and a digest of each row."""
     cut = False
-    """What is read now is a part of a text, and not its last."""
+    """The present pass reads a part of a text that is not its last."""
     rehearsing = False
-    """Nobody keeps what is read now (:mod:`kvkeep.stores.readers.rehearsal`)."""
+    """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
     first: Tensor | None = None
@@ -77,7 +77,7 @@ class CacheStream:
 
     @property
     def length(self) -> int:
-        """Tokens processed, those of an unfinished pass not counted."""
+        """The number of tokens processed, without those of an unfinished pass."""
         return self._known if self.open else self._processed()
 
     def _processed(self) -> int:
@@ -100,20 +100,21 @@ class CacheStream:
             return
         if self.limit is not None and total > max(self.limit, limit - REREAD_POSITIONS):
             raise UsageError(
-                f"'{self.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
-                f"{total} tokens leave too few; shorten the text to {limit - REREAD_POSITIONS}."
+                f"'{self.method.name}' reads the text a second time, at the positions after it. {total} tokens "
+                f"leave too few of the model's {limit} positions; shorten the text to {limit - REREAD_POSITIONS} "
+                "tokens."
             )
         if self.ends and total > limit:
             raise UsageError(
-                f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
-                "that the model has; 'streaming-llm' with positions within the cache has no such end."
+                f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's "
+                f"{limit} positions; use 'streaming-llm', whose positions are those within the cache."
             )
         if self.positions is not None and self.method.oneshot:
             needed = min(self.length, self.positions.entries) + tokens
             if needed > self.positions.limit:
                 raise UsageError(
-                    f"Read at once, these {tokens} tokens and what the cache holds have {needed} positions, more than "
-                    f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
+                    f"In one pass, these {tokens} tokens and the entries of the cache need {needed} positions, "
+                    f"more than the model's {self.positions.limit}; leave 'oneshot' out to read them in chunks."
                 )
 
     @outside_inference_mode
@@ -128,15 +129,16 @@ class CacheStream:
             return positions
         if self.limit is not None and ids is None:
             raise UsageError(
-                f"'{self.method.name}' reads a text once more by its token ids, not by embeddings; pass input_ids."
+                f"'{self.method.name}' reads the text a second time by its token ids, and embeddings have none; "
+                "pass input_ids."
             )
         if self.round is not None:
             self.round.before_forward()
         self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
         if self._masked and self.checkpoint is not None and self.checkpoint.replays:
             raise UsageError(
-                f"Checkpoint kind '{self.checkpoint.spec}' runs the model again by its own masks, and cannot by one of "
-                "the caller's; use kind 'kv' or 'residual'."
+                f"Checkpoint kind '{self.checkpoint.spec}' runs the model again with the model's own masks, and "
+                "cannot use an attention mask of yours; use kind 'kv' or 'residual'."
             )
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
@@ -254,15 +256,15 @@ class CacheStream:
         brings, last = index == source, self._readers[source] == index
         if brings and layer.pending is None:
             raise KvkeepError(
-                f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
+                f"'{self.geometry.model_type}' passed no entries to the cache. Gradient checkpointing does that; "
                 "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
             mask = None  # a token sees itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
-                f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} "
-                "of them new, and a mask covers the former or the latter."
+                f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "
+                f"or the {key.shape[2]} new ones."
             )
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))

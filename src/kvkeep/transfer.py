@@ -17,7 +17,7 @@ Kind = tuple[str | None, Any, Options]  # method, budget, other options of a cac
 
 
 def state(cache: Any) -> dict[str, Tensor]:
-    """Return the tensors of a cache's past by name, as views where they are in one piece. Raises as :func:`parts`."""
+    """Return the tensors of a cache's state by name, as views if they are in one piece. Raises as :func:`parts`."""
     return {name: _tensor(part) for name, part in parts(cache).items()}
 
 
@@ -26,8 +26,8 @@ def _tensor(part: Tensor | Rows) -> Tensor:
 
 
 def parts(cache: Any) -> dict[str, Tensor | Rows]:
-    """Return a cache's past by name: tensors, as views, and the rows of the checkpoint where they lie. Raises
-    KvkeepError for an unfinished step that cannot be undone."""
+    """Return a cache's state by name: tensors as views, and the rows of the checkpoint in place. Raises KvkeepError for
+    an unfinished step that cannot be undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor | Rows] = {}
     for number, holding in enumerate(cache.holdings):
@@ -46,7 +46,7 @@ def parts(cache: Any) -> dict[str, Tensor | Rows]:
 
 
 def header(cache: Any) -> dict[str, Any]:
-    """Return a cache's past beside its tensors, as plain types."""
+    """Return the part of a cache's state that is no tensor, as plain types."""
     return {
         "length": cache.get_seq_length(),
         "rows": cache.rows,
@@ -57,8 +57,8 @@ def header(cache: Any) -> dict[str, Any]:
 
 
 def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
-    """Restore the past of :func:`state` and :func:`header` in an empty cache. names: of the tensors; tensor: returns
-    one by name, so that one is in memory at a time."""
+    """Restore what :func:`state` and :func:`header` returned in an empty cache. names: names of the tensors; tensor: a
+    function that returns one of them, so that only one is in memory at a time."""
     length, device = about["length"], cache.made.device
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
@@ -84,7 +84,7 @@ def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about:
 
 
 def fork(cache: Any, kind: Kind | None) -> Any:
-    """Return a second cache with the same past: of the same kind, or of another one."""
+    """Return a second cache that has read the same text, with the same options or with others (``kind``)."""
     cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
@@ -93,7 +93,7 @@ def fork(cache: Any, kind: Kind | None) -> Any:
 
 
 def copied(cache: Any) -> Any:
-    """Return a second cache with the same past, in memory of its own; one tensor is copied at a time."""
+    """Return a copy of a cache in memory of its own; one tensor is copied at a time."""
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
@@ -102,11 +102,10 @@ def copied(cache: Any) -> Any:
 
 
 def begun(cache: Any, length: int) -> Any:
-    """Return a second cache of the kind of ``cache``, which is of method "full" and has read more, that has read the
-    first ``length`` tokens.
+    """Return a second cache that has read the first ``length`` tokens of ``cache``, whose method is "full".
 
-    Whole blocks are held once where :func:`shares` says so. Only :mod:`kvkeep.serve` has the kernel attend to them in
-    pieces; any other step of the second cache copies all its entries. Raises RuntimeError where a sliding window has
+    The two caches share whole blocks if :func:`shares` says so. Only :mod:`kvkeep.serve` has the kernel attend to them
+    in pieces; any other step of the second cache copies all its entries. Raises RuntimeError where a sliding window has
     forgotten what would be needed.
     """
     cache.stream.roll_back()
@@ -122,8 +121,8 @@ def begun(cache: Any, length: int) -> Any:
 
 
 def shares(cache: Any) -> bool:
-    """Return whether the CPU kernel attends to the entries of ``cache``, of method "full", in pieces, so that another
-    cache can hold blocks of them, too."""
+    """Return whether another cache can share blocks with ``cache``, whose method is "full": whether the CPU kernel
+    attends to its entries in pieces."""
     return cache.stream.exact and all(cache.layers[layer.index].can_share for layer in cache.geometry.full_layers)
 
 
@@ -142,8 +141,8 @@ def _sharing_blocks(cache: Any) -> Any:
 
 
 def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
-    """Let the empty ledger ``twin`` have what ``source`` knows of ``length`` slots of ``rows`` rows, as far as it
-    records that."""
+    """Copy the first ``length`` slots of ``rows`` rows from the ledger ``source`` to the empty ledger ``twin``, as far
+    as ``source`` records them."""
     ids, positions = (
         rows.view(0, length).clone() if source.records else None for rows in (source.ids, source.positions)
     )

@@ -234,7 +234,7 @@ def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     code, out, err = run("models")
-    sentence = "kvkeep: The user has no home folder; set KVKEEP_CACHE to a folder for kvkeep's files.\n"
+    sentence = "kvkeep: This user has no home folder; set KVKEEP_CACHE to a folder for kvkeep's files.\n"
     assert (code, out, err) == (2, "", sentence)
 
 

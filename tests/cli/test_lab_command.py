@@ -82,7 +82,7 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
     store = tmp_path / "r.jsonl"
     common = ("lab", "run", "needle-25", "--smoke", "-m", str(model_folder), "--data", str(data), "--store", str(store))
     code, out, err = run(*common, "--only", "kv-direct")
-    assert code == 0 and "2 cells measured, 0 were there, 0 failed" in " ".join(err.split())
+    assert code == 0 and "2 cells measured, 0 had results already, 0 failed" in " ".join(err.split())
     with store.open("a") as file:
         file.write('{"kind": "cell", "ce')
     code, out, err = run("lab", "report", str(store), "-o", str(tmp_path / "out"))
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_with_a_sentence_and_130(
     monkeypatch.setattr(Runner, "measure", interrupted)
     store = str(tmp_path / "r.jsonl")
     code, out, err = run("lab", "run", "needle-25", "--smoke", "--data", str(data), "--store", store)
-    assert (code, out) == (130, "") and "the same command goes on from there" in err
+    assert (code, out) == (130, "") and "run the same command again to continue" in err
 
 
 def test_a_run_in_which_everything_fails_says_so(run: Run, data: Path, model_folder: Path, tmp_path: Path) -> None:
@@ -125,4 +125,4 @@ def test_a_run_in_which_everything_fails_says_so(run: Run, data: Path, model_fol
     store = tmp_path / "r.jsonl"
     code, _, err = run("lab", "run", str(tmp_path / "small.toml"), "--data", str(data), "--store", str(store))
     assert code == 1 and "No cell of 'small' could be measured" in err
-    assert "beyond the model's 512 positions" in " ".join(err.split())
+    assert "exceeds the model's 512 positions" in " ".join(err.split())

@@ -148,7 +148,7 @@ def test_a_cache_that_has_read_another_text_is_refused() -> None:
 
 
 def test_prompts_are_within_the_positions_and_writing_ends_with_them() -> None:
-    with pytest.raises(UsageError, match="600 tokens and the model has 512 positions"):
+    with pytest.raises(UsageError, match="600 tokens, but the model has 512 positions"):
         written(ids=[5] * 600)
     result = written(ids=[5] * 508, count=50)
     assert len(result.tokens) == 4 and result.stopped == "positions"

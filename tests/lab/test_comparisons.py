@@ -40,7 +40,7 @@ def test_pieces_of_a_text_do_not_overlap_and_depend_on_the_seed_only() -> None:
     assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
     assert all(len(made(piece).input_ids) == 20 for piece in found)
     assert all(start == 0 or text[start - 2] == "." for start, _ in places)  # from the beginning of a sentence
-    with pytest.raises(UsageError, match=r"the text has room for [1-9]\d*;"):
+    with pytest.raises(UsageError, match=r"without overlap, only [1-9]\d*;"):
         pieces(made, text, 100, 9)
 
 
@@ -125,7 +125,7 @@ def test_compare_measures_each_passage_of_several_texts(
     places = [("a_b.txt", 0), ("a_b.txt", 1), ("c.txt", 0), ("c.txt", 1)]
     assert [(one["text"], one["seed"]) for one in found["passages"]] == places and found["asked"] == 4
     empty, short = found["left_out"]
-    assert "'b.txt': it is empty" in empty and "short.txt: 2 passages of 64 tokens are asked for" in short
+    assert "'b.txt': it is empty" in empty and "short.txt: 2 passages of 64 tokens do not fit" in short
     Path("short.txt").unlink()
     assert [(line["method"], line["n"]) for line in found["summary"]] == [("stock", 4), ("full", 4), ("h2o", 4)]
     lines = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
@@ -152,7 +152,9 @@ def test_compare_measures_each_passage_of_several_texts(
     monkeypatch.setattr("kvkeep_lab.cli.study.write_page", Mock(side_effect=StoreError("The disk is full.")))
     code, out, err = run(*drawn, "--csv", "lost.csv")
     assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
-    assert err.rstrip().endswith("What is above was measured until then. The disk is full.") and "Written" not in err
+    assert (
+        err.rstrip().endswith("The results above were measured before that. The disk is full.") and "Written" not in err
+    )
 
 
 @pytest.mark.parametrize(

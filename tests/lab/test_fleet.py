@@ -175,7 +175,7 @@ def test_the_fleet_command_prints_a_row_for_each_setting(
         (("--replicas", "0"), "whole numbers"),
         (("--pace", str(tmp_path)), "cannot be read"),
         (("--warmup", "700"), "warm-up"),
-        (("--first", "20000"), "longer than a session, 9,000"),
+        (("--first", "20000"), "exceeds the longest session, 9,000"),
         (("--rate", "nan"), "finite"),
         (("--seconds", "inf"), "finite"),
         (("--route", "none"), "Unknown route"),
@@ -272,10 +272,10 @@ def test_a_burst_starts_when_the_previous_one_has_ended() -> None:
     found = Watched(pace, given).run()
     assert max(alive) == 8 and min(found.refused, found.answered) > 50
     assert found.before + found.asked == found.answered + found.refused + found.left and found.before
-    for wrong, sentence in ((4900, "longer than a session, 5,000"), (10**6, "longer")):
+    for wrong, sentence in ((4900, "exceeds the longest session, 5,000"), (10**6, "exceeds the longest")):
         with pytest.raises(UsageError, match=sentence):
             Simulation(pace, replace(given, first=wrong))
-    with pytest.raises(UsageError, match="larger than a replica's memory"):
+    with pytest.raises(UsageError, match="exceeds a replica's memory"):
         Simulation(replace(pace, memory=4800.0), given)
 
 

@@ -189,7 +189,7 @@ def test_a_model_is_hooked_once_and_no_running_cache_remains() -> None:
         ("kvpress:odd", "Unknown press of kvpress 'odd': known are even, nested, otherfamily, whole, window"),
         ("kvpress:even,size=3", "'size=3' is not understood: EvenPress takes sign"),
         ("kvpress:window,window_size=many", "'many' is not understood: a value like 8"),
-        ("kvpress:nested", "NestedPress cannot be made so: needs another press"),
+        ("kvpress:nested", "NestedPress refused these parameters: needs another press"),
         ("kvpress:fate", "Unknown press"),
     ],
 )
@@ -207,7 +207,7 @@ def test_presses_that_cannot_score_are_reported() -> None:
         step("llama", new("other-family"), prompt(1, 30))
     tokens, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :5] = 0
-    with pytest.raises(UsageError, match="nothing of padding"):
+    with pytest.raises(UsageError, match="ignore padding"):
         step("llama", new("even"), tokens, mask)
 
 

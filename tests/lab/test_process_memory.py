@@ -127,7 +127,7 @@ def test_a_case_that_is_refused_or_dies_is_reported(model_folder: Path, monkeypa
 
     monkeypatch.setattr(process_memory, "ProcessPoolExecutor", forked)
     (row,) = measure_each(loaded, [small], 2, lambda what, done, total: None)
-    assert "below one chunk" in row.error
+    assert "less than one chunk" in row.error
 
     class Dying(ThreadPoolExecutor):
         def submit(self, *_: object, **options: object) -> None:  # type: ignore[override]

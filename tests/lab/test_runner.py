@@ -109,9 +109,9 @@ def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
     assert tally.done == 1
     assert [row.error for row in tally.failed] == [
         "ZeroDivisionError: by",
-        "The model gave nan for kl, which is no number to go by.",
+        "The model gave nan for kl, which is not a finite number.",
         "Too small.",
-        "The model gave nan for kl, which is no number to go by.",
+        "The model gave nan for kl, which is not a finite number.",
     ]
 
 
@@ -155,7 +155,7 @@ def test_a_killed_run_loses_its_current_cell_and_three_kills_fail_the_cell(
     tally = run(two, Store(path), data)
     assert (tally.done, tally.found) == (2, 1)
     assert [record.error for record in tally.failed] == [
-        "3 processes ended while they measured it; it may need more memory than they have."
+        "3 processes ended while they measured this cell; it may need more memory than they have."
     ]
     assert [left.name for left in tmp_path.glob("r.jsonl.*")] == ["r.jsonl.lock"]
 

@@ -107,7 +107,7 @@ def test_servers_that_cannot_be_measured_are_reported(
     assert [row["error"].split(" ")[0] for row in json.loads(out)["servers"]] == ["vllm", "llama.cpp"]
     for wrong, says in (
         (("--peers", "vlm"), "did you mean vllm"),
-        (("--clock", "processor"), "no other clock"),
+        (("--clock", "processor"), "leave --clock and --process out"),
         (("--memory", "much"), "much"),
     ):
         code, out, err = run(*common, *wrong)

@@ -70,7 +70,7 @@ def test_needles_have_the_requested_length_and_depth(haystack: Path) -> None:
         assert sorted(one.ids) == sorted(other.ids)  # the same haystack, and the same needle in it
     assert len({sample.facts["value"] for sample in near}) == 3
     short = Needle(length=[64], form="san-francisco")
-    with pytest.raises(UsageError, match="no room for the question"):
+    with pytest.raises(UsageError, match="no space for the question"):
         short.prepare(tokenizer(), text_files(haystack), {"length": 10, "depth": 0}, 0)
 
 

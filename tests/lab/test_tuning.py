@@ -119,7 +119,7 @@ def test_impossible_tunings_are_refused(experiment: Experiment, data: Path, tmp_
         experiment.with_(tune={**TUNE, "candidates": {"h2o": ["full"]}})
     with pytest.raises(UsageError, match="candidates for 'snapkv'"):
         experiment.with_(tune={**TUNE, "candidates": {"snapkv": ["snapkv:window=4"]}})
-    with pytest.raises(UsageError, match="keeps 3 text files for itself, and there are 3"):
+    with pytest.raises(UsageError, match="sets 3 text files aside, and there are only 3"):
         run(experiment.with_(tune={**TUNE, "files": 3}), Store(tmp_path / "r.jsonl"), data)
 
 

@@ -370,6 +370,8 @@ def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> No
         assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
         own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
         assert str(own.status_code) in one["responses"], path
+    extension = schema["components"]["schemas"]["Extension"]["properties"]
+    assert all(one["description"] for one in extension.values()), "the page of the API explains each field"
     error = schema["components"]["schemas"]["ErrorDetail"]["required"]
     assert {*post(address, {}).json()["error"]} == {*error}
 

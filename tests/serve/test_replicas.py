@@ -300,7 +300,7 @@ def test_a_signal_that_ends_the_cluster_too_ends_the_command_at_once(monkeypatch
     monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
     monkeypatch.setattr(replicas_module, "CHECK_S", 0.01)
     monkeypatch.setattr("kvkeep.ray_cluster.alive", lambda: False)
-    with pytest.raises(ClusterEnded, match="running answers were cut"):
+    with pytest.raises(ClusterEnded, match="Running answers were cut off"):
         replicas_module.drain(2)
     gone.set()
     ended: list[str] = []

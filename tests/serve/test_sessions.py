@@ -431,6 +431,6 @@ def test_a_closed_file_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
     engine.close()
     with session_file.SessionFile(path, writing=True) as file:
         cache = KeepCache(tiny("llama"), request=request_of(file, tiny("llama")))
-    with pytest.raises(SessionError, match="closed while it was read; ask again") as error:
+    with pytest.raises(SessionError, match="closed while it was read; retry") as error:
         load_session(file, tiny("llama"), cache=cache)
     assert not isinstance(error.value, SessionDamaged)

@@ -117,14 +117,19 @@ def capacities(
     """
     positions = shape.geometry.max_positions
     if context <= answer:
-        raise UsageError(f"A session of {context:,} tokens has no room for a prompt and {answer:,} of an answer.")
+        raise UsageError(
+            f"A session of {context:,} tokens is too short for a prompt and an answer of {answer:,}; give a "
+            "longer context."
+        )
     if positions is not None and context > positions:
-        raise UsageError(f"The model has {positions:,} positions, fewer than the {context:,} tokens of a session.")
+        raise UsageError(
+            f"A session of {context:,} tokens exceeds the model's {positions:,} positions; give a shorter context."
+        )
     entries = Budget.parse(budget).entries(shape.geometry, context=context)
     for candidate in caches:
         skipped = f"'{candidate}' is left out at {context:,} tokens"
         if not candidate.keeps_all and entries >= context:
-            tell(f"{skipped}: a budget of {entries:,} entries holds all of them.")
+            tell(f"{skipped}: a budget of {entries:,} entries holds every token.")
             continue
         try:
             yield _capacity(shape, machine, memory, context, candidate, entries, answer, acceptance)

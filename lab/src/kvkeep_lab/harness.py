@@ -137,11 +137,15 @@ class KeepLM(TemplateLM):
         def context(request: Request) -> list[int]:
             _, before, tokens = request
             if not before or not tokens:
-                raise UsageError("A context and what follows it have a token each at least; the task has an empty one.")
+                raise UsageError(
+                    "Every context and continuation needs at least one token, and the task has an empty one; "
+                    "mend the task."
+                )
             longest = self.max_length + 1 - len(tokens)  # the last token is not read
             if longest < 1:
                 raise UsageError(
-                    f"What is to be scored has {len(tokens)} tokens, and the model has {self.max_length} positions."
+                    f"The text to score has {len(tokens)} tokens, but the model's context has {self.max_length}; "
+                    "shorten the text."
                 )
             return before[-longest:]
 
@@ -163,11 +167,14 @@ class KeepLM(TemplateLM):
         for text, wanted in tqdm([request.args for request in requests], disable=disable_tqdm):
             given = normalize_gen_kwargs(wanted, self.max_gen_toks)
             if given.get("do_sample"):
-                raise UsageError("The model 'kvkeep' answers greedily; give --gen_kwargs do_sample=False.")
+                raise UsageError("Model 'kvkeep' answers greedily only; give --gen_kwargs do_sample=False.")
             until = handle_stop_sequences(list(given["until"]), self.tokenizer.decode([self.eot_token_id]))
             new = int(given["max_gen_toks"])
             if (longest := self.max_length - new) < 1:
-                raise UsageError(f"The model has {self.max_length} positions, no room for {new} tokens of an answer.")
+                raise UsageError(
+                    f"The model's context has {self.max_length} tokens, too few for an answer of {new}; give a "
+                    "smaller max_gen_toks."
+                )
             ends = [end for end in until if end]
             answer = self.subject.write(self.tok_encode(text)[-longest:], new, partial(_ended, ends))
             self.costs.append(answer.cost)

@@ -152,7 +152,10 @@ def inspect(
     """Continue ``prompt`` greedily and record what becomes of its tokens; the arguments and ``options`` are those of
     ``generate``. budget: what was asked for, to be shown. Raises UsageError for one of transformers' own caches."""
     if not isinstance(cache, KeepCache):
-        raise UsageError("transformers' own cache ('stock') keeps every entry; method 'full' shows the same picture.")
+        raise UsageError(
+            "transformers' own cache ('stock') keeps every entry, so there is nothing to inspect; use method "
+            "'full', which shows the same."
+        )
     recorder = Recorder(cache)
 
     def between_steps() -> bool:

@@ -88,11 +88,13 @@ class KVPress(Scored):
         if entries.new <= max(1, *(getattr(scorer, name, 0) or 0 for name in ("window_size", "n_sink"))):
             return entries.scores
         if isinstance(entries.first, Tensor):
-            raise UsageError("kvpress' scores know nothing of padding; pass rows of the same length, or one at a time.")
+            raise UsageError("Scores of kvpress ignore padding; pass rows of the same length, or one row at a time.")
         if (running := _running.get()) is None:
             if current_attender() is None:  # what a round accepts after its pass has no scores of its own
                 return entries.scores
-            raise UnsupportedModelError("Hooks are not told what this model's attention modules are called with.")
+            raise UnsupportedModelError(
+                "This model calls its attention modules in a way that hooks cannot observe; use another model."
+            )
         module, hidden, kwargs = running
         assert entries.keys is not None and entries.values is not None
         # After a rollback some lanes may have lost more than others: the oldest that not all have keep their scores.
@@ -152,7 +154,7 @@ def _made(name: str, options: str) -> Any:
     try:
         return made(**given)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UsageError(f"{made.__name__} cannot be made so: {error}.") from None
+        raise UsageError(f"{made.__name__} refused these parameters: {error}.") from None
 
 
 def _value(text: str, default: Any) -> Any:

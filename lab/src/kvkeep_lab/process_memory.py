@@ -60,12 +60,13 @@ def process_table(rows: Sequence[InProcess], title: str) -> Table:
             *("resident", "kept smaller or elsewhere", "step ms", "dropped ms", "tokens a pass"),
         ],
         notes=[
-            "Pss: all that the process holds, with its share of what others have mapped, too. Above the model: what it "
-            "holds more than before the cache was made, without a file (anonymous) and of mapped files. Both by "
-            "/proc/self/smaps_rollup; resident and elsewhere are the cache's own account.",
-            "Step: a new token on average; dropped: the same with the checkpoint's files taken out of memory before "
-            f"each token or round (MADV_PAGEOUT; {_stayed(rows)} of them stayed), so that they are read from the disk. "
-            "No memory limit was set, and the model stays in memory.",
+            "Pss: the private memory of the process, and its share of memory that other processes map as well. "
+            "Above the model: the memory added since before the cache was made, without a file (anonymous) and "
+            "of mapped files. Both come from /proc/self/smaps_rollup; the cache itself reports the columns "
+            "'resident' and 'kept smaller or elsewhere'.",
+            "Step: mean time of a new token. Dropped: the same with the checkpoint's files taken out of memory "
+            f"before each token or round (MADV_PAGEOUT; {_stayed(rows)} of them stayed), so that the step reads "
+            "them from the disk. No memory limit was set, and the model stays in memory.",
             *refusals((row.label, f"{row.context:,}", row.error) for row in rows),
         ],
         named=2,
@@ -99,7 +100,11 @@ def measure_each(
                 try:
                     rows.append(pool.submit(measure, *about, case, steps).result())
                 except BrokenProcessPool:
-                    rows.append(InProcess(case.label, case.length, error="The process ended; memory may have run out."))
+                    rows.append(
+                        InProcess(
+                            case.label, case.length, error="The process ended unexpectedly; memory may have run out."
+                        )
+                    )
                 except Exception as error:
                     rows.append(InProcess(case.label, case.length, error=reason(error)))
     except KeyboardInterrupt:

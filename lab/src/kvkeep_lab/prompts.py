@@ -66,7 +66,7 @@ def prompts(
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(tokens) < max(lengths):
         raise UsageError(
-            f"The text has {len(tokens):,} tokens and prompts of {max(lengths):,} are wanted; give a longer text or "
+            f"The text has {len(tokens):,} tokens, too few for prompts of {max(lengths):,}; give a longer text or "
             "shorter lengths."
         )
     made = []

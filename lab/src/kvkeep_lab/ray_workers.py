@@ -83,7 +83,7 @@ def _wait(running: list[Any], poll: Callable[[], None]) -> None:
                 cause = cause.cause
             if isinstance(cause, RayError):
                 reason = str(cause).partition("\n")[0].rstrip(".")
-                raise KvkeepError(f"Ray could not go on: {reason}; the same command goes on from there.") from error
+                raise KvkeepError(f"Ray failed: {reason}; run the same command again to continue.") from error
             raise cause from None
 
 
@@ -114,7 +114,7 @@ def cores(machines: Sequence[int], count: int) -> int:
     for each in range(max(machines, default=0), 0, -1):
         if sum(machine // each for machine in machines) >= count:
             return each
-    raise UsageError(f"The Ray cluster has {sum(machines)} cores, too few for {count} workers; take fewer (--workers).")
+    raise UsageError(f"The Ray cluster has {sum(machines)} cores, too few for {count} workers; give fewer --workers.")
 
 
 def _contents(sources: Sequence[Path]) -> Files:

@@ -57,7 +57,9 @@ def watch(
     geometry = ModelGeometry.from_config(model.config)
     full = [layer.index for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
     if not full:
-        raise UnsupportedModelError(f"'{geometry.model_type}' has no layer that sees the whole text.")
+        raise UnsupportedModelError(
+            f"'{geometry.model_type}' has no layer that attends to the whole text; use another model."
+        )
 
     def see(attended: Attended) -> None:
         if attended.layer in full:

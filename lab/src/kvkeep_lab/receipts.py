@@ -107,8 +107,8 @@ def check_library() -> None:
     """Raise UsageError where there is no native library."""
     if library() is None:
         raise UsageError(
-            "A receipt needs the native library: without it torch computes the logits, and their bits differ from one "
-            "processor to another."
+            "A receipt needs the native library: without it torch computes the logits, and their bits differ "
+            "between processors. Install kvkeep from a wheel, or unset KVKEEP_CPU."
         )
 
 

@@ -208,11 +208,12 @@ def check_fits(model: Any, prompt_tokens: int, new: int) -> None:
     """Raise UsageError for a prompt of no tokens, and for one that is too long for the model with ``new`` more."""
     positions = ModelGeometry.from_config(model.config).max_positions
     if prompt_tokens == 0:
-        raise UsageError("There is nothing to continue: the prompt is empty.")
+        raise UsageError("There is nothing to continue: the prompt is empty; give --prompt or --file.")
     if positions is not None and prompt_tokens + new > positions:
         raise UsageError(
-            f"The prompt has {prompt_tokens} tokens, which with {new} more is beyond the model's {positions} "
-            f"positions, where the full cache is no reference; shorten the text (--limit {max(positions - new, 1)})."
+            f"The prompt has {prompt_tokens} tokens, which with {new} more exceeds the model's {positions} "
+            "positions, where the full cache is no reference; shorten the text (--limit "
+            f"{max(positions - new, 1)})."
         )
 
 

@@ -67,7 +67,7 @@ class Runner:
 
     def lost(self, cell: Cell) -> Record:
         """Return the record of a cell that processes die of."""
-        error = f"{ATTEMPTS} processes ended while they measured it; it may need more memory than they have."
+        error = f"{ATTEMPTS} processes ended while they measured this cell; it may need more memory than they have."
         return self._record(cell, status="failed", error=error, started=_now())
 
     def _record(self, cell: Cell, **found: Any) -> Record:
@@ -157,7 +157,9 @@ def run(
     if tried := experiment.tune.tried(only or experiment.methods):
         first = measure(experiment.tuning(), passages, [experiment.baseline, *tried])
     if first.elsewhere:
-        raise KvkeepError(f"Another run is at the search of '{experiment.name}'; go on when it is done.")
+        raise KvkeepError(
+            f"Another run is tuning the parameters of '{experiment.name}'; start this one again when it has finished."
+        )
     store.refresh()
     experiment = experiment.tuned(store, digest(passages))
     chosen = (one for model in experiment.chosen.values() for at in model.values() for one in at.items())
@@ -218,7 +220,7 @@ def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
 def _finite(outcome: TaskOutcome) -> TaskOutcome:
     for name, value in outcome.scores.items():
         if not math.isfinite(value):
-            raise KvkeepError(f"The model gave {value} for {name}, which is no number to go by.")
+            raise KvkeepError(f"The model gave {value} for {name}, which is not a finite number.")
     return outcome
 
 

@@ -191,7 +191,7 @@ async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Strea
         if piece.usage is not None:
             tokens = piece.usage.completion_tokens
     if not times:
-        raise KvkeepError("An answer has no text.")
+        raise KvkeepError("A server sent an answer without text.")
     return StreamedAnswer(requested, times, tokens or len(times))
 
 
@@ -205,11 +205,12 @@ def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:
             *("first token s", "between p95 ms", "peak", f"fit in {memory}"),
         ],
         notes=[
-            "Every server is a process with the same threads, asked by the openai package from this one; all sessions "
-            "ask at once, with prompts of their own. Tokens/s: of all answers by the time from the first request to "
-            "the last token, prompts included; × one: to one session; writing: while all of them write. First token: "
-            "median. Peak: Pss of the server's processes. Fit: sessions that the promise of memory admits. A budget "
-            "given as a share is of the model's positions.",
+            "Every server runs in its own process with the same number of threads. This process sends the "
+            "requests with the openai package: all sessions at once, each with its own prompt. Tokens/s: tokens "
+            "of all answers, divided by the time from the first request to the last token, prompts included. × "
+            "one: relative to one session. Writing: tokens/s while all sessions generate. First token: median. "
+            "Peak: Pss of the server's processes. Fit: number of sessions that the memory limit admits. A budget "
+            "that is a share refers to the model's positions.",
             *refusals((row.label, f"{row.sessions} of {row.context:,}", row.error) for row in rows),
         ],
         named=2,

@@ -175,7 +175,10 @@ class Subject:
         """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
-            raise UsageError(f"'{self.method}' reads prompts by itself, and cannot score texts that are given.")
+            raise UsageError(
+                f"'{self.method}' runs the model by itself, so it cannot score a given text; use it with "
+                "generated answers only."
+            )
         return cache
 
     def _written(self, reader: PeerReader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> SubjectAnswer:

@@ -124,7 +124,7 @@ def run(
     Raises :class:`Interruption` with the rows, when it is interrupted.
     """
     if clock != "wall" and next(model.parameters()).device.type != "cpu":
-        raise UsageError("Processor seconds say nothing of a GPU; leave out the clock, or give --device cpu.")
+        raise UsageError("The processor clock cannot time a GPU; leave out --clock, or give --device cpu.")
     taken = [_Taken() for _ in listed]
     turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
     try:

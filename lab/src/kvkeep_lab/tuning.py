@@ -58,8 +58,8 @@ class Tuning(BaseModel):
         found = text_files(data)
         if len(found) <= self.files:
             raise UsageError(
-                f"Tuning keeps {self.files} text files for itself, and there are {len(found)}: give more, or fewer "
-                "'files' in [tune]."
+                f"Tuning sets {self.files} text files aside, and there are only {len(found)}; add text files, or "
+                "lower 'files' in [tune]."
             )
         return tuple(found[-self.files :])
 

@@ -176,8 +176,8 @@ class _Worker:
             raise sent[-1]
         if not sent:
             raise KvkeepError(
-                "A worker could not be started. Workers import the script that starts them, so it has to be a file, "
-                "and to measure only within \"if __name__ == '__main__':\"."
+                "A worker could not be started. Workers import the script that starts them, so save the script "
+                "as a file and measure only within \"if __name__ == '__main__':\"."
             )
         return self.process.exitcode != 0
 

@@ -25,7 +25,10 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 def calibrate(
     dtype: Annotated[
-        str, typer.Option(help="What models compute in: bfloat16 (GGUF files, packed weights), float32 or float16.")
+        str,
+        typer.Option(
+            help="Precision of the computation: bfloat16 (for GGUF files and packed weights), float32 or float16."
+        ),
     ] = "bfloat16",
     device: options.Device = None,
     json: options.Json = False,
@@ -47,7 +50,7 @@ def calibrate(
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype)
     note(f"Measuring {described(place, kind)}; this takes less than a minute ...")
     if busy():
-        note("Other programs keep this machine busy, so the rates will be too low.")
+        note("Other programs are using this machine, so the measured rates will be too low.")
     start = time.monotonic()
     with err.status("") as status:
         path = measure_here(place, kind, lambda part: status.update(f"measuring {part}"))
@@ -77,11 +80,11 @@ def _product(machine: Machine, rows: int) -> float:
 
 WIDTH = 2048
 _RATES: dict[str, Callable[[Machine], float]] = {
-    "products of one row, 10⁹ operations/s": lambda one: _product(one, 1) / 1e9,
-    "products of 256 rows, 10⁹ operations/s": lambda one: _product(one, 256) / 1e9,
-    "attention of one row, 10⁹ operations/s": lambda one: one.attention[0][1] / 1e9,
+    "matrix products of one row, 10⁹ operations/s": lambda one: _product(one, 1) / 1e9,
+    "matrix products of 256 rows, 10⁹ operations/s": lambda one: _product(one, 256) / 1e9,
+    "attention of one query, 10⁹ operations/s": lambda one: one.attention[0][1] / 1e9,
     "memory, GB/s": lambda one: one.memory / 1e9,
-    "files that are in memory, GB/s": lambda one: one.disk / 1e9,
-    "files that are not, GB/s": lambda one: one.disk_cold / 1e9,
-    "a layer beside its parts, ms": lambda one: 1e3 * one.layer_s,
+    "files in the page cache, GB/s": lambda one: one.disk / 1e9,
+    "files on disk, GB/s": lambda one: one.disk_cold / 1e9,
+    "overhead of a layer, ms": lambda one: 1e3 * one.layer_s,
 }

@@ -62,11 +62,11 @@ def methods(
         )
         out.print()
     out.print(
-        f"* Start with {START}: its answers are exact, and evicted entries are kept on disk."
-        "\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes parameters:"
-        "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
-        "\nWith +oneshot at the end, a prompt is read at once and compressed afterwards: h2o+oneshot"
-        "\n'kvkeep methods --table combinations' lists all combinations, and why some are refused."
+        f"* Start with {START}: its answers are exact, and evicted entries are kept on disk.\nSELECTOR+FATE+RECALL "
+        "is a method, too. Fate and recall are optional, and each part takes "
+        "parameters:\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4\nA name that ends in +oneshot reads "
+        "the whole prompt first and compresses it afterwards: h2o+oneshot\n'kvkeep methods --table combinations' "
+        "lists all combinations, and why some are refused."
     )
     for kind, registry in found.items():
         out.print()
@@ -101,7 +101,7 @@ def _bibtex(given: str) -> str:
 START = "kv-direct"
 """The method to begin with."""
 _PROMISES = {
-    "exact": "every token is that of the unbounded cache",
+    "exact": "every token is the same as with the unbounded cache",
     "reversible": "evicted entries can come back, approximately",
     "lossy": "evicted entries are lost, or are read approximately",
 }

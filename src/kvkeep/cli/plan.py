@@ -25,28 +25,50 @@ BUDGET = "12.5%"
 
 
 def plan(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
-    context: Annotated[str, typer.Option("--context", "-n", help="Prompt tokens; several with --check.")] = "4096",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A model, or a config.json alone. Only --check loads the weights.")
+    ] = "smollm2",
+    context: Annotated[
+        str, typer.Option("--context", "-n", help="Tokens of the prompt; --check takes several, separated by commas.")
+    ] = "4096",
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for the cache (64MB), weights not counted.", show_default="half of what is free"),
+        typer.Option(
+            help="Memory for the cache, in addition to the weights (64MB).", show_default="half of the free memory"
+        ),
     ] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
-    acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 256,
+    exact: Annotated[bool, typer.Option("--exact", help="Show exact methods only.")] = False,
+    acceptance: Annotated[
+        float, typer.Option(help="Assumed share of drafted tokens that verification accepts.")
+    ] = 0.95,
+    answer: Annotated[int, typer.Option(min=1, help="Number of tokens in the answer.")] = 256,
     machine: Annotated[
-        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
+        str | None, typer.Option(help="JSON file with the rates of another machine.", show_default="this machine")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show all rows, not only those that no other beats.")
+        bool,
+        typer.Option(
+            "--all",
+            help="Show every cache. By default the table shows the best ones only: those for which no other needs less "
+            "memory and less time.",
+        ),
     ] = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
-    budget: Annotated[
-        str | None, typer.Option("--budget", "-b", help="For --check: the cache budget.", show_default=BUDGET)
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Draw a figure and save it to this file (.png, .svg or .pdf).")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="For --check: how often each row is measured.")] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure every cache and compare it with its prediction.")
+    ] = False,
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", help="With --check: cache budget.", show_default=BUDGET)
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="With --check: measure only caches whose names contain one of these words, separated by commas."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --check: number of measurements of each cache.")] = 1,
     weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
@@ -54,11 +76,11 @@ def plan(
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
-        raise UsageError("A plan takes one context; only --check takes several.")
+        raise UsageError("A plan takes one context, and only --check takes several; give one, or add --check.")
     if budget is not None and not check:
-        raise UsageError("A plan tries every budget; without --check leave --budget out.")
+        raise UsageError("A plan tries every budget, and only --check takes one; leave --budget out, or add --check.")
     if check and machine is not None:
-        raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
+        raise UsageError("A prediction for another machine cannot be checked on this machine; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
     Budget.parse(budget)
@@ -90,14 +112,14 @@ def plan(
 
 def _print(planned: Planned, everything: bool, output: str | None) -> None:
     machine = planned.machine
-    note(f"{machine.name} ({machine.source}); weights {size(planned.shape.weight_bytes)}, not counted")
+    note(f"{machine.name} ({machine.source}); the weights take {size(planned.shape.weight_bytes)} in addition")
     show(_table(planned, everything))
     out.print(
-        "* recommended" + (", + on the frontier: no other cache beats it in memory and time" if everything else "")
+        "* recommended" + (", + on the frontier: no other cache needs less memory and less time" if everything else "")
     )
     out.print(planned.reason)
     if output is not None:
-        note(f"The figure is in {output}.")
+        note(f"The figure is saved in {output}.")
 
 
 def _contexts(text: str) -> list[int]:
@@ -139,7 +161,7 @@ def _as_json(planned: Planned, model: str, output: str | None) -> dict[str, Any]
 
 def _table(planned: Planned, everything: bool) -> Table:
     table = Table(box=None, header_style="bold")
-    for heading in ("cache", "class", "entries", "memory", "elsewhere", "prompt s", "ms a token", "drafts"):
+    for heading in ("cache", "class", "entries", "memory", "elsewhere", "prompt (s)", "token (ms)", "drafts"):
         table.add_column(heading, justify="left" if heading in ("cache", "class") else "right")
     shared = planned.machine.shared
     for row in planned.rows:

@@ -78,13 +78,13 @@ class Fate(ABC):
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where it cannot be done within ``entries`` (BudgetError) or with heads of such widths
+        """Raise if the fate does not work within ``entries`` (BudgetError) or with heads of these widths
         (UnsupportedModelError)."""
         if not entries and self.exactness is not Exactness.EXACT:
             raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
-        """Raise UnsupportedModelError where it cannot be done on this model."""
+        """Raise UnsupportedModelError if the fate does not work with this model."""
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
         """Return what the stores of all layers share, None for nothing."""
@@ -99,6 +99,6 @@ class Fate(ABC):
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes that the store of a layer will hold, within a budget of ``entries``, once so many entries
-        of every lane ``left`` by and by. The rule it allocates by."""
+        """Return the bytes that the store of a layer holds within a budget of ``entries``, once ``left`` entries of
+        every lane have been evicted. The store allocates by the same rule."""
         return PredictedBytes()

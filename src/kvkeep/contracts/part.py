@@ -18,7 +18,7 @@ class Part(ABC):
         return 0
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
+        """Return the tensors to save, by name."""
         return {}
 
     def check(self, extent: Extent) -> None:

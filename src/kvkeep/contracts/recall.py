@@ -35,15 +35,15 @@ class Reader(Part):
         when the layer's last module has read them."""
 
     def arrive(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """New entries (lanes, n, dim) are in hand."""
+        """Called with the new entries of a step, (lanes, n, dim), before it attends."""
         layer.resident.arrive(keys, values)
 
     def plan(self, layer: Any) -> LayerStep | None:
-        """Return what one more entry of each of the layer's lanes does; None where that is for :meth:`attend`."""
+        """Return the step for one more entry of each of the layer's lanes; None: :meth:`attend` computes it."""
         return None
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """New entries are about to be kept."""
+        """Called before the new entries of a step are stored."""
 
     def commit(self, layer: Any, count: int, agreed: bool) -> None:
         """Keep the first ``count`` of the entries that wait for the round's decision; ``agreed``: all drafts were

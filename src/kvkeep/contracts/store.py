@@ -1,4 +1,4 @@
-"""What became of the evicted entries of one layer."""
+"""The store of the evicted entries of one layer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EvictedStore(Part):
         Called for each reader of the layer, only where it :attr:`listens`."""
 
     def swap(self, resident: WorkingSet, length: int) -> None:
-        """Bring entries back, if there is reason to; called when a step has settled, only where it :attr:`listens`."""
+        """Bring entries back if that helps. Called after a step, only for stores that :attr:`listens`."""
 
     def forget(self, slots: Tensor) -> None:
         """Forget entries that are resident again from elsewhere: ``slots`` (lanes, n), -1 for none."""

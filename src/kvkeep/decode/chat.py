@@ -54,7 +54,7 @@ class Conversation:
 
     @property
     def cache(self) -> Cache:
-        """What holds the entries."""
+        """The cache of the conversation."""
         return self.past.cache
 
     @property
@@ -69,7 +69,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """How many questions were answered."""
+        """The number of questions that were answered."""
         return (len(self.messages) - len(self._head)) // 2
 
     @property
@@ -98,7 +98,7 @@ class Conversation:
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(
-                f"The session '{path}' is of {session.cache.rows} texts, and no conversation; name another."
+                f"The session '{path}' holds {session.cache.rows} texts instead of a conversation; name another."
             )
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
@@ -160,8 +160,8 @@ class Conversation:
         return result
 
     def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Continue the last answer, which was cut, and return what is new. Raises UsageError if there is none, or if
-        the model ended it."""
+        """Continue the last answer, which was cut off, and return the new part. Raises UsageError if there is none,
+        or if the model ended it."""
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, **options)
         written = result.sequence[len(last.sequence) - last.written :]
@@ -179,7 +179,7 @@ class Conversation:
             written = written_ids(self.tokenizer, answer["content"])
             return Last([*prompt, *written], len(written), "length")
         if self.last.stopped == "eos":
-            raise UsageError("The last answer was not cut: the model ended it.")
+            raise UsageError("The last answer is complete: the model ended it, so there is nothing to continue.")
         return self.last
 
     def last_prompt(self) -> list[int]:
@@ -190,13 +190,13 @@ class Conversation:
     def undo(self) -> str:
         """Forget the last question and its answer; return the question. Raises UsageError where there is none."""
         if not self.turns:
-            raise UsageError("There is nothing left to undo: the conversation has no question.")
+            raise UsageError("There is nothing to undo: the conversation has no question.")
         question = self.messages[-2]["content"]
         self._changed(self.messages[:-2])
         return question
 
     def reset(self) -> None:
-        """Forget the conversation, but not the system prompt."""
+        """Forget the conversation and keep the system prompt."""
         self._changed(self._head)
 
     def _generate(self, prompt: list[int], written: int = 0, **options: Unpack[GenerateOptions]) -> Generation:
@@ -295,7 +295,7 @@ class Conversation:
 
     def _check_turns(self) -> None:
         if not self.turns:
-            raise UsageError("There is no answer yet.")
+            raise UsageError("There is no answer yet; ask a question first.")
 
     def _changed(self, messages: Messages) -> None:
         """Have other ``messages``, and nothing in the cache or in what is saved of those that are gone."""

@@ -42,8 +42,8 @@ MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSI
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill. ``reconstruction_s``: those in which the text was read once more to
-    choose what stays, part of the prefill, or of decoding where the text outgrew the budget only then."""
+    cache. The first new token counts as prefill. ``reconstruction_s``: seconds of reading the text a second time to
+    choose the entries that stay. They are part of the prefill, or of decoding if the text exceeded the budget then."""
 
     prefill_tokens: int
     prefill_s: float
@@ -92,7 +92,7 @@ class _Caller:
             raise KeyboardInterrupt
 
     def check(self, tokens: Sequence[int]) -> str:
-        """Return why an answer ends with ``tokens``; an empty string: it goes on."""
+        """Return why an answer ends with ``tokens``; an empty string: it continues."""
         ended = self.ended is not None and self.ended(self.text(tokens))
         if self.interrupted():
             return "interrupted"
@@ -122,20 +122,20 @@ class _Follower(StoppingCriteria):
 
 
 def room_after(count: int, positions: int | None) -> int:
-    """Return how many tokens fit after a prompt of ``count`` within ``positions`` (None: they do not run out). Raises
-    UsageError where none does."""
+    """Return how many tokens fit after a prompt of ``count`` tokens within ``positions`` (None: no limit). Raises
+    UsageError if none fits."""
     if positions is None:
         return 2**31
     if count >= positions:
         raise UsageError(
-            f"The prompt has {count} tokens and the model has {positions} positions; shorten the text to "
-            f"at most {positions - 1} tokens or take a model with more."
+            f"The prompt has {count} tokens, but the model has {positions} positions; shorten the text to at most "
+            f"{positions - 1} tokens, or use a model with more positions."
         )
     return positions - count
 
 
 def positions_of(model: Any, cache: Cache) -> int | None:
-    """Return how many tokens the model can read and write with this cache; None where its positions do not run out."""
+    """Return how many tokens the model can read and write with this cache; None: there is no limit."""
     if isinstance(cache, KeepCache) and cache.positions is not None:
         return None  # positions are within the cache
     return ModelGeometry.from_config(model.config).max_positions
@@ -230,7 +230,7 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
     if isinstance(prompt, str):
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
     if not 0 <= temperature < float("inf"):
-        raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
+        raise UsageError(f"A temperature is a number of at least 0, not {temperature}.")
     if 0 < temperature < SMALLEST:  # the logits divided by it are not finite
         raise UsageError(f"A temperature above 0 is at least {SMALLEST:g}, not {temperature}; 0 is greedy.")
     if not len(prompt):

@@ -81,7 +81,7 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
 
 
 def written_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of an answer's text, to go on with; special tokens that it spells out are text."""
+    """Return the token ids of an answer's text, to continue it; special tokens that it spells out are text."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
 

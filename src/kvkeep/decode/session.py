@@ -180,15 +180,16 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
     if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
-        raise _odd("its past has numbers out of range")
+        raise _odd("its state has numbers out of range")
     try:
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
             cache.recompose(past["shares"])
         if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
             raise SessionError(
-                f"it was saved with {about['entries']} entries a layer and chunks of {about['chunk']} tokens, and its "
-                f"budget is {cache.entries} and {cache.stream.chunk} here; start a new one."
+                f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; "
+                f"here its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new "
+                "session."
             )
         check_tensors(cache, file.stored, past)
         names = set(file.stored) - {NAME_OF_IDS}
@@ -200,7 +201,7 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
         raise
     except Exception as error:  # restoring malformed tensors may raise anything
         if file.closed:
-            raise SessionError("its file was closed while it was read; ask again.") from error
+            raise SessionError("its file was closed while it was read; retry.") from error
         raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
     return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"], about["tokenizer"])
 

@@ -35,7 +35,7 @@ class Ask:
     top_logprobs: int | None = None
     """How many of the likeliest tokens are reported beside each token; None: no log-probabilities at all."""
     written: int = 0
-    """How many of the prompt's last tokens are of the answer itself, which goes on: their text is not reported."""
+    """How many of the prompt's last tokens belong to the answer, which continues; their text is not reported."""
     copies: bool = True
     """Where tokens are drafted, drafts may be copied from the text."""
 

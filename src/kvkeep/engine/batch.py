@@ -110,7 +110,9 @@ def _of_all(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose common pass ended with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
     why = "there was not enough memory" if short else type(error).__name__  # its words may be those of a prompt
-    shared = KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
+    shared = KvkeepError(
+        f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry."
+    )
     shared.__cause__ = error
     return shared
 

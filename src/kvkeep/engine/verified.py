@@ -41,17 +41,22 @@ def verified(
     """
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, KeepCache) or not cache.method.recall.drafts:
-        raise UsageError("Decoding in rounds needs a KeepCache that drafts: a method that ends in '+verified'.")
+        raise UsageError(
+            "Decoding in rounds needs a KeepCache whose method ends in '+verified'; use one, or leave out "
+            "custom_generate."
+        )
     for wish in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, wish, None):
             raise UsageError(f"'{wish}' is not available while decoding in rounds; leave out custom_generate.")
     if (generation_config.num_beams or 1) > 1:
-        raise UsageError("Beams are not decoded in rounds; leave out custom_generate, and they are exact all the same.")
+        raise UsageError(
+            "Beam search does not decode in rounds; leave out custom_generate. The cache is exact without it, too."
+        )
     sink = streamer if listener is None else listener
     if sink is not None and len(input_ids) > 1:
-        raise UsageError("A streamer takes one text; give a batch without it.")
+        raise UsageError("A streamer takes one text, not a batch; leave the streamer out.")
     if synced_gpus:
-        raise UsageError("Decoding in rounds does not run in step with other processes (synced_gpus).")
+        raise UsageError("Decoding in rounds does not synchronise with other processes; leave out synced_gpus.")
     if listener is not None:  # transformers' generate passes the prompt to its own streamer only
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)

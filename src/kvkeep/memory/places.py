@@ -80,8 +80,8 @@ class Disk:
     def _refusal(self, error: OSError) -> StoreError:
         reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
         return StoreError(
-            f"Checkpoints cannot be kept in '{self.folder}': {reason}; "
-            "name another folder with room, or keep them in host memory."
+            f"Checkpoints cannot be kept in '{self.folder}': {reason}; name another folder with free space, or "
+            "keep them in host memory."
         )
 
 

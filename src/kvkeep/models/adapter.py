@@ -75,8 +75,8 @@ class Adapter:
         except _Taken as signal:
             return signal.taken[0]
         raise UnsupportedModelError(
-            f"'{self.family}' calls its layers without their hooks, so kvkeep cannot read its residuals; use "
-            "checkpoint kind 'kv'."
+            f"'{self.family}' calls its layers without running their hooks, which kvkeep needs to read residuals; "
+            "use checkpoint kind 'kv'."
         )
 
     def project(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,8 +84,8 @@ def _streamed(
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if given.get(unsupported) is not None:
             raise UnsupportedModelError(
-                f"'{type(module).__name__}' uses '{unsupported}' in its attention, which streamed attention does not "
-                "compute; use method 'full'."
+                f"'{type(module).__name__}' uses '{unsupported}' in its attention, which bounded caches do not "
+                "support; use method 'full'."
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attender.attend(module, query, key, value, mask, scale)
@@ -138,16 +138,16 @@ class Binding:
         before = model.config._attn_implementation
         if before not in ("sdpa", NAME):
             raise UnsupportedModelError(
-                f"'{type(model).__name__}' runs '{before}' attention; bounded caches stream theirs beside SDPA. Load "
-                "it with attn_implementation='sdpa', or use method 'full' if it does not support that."
+                f"'{type(model).__name__}' runs '{before}' attention, and bounded caches need 'sdpa'. Load the "
+                "model with attn_implementation='sdpa'; if it does not support that, use method 'full'."
             )
         handles: list[RemovableHandle] = []
         try:
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:
                 raise UnsupportedModelError(
-                    f"'{type(model).__name__}' does not take its attention from transformers' attention interface, so "
-                    "no bounded cache can stream it; use method 'full'."
+                    f"'{type(model).__name__}' does not use transformers' attention interface, which bounded "
+                    "caches need; use method 'full'."
                 )
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
@@ -302,7 +302,10 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]
     if not total:
-        raise UsageError(f"The input has no new token: the cache already holds {cache.length} tokens.")
+        raise UsageError(
+            f"The input has no new token: the cache already holds all {cache.length}; append the next tokens to "
+            "the input."
+        )
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] < cache.length + total:
         raise UsageError(
@@ -340,7 +343,7 @@ def _all_but_last_chunk(
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
             raise UsageError(
                 f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
-                "cache a larger one."
+                "cache a larger chunk."
             )
     past, earlier = cache.length, []
     stops = list(range(total, 0, -cache.chunk))[::-1]
@@ -372,7 +375,7 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
     elif isinstance(mask, Tensor) and mask.ndim == 4:
         cut["attention_mask"] = mask[:, :, start:stop, : mask.shape[-1] - total + stop]
     elif isinstance(mask, dict):
-        raise UsageError("Masks prepared by layer type cannot be cut into chunks; pass a 2-D attention mask.")
+        raise UsageError("Attention masks by layer type cannot be divided into chunks; pass a 2-D attention mask.")
     return cut
 
 

@@ -26,4 +26,4 @@ def _folder(variable: str, home: str, within: str) -> Path:
             return Path(chosen).expanduser()
         return Path(os.environ.get(home) or Path.home() / within) / "kvkeep"
     except RuntimeError as error:
-        raise UsageError(f"The user has no home folder; set {variable} to a folder for kvkeep's files.") from error
+        raise UsageError(f"This user has no home folder; set {variable} to a folder for kvkeep's files.") from error

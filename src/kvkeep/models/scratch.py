@@ -35,7 +35,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 def unwritable(folder: Path, reason: str) -> ModelError:
     """Return the error for a folder that cannot be written."""
     return ModelError(
-        f"kvkeep cannot write to its cache folder '{folder}' ({reason}); make room there, or set KVKEEP_CACHE to "
+        f"kvkeep cannot write to its cache folder '{folder}' ({reason}); free space there, or set KVKEEP_CACHE to "
         "another folder."
     )
 

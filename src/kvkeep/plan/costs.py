@@ -172,7 +172,7 @@ class Work:
         return self.machine.multiply(rows, self.geometry.hidden_size, self.shape.head)
 
     def simple(self, elements: float) -> float:
-        """Return the seconds to read or write so many elements once."""
+        """Return the seconds to read or write a number of elements once."""
         return elements * self.geometry.dtype_bytes / self.machine.elementwise
 
     def arriving(self, tokens: int) -> float:

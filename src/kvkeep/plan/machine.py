@@ -88,8 +88,8 @@ class Machine:
         left = int(0.9 * self.memory_bytes) - weight_bytes
         if left <= 0:
             raise UsageError(
-                f"The weights alone are {size(weight_bytes)} and '{self.name}' has {size(self.memory_bytes)}; if they "
-                "are spread over several machines, give the bytes for caches with --memory."
+                f"The weights alone take {size(weight_bytes)}, and '{self.name}' has {size(self.memory_bytes)} of "
+                "memory. If several machines share the weights, give the memory for caches with --memory."
             )
         return left
 

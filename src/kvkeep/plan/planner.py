@@ -143,8 +143,8 @@ def plan(
     if not fitting:
         least = min(rows, key=lambda row: row.memory)
         raise BudgetError(
-            f"No cache of {context:,} tokens fits in {size(memory)}: the least is {size(least.memory, up=True)}, for "
-            f"{_named(least)}."
+            f"No cache of {context:,} tokens fits into {size(memory)}: the least is "
+            f"{size(least.memory, up=True)}, for {_named(least)}."
         )
     marked = [replace(row, frontier=best) for row, best in zip(fitting, frontier(fitting), strict=True)]
     # The strictest promise comes first, and then the shortest time, to a hundredth of a second.
@@ -169,9 +169,12 @@ def frontier(rows: Sequence[Row]) -> list[bool]:
 
 def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
     if context < 1:
-        raise UsageError(f"A context has 1 token or more, not {context}.")
+        raise UsageError(f"A context has at least 1 token, not {context}.")
     if geometry.max_positions is not None and context > geometry.max_positions:
-        raise UsageError(f"The model has {geometry.max_positions:,} positions, fewer than {context:,} tokens.")
+        raise UsageError(
+            f"The model's context has {geometry.max_positions:,} positions, fewer than {context:,} tokens; give a "
+            "shorter context."
+        )
     if not 0 <= acceptance <= 1:
         raise UsageError(f"An acceptance is a share from 0 to 1, not {acceptance:g}.")
     Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers that are not keys and values
@@ -186,7 +189,7 @@ def _budgets(
         return
 
     def needed(entries: int) -> int:
-        """Return the bytes with so many entries, 0 where they are too few for the method."""
+        """Return the bytes for a number of entries; 0 if they are too few for the method."""
         try:
             end = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:

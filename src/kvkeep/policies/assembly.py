@@ -106,22 +106,22 @@ def _check_places(method: Method, model: Any) -> None:
     if (parts := processes(model)) > 1:
         why = None
         if paged:
-            why = "the blocks of 'paged' are of one process"
+            why = "the blocks of 'paged' belong to one process"
         elif method.across_heads:
             why = f"'{method.name}' decides for KV heads together"
         elif method.recall.drafts:
-            why = f"'{method.name}' chooses the length of its drafts by the time that they take"
+            why = f"'{method.name}' chooses the length of its drafts by timing, which differs between processes"
         if why is not None:
             raise UnsupportedModelError(
-                f"The heads of this model are split over {parts} processes (tensor parallel), and {why}; 'full', "
-                "'kv-direct', 'h2o' and 'snapkv' go head by head."
+                f"The heads of this model are split over {parts} processes (tensor parallel), and {why}; use "
+                "'full', 'kv-direct', 'h2o' or 'snapkv', which treat each head by itself."
             )
     if method.selector.keeps_all and not paged:
         return
     found = devices(model)
     if found and next(model.parameters()).device.type == "meta":
         raise UnsupportedModelError(
-            "The first weights of this model are offloaded, so its device is not known; keep the embedding on a device "
+            "The embedding of this model is offloaded, so its device is unknown; keep the embedding on a device "
             "in 'device_map', or use 'full' or 'static'."
         )
     if len(found) > 1:
@@ -298,7 +298,7 @@ def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, ch
     adapter.require("turn", full, "positions within the cache", "use streaming-llm:positions=absolute")
     if limit is not None and entries + chunk > limit:
         raise BudgetError(
-            f"A cache of {entries} entries and a chunk of {chunk} have more positions than the model's {limit}; give a "
-            "smaller budget, or use streaming-llm:positions=absolute."
+            f"A cache of {entries} entries and a chunk of {chunk} need more positions than the model's {limit}; "
+            "give a smaller budget, or use streaming-llm:positions=absolute."
         )
     return CachePositions(adapter, min(sinks, entries), entries, limit or 2**15)

@@ -1,4 +1,4 @@
-"""Methods by name: a selector (who is evicted) × a fate (what becomes of it) × a recall (how it comes back)."""
+"""Methods by name: a selector (what is evicted) × a fate (how it is stored) × a recall (how it comes back)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvkeep.policies.specs import build, required
 
 
 class Division(NamedTuple):
-    """What the entries of a layer's budget are for."""
+    """How the entries of a layer's budget are divided."""
 
     tail: int
     """Tokens that wait for a decision."""
@@ -144,7 +144,9 @@ class Method:
         tail, fate = self.recall.tail(entries), self.store_fate
         within = entries - tail
         if self.recall.backed and within < 1 and not self.recall.reads_all:
-            raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
+            raise BudgetError(
+                f"A budget of {entries} entries leaves method '{self.name}' nothing to attend to; give a larger budget."
+            )
         (self.fate if self.recall.reads_all else fate).fits(self.name, geometry, within)
         resident, sinks = fate.resident(within), self.sinks
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
@@ -161,20 +163,26 @@ class Method:
     def refusal(self) -> str | None:
         """Return why the parts cannot be combined, in a sentence; None where they can."""
         if self.oneshot and self.selector.keeps_all:
-            return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
+            return "This method evicts nothing, so there is nothing to compress after the prompt; leave 'oneshot' out."
         if self.oneshot and self.reading is not None:
-            return "It reads the whole text before it compresses; leave 'oneshot' out."
+            return "This method always reads the whole text before it compresses; leave 'oneshot' out."
         if self.recall.label and self.selector.keeps_all:
-            return "Nothing is evicted, so nothing has to be recalled."
+            return "This method evicts nothing, so there is nothing to recall; leave the recall out."
         if self.recall.label and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         for part in (self.fate, self.recall):
             if (reason := part.refuses(self)) is not None:
                 return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
-            return "An entry that was merged into others would count twice once it is recalled beside them."
+            return (
+                "Recall would bring back an entry that has also been merged into others, and attention would "
+                "count it twice."
+            )
         if self.recall.reads_single and self.fate.swaps:
-            return "An estimate that is resident again hides the exact one from the recall; use swap=0."
+            return (
+                "With swap above 0, estimates become resident again, and the recall cannot bring back the exact "
+                "entries; use swap=0."
+            )
         return None
 
 
@@ -206,7 +214,9 @@ def _resolved(spec: str, files: bool = True) -> Method:
         fate = build("fate", "+".join(rest) if rest else "drop", FATES, files=files)
         method = combined(spec, build("selector", first, SELECTORS, files=files), fate, recall)
     elif name == STOCK:
-        raise UsageError(f"'{STOCK}' is transformers' own cache and cannot be used here; 'full' keeps everything, too.")
+        raise UsageError(
+            f"'{STOCK}' is transformers' own cache and cannot be used here; use 'full', which keeps every entry too."
+        )
     else:
         raise unknown("method", name, [*names(), STOCK], "'kvkeep methods'")
     method = replace(method, oneshot=oneshot)

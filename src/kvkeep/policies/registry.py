@@ -141,13 +141,14 @@ PRESETS: dict[str, Preset] = {
     "revive": Preset(
         H2O(halflife=256),
         InTiers,
-        "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by the attention they get now.",
+        "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by their current attention.",
         "kvkeep; codes after arXiv:2402.02750",
     ),
     "quest": Preset(
         StreamingLLM(),
         Segments,
-        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
+        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounds the work of a "
+        "step, not the memory.",
         Segments.source,
     ),
     "kvreviver": Preset(
@@ -160,20 +161,20 @@ PRESETS: dict[str, Preset] = {
     "kvreviver-fisher": Preset(
         H2OFisher(),
         Sketch,
-        "As kvreviver, with layer budgets by the Fisher information of their keys' and values' weights.",
+        "As kvreviver; the Fisher information of a layer's key and value weights sets its budget.",
         "KVReviver, Algorithms 1 to 4 and appendix D",
         {"swap": 1.1},
     ),
     "kvslimmer": Preset(
         H2O(),
         KVSlimmer,
-        "The least attended neighbours become one, whose key follows from attention, values and output alone.",
+        "Merges the least attended neighbours into one entry, whose key follows from attention, values and output.",
         KVSlimmer.source,
     ),
     "kv-lru": Preset(
         LRU(),
         Checkpointed,
-        "What was used least recently leaves; after a step, what it may have missed comes back, 64 entries at most.",
+        "Evicts the least recently used entries; after a step, up to 64 entries that it may have missed come back.",
         LRU.source,
         recall=FetchOnMiss(),
         closed=True,

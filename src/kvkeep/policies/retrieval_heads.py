@@ -33,8 +33,8 @@ def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Ten
         scores = numbers(path, 2).float()
         if tuple(scores.shape) != shape:
             raise UsageError(
-                f"'{path}' has scores for {scores.shape[0]} layers of {scores.shape[1]} heads; this model has "
-                f"{shape[0]} of {shape[1]}."
+                f"'{path}' has scores for {scores.shape[0]} layers of {scores.shape[1]} heads, but this model has "
+                f"{shape[0]} layers of {shape[1]}; give a file for this model."
             )
         return scores
     known = getattr(model, "_kvkeep_retrieval_scores", None)

@@ -70,8 +70,8 @@ def _check_files(name: str, made: Any, given: Sequence[str]) -> None:
     for key in given:
         if key in made.files:
             raise UsageError(
-                f"The '{key}' of '{name}' may name a file, which is for the server's own method (kvkeep serve -x), and "
-                "for no request; leave it out."
+                f"The '{key}' of '{name}' may name a file on the server, so only 'kvkeep serve -x' takes it; "
+                "leave it out of the request."
             )
 
 

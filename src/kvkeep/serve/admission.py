@@ -110,7 +110,7 @@ class Admission:
                 self._left()
 
     def _session(self, job: Job) -> OpenSession | None:
-        """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
+        """Return the session that an answer continues; None while its file is being opened. Raises what that
         fails by."""
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)

@@ -180,7 +180,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, grace: float = 10.0) -> None:
-        """Take no more, let what runs go on for ``grace`` seconds, cancel the rest, and end the thread."""
+        """Refuse new requests, give running answers ``grace`` seconds to finish, cancel the rest; end the thread."""
         with self._lock:
             self._stopping = True
         self._inbox.put(None)
@@ -313,7 +313,7 @@ class Engine:
         self._save(job, Finished(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
-        """End a job that failed; its session goes on from where it can."""
+        """End a failed job, and restore its session as far as possible."""
         self._halted(job)
         self._save(job, error)
 

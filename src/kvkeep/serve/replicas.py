@@ -205,8 +205,8 @@ def deploy(
         if tls and there[2] != tls:
             speak = "HTTPS by other files" if there[2] else "HTTP"
             raise UsageError(
-                f"The cluster has proxies that speak {speak}, which --certificate and --private-key do not change; "
-                "leave them out, or end Serve before ('serve shutdown')."
+                f"The cluster has proxies that speak {speak}, and --certificate and --private-key cannot change "
+                "them; leave these options out, or first end Serve ('serve shutdown')."
             )
         serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=SERVE_LOGGING)
     except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
@@ -281,7 +281,7 @@ def drain(grace: float) -> int:
         except Exception:  # not yet, or an error
             if not ray_cluster.alive():
                 raise ClusterEnded(
-                    "The signal ended Ray's processes, too: running answers were cut; turns that had ended are saved."
+                    "The signal also ended Ray's processes. Running answers were cut off; finished turns are saved."
                 ) from None
             if found.done():
                 raise

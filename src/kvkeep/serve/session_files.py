@@ -211,7 +211,9 @@ class SessionFiles:
         if file.about is None:
             return file
         file.close()
-        raise SessionBusy(f"Another program has begun the session '{session.name[1]}' meanwhile.")
+        raise SessionBusy(
+            f"Another program has created the session '{session.name[1]}' in the meantime; use another name."
+        )
 
     def _restore(self, session: OpenSession, cache: KeepCache) -> None:
         assert session.name is not None and session.file is not None
@@ -225,8 +227,8 @@ class SessionFiles:
             return
         if saved.cache.rows > 1:
             raise SessionError(
-                f"The session '{session.name[1]}' holds {saved.cache.rows} texts, and the server continues one; "
-                "use another name."
+                f"The session '{session.name[1]}' holds {saved.cache.rows} texts, and the server continues "
+                "sessions of one text only; use another name."
             )
         session.past, session.away = CachedText(saved.cache, saved.ids[0] if saved.ids else ()), False
         self.restored += 1

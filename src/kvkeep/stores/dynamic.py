@@ -119,8 +119,8 @@ class DynamicLayer(CacheLayerMixin):
         stop = self._keys.length + key_states.shape[-2]
         if self.limit is not None and stop > self.limit:
             raise UsageError(
-                f"The static cache holds {self.limit} entries and {stop} are needed; give it a larger budget, or use "
-                "method 'full', which grows."
+                f"The static cache holds {self.limit} entries, but {stop} are needed; give it a larger budget, or "
+                "use method 'full', which grows."
             )
         self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
         self._keys.append(key_states)

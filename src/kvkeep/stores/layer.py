@@ -55,8 +55,8 @@ class Layer(CacheLayerMixin):
         UsageError outside a forward pass of the cache's own model, where nothing would."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
-                "Entries came from outside a forward pass of the model that this cache was made for, or from two "
-                "threads at once; make a cache for each model and thread."
+                "The cache received entries outside a forward pass of its model, or from two threads at once; "
+                "use one cache for each model and thread."
             )
         self.take(key_states, value_states)
         return key_states, value_states

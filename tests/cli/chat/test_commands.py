@@ -160,7 +160,7 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
         told = chat(*long, at_end=name, **common)
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
     alone = chat("the " * 100, "/context drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
-    assert alone.startswith("Without the earlier turns: The conversation with your question has 102 tokens")
+    assert alone.startswith("Even without the earlier turns, the conversation with your question has 102 tokens")
     new = chat("/context drop", "/context summary", **common)
     assert notes_of(new) == "\n".join(["The conversation is empty, so there is nothing to forget."] * 2)
     one = chat("the " * 40, "/context drop", "/context", **common)
@@ -187,7 +187,9 @@ def test_a_summary_takes_no_more_than_there_is(method: str) -> None:
     typed = "the of and to in was it for on as " * 5, "was it for on as with his he at by " * 3
     made = chat(*typed, *["/continue"] * 9, "/context", at_end="summary", max_tokens=12, **common)
     errors = [turn["error"] for turn in made.turns if "error" in turn]
-    assert errors and {*errors} == {"Only the summary could be forgotten. Use '/context drop' or '/context endless'."}
+    assert errors and {*errors} == {
+        "The conversation has only a summary left to forget. Use '/context drop' or '/context endless'."
+    }
     assert notes_of(made).count("is summarised by the model") == 1 and said(made)[0] == SUMMARISED
     used = int(re.findall(r"(\d+) of 128 tokens are used", notes_of(made))[-1])
     assert 0 < used <= 128
@@ -219,7 +221,7 @@ def test_a_cut_at_the_last_position_goes_on() -> None:
     made = chat("the of and", "/continue", "/context drop", max_tokens=200, **common)
     assert made.turns[0]["stopped"] == "positions"
     notes = made.screen.notes  # type: ignore[attr-defined]
-    assert "/context shows how" in "\n".join(notes) and "Without the earlier turns" in notes[-1]
+    assert "/context shows how" in "\n".join(notes) and "Even without the earlier turns" in notes[-1]
     made = chat("the of and", "/context endless", "/continue", max_tokens=70, **common)
     assert len(made.turns[1]["tokens"]) == 70 and made.talk.turns == 1
 
@@ -240,7 +242,7 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     for sentence in ("give another name", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
                      "did you mean /continue or /context? /help lists all.", "/save talk.session", "'left'",
-                     "nothing left to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
+                     "nothing to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
 

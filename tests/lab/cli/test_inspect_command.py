@@ -58,7 +58,7 @@ def test_text_output_is_the_answer_and_one_line(run: Run, model_folder: Path, tm
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("-p", "a", "-x", "stock"), "nothing to see"),
+        (("-p", "a", "-x", "stock"), "nothing to show"),
         (("-p", "a", "-o", "/nowhere/cache.html"), "no folder '/nowhere'"),
         (("-p", "a", "-o", "/"), "is a folder"),
         (("-p", "a", "-o", "/dev/null"), "not a regular file"),

@@ -113,7 +113,7 @@ def test_output_option_draws_a_figure(call: Run, tmp_path: Path) -> None:
     assert answered(call, "analyse bounds", "-o", str(picture))["figure"] == str(picture)
     assert picture.stat().st_size > 10_000
     code, _, err = call("analyse bounds", *COMMANDS["analyse bounds"][0].split(), "-o", str(picture))
-    assert code == 0 and "The figure is in" in err
+    assert code == 0 and "The figure is saved in" in err
 
 
 # -- what is in the objects ---------------------------------------------------------------------------
@@ -210,13 +210,13 @@ def test_merged_pairs_are_reported(call: Run) -> None:
         ("bench", "--contexts x", "--contexts 'x' is not understood"),
         ("bench", "--clock sun", "'wall' or 'processor'"),
         ("bench", "--peers lama.cpp", "--peers: Unknown peer 'lama.cpp': did you mean llama.cpp? known are"),
-        ("bench", "--process --peers vllm", "no other engines"),
+        ("bench", "--process --peers vllm", "leave --peers and --clock out"),
         ("bench", "--peers vllm --clock processor", "leave out --clock or --peers"),
         ("compare", "-x kvdirect", "did you mean kv-direct"),
         ("compare", "-x full -b 12.5.1%", "cannot be read"),
         ("compare", "-x full -n 400", "512 positions"),
-        ("longchat", "-x ,", "is empty; give one or more values"),
-        ("longchat", "-x stock,stock", "named twice"),
+        ("longchat", "-x ,", "is empty"),
+        ("longchat", "-x stock,stock", "names a method twice"),
         ("longchat", "-b x", "--budget: Budget 'x'"),
         ("prove", "--kinds poem", "'summary', 'question'"),
         ("prove", "--lengths 9000", "longer text"),
@@ -288,7 +288,7 @@ def test_an_interrupted_comparison_prints_the_finished_rows(call: Run, monkeypat
     monkeypatch.setattr(Reference, "measure", second_time)
     options = ("-x", "kv-direct", "-b", "16,32", "-n", "4")
     code, out, err = call("compare", *options, "--json")
-    assert code == 1 and "Interrupted. What is above was measured until then." in err
+    assert code == 1 and "Interrupted. The results above were measured before that." in err
     assert [row["error"] for row in json.loads(out)["rows"]] == ["", INTERRUPTED]
     code, out, err = call("compare", *options)
     assert code == 1 and "kv-direct at 32: interrupted" in out and "Traceback" not in err
@@ -301,7 +301,7 @@ def test_a_pipe_gets_a_line_when_a_part_is_done(
     report, say = study_module._lines()
     report("one", 0.0, 2.0)
     report("two", 1.0, 2.0)
-    assert capsys.readouterr().err == "one is done, 50 % of all.\n"
+    assert capsys.readouterr().err == "Finished one; 50 % of the work is done.\n"
     say("a row")
     report("three", 2.0, 2.0)
     assert capsys.readouterr().err == "a row\n"
@@ -321,7 +321,7 @@ def test_rows_appear_as_they_are_measured_and_sigterm_shows_those(
 
     monkeypatch.setattr(Reference, "measure", ended)
     code, out, err = call("compare", "-x", "kv-direct,h2o", "-b", "16,32", "-n", "4")
-    assert code == 128 + signal.SIGTERM and "What is above was measured until then." in err
+    assert code == 128 + signal.SIGTERM and "The results above were measured before that." in err
     assert lines[0].splitlines()[-1].startswith("stock: match 100 %, KL 0, ")
     assert [line.split(":")[0] for line in lines[1:]] == ["kv-direct at 16", "h2o at 16"]
     assert "h2o at 32: interrupted" in out and out.count("kv-direct") == 2
@@ -355,7 +355,7 @@ def test_a_study_that_runs_out_of_positions_prints_the_finished_rows(
     code, out, err = call("longchat", "-b", "16", "-n", "5", "--turns", "9", "-x", "stock,kv-direct")
     assert code == 1 and "512 positions" in err and "held" in out and "Traceback" not in err
     code, out, err = call("stream", *COMMANDS["stream"][0].split(), "-x", "snapkv")
-    assert code == 1 and "600 tokens are more than the 512" in err and "perplexity" in out and "Traceback" not in err
+    assert code == 1 and "600 tokens exceed the model's 512" in err and "perplexity" in out and "Traceback" not in err
 
 
 def test_a_contradicted_claim_makes_verify_fail(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,9 +162,9 @@ def test_a_press_that_fails_is_reported_and_the_next_one_runs(subjects: Any, met
 
 
 def test_impossible_budgets_are_refused(subjects: Any) -> None:
-    with pytest.raises(BudgetError, match="below one chunk"):
+    with pytest.raises(BudgetError, match="less than one chunk"):
         subjects("peer-kvpress:ends", "8").write(IDS, 2)
-    with pytest.raises(UsageError, match="20 entries has no room beside the 20 tokens left unseen"):
+    with pytest.raises(UsageError, match="20 entries is too small beside the 20 unseen tokens"):
         subjects("peer-kvpress:ends,unseen=20", "20").write(IDS, 2)
     with pytest.raises(KvkeepError, match="a prompt of 60 tokens has no 60 to be read after"):
         subjects("peer-kvpress:ends,unseen=60", "64").write(IDS, 2)
@@ -199,7 +199,7 @@ def test_an_interpreter_that_is_missing_or_dies_is_reported(
             subjects("peer-kvpress:ends", str(BUDGET)).write(IDS, 2)
         assert KvpressProcess.current is None or not python
     subjects("full").loaded.model.name_or_path = ""
-    with pytest.raises(UsageError, match="no name or folder to read it from"):
+    with pytest.raises(UsageError, match="no name or folder to load it from"):
         subjects("peer-kvpress:full").write(IDS, 2)
 
 

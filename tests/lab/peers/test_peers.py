@@ -86,9 +86,9 @@ def test_llmlingua_does_not_change_a_prompt_within_the_budget(package: Any) -> N
 
 def test_llmlingua_failures_are_one_sentence(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package(50)
-    with pytest.raises(KvkeepError, match="leaves 51 tokens where 18 are the budget"):
+    with pytest.raises(KvkeepError, match="kept 51 tokens, but the budget is 18"):
         subject(METHOD, "30").write(IDS, 4)
-    with pytest.raises(BudgetError, match="no room between 48 at either end"):
+    with pytest.raises(BudgetError, match="too small: 48 tokens at each end always stay"):
         subject("peer-llmlingua", "30").write(IDS, 4)
     monkeypatch.setattr("kvkeep_lab.peers.llmlingua.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package llmlingua, which is missing: pip install llmlingua\."):
@@ -134,7 +134,7 @@ def test_stock_static_is_exact_and_allocated_at_once() -> None:
 
 
 def test_stock_offloaded_is_refused_on_a_cpu() -> None:
-    with pytest.raises(UsageError, match=r"this model is on the cpu: .* 'stock' is the same cache"):
+    with pytest.raises(UsageError, match=r"this model is on the cpu: .* use 'stock'"):
         subject("stock-offloaded").write(IDS[:60], 4)
 
 

@@ -290,8 +290,8 @@ def test_the_lookahead_loss_ignores_padding() -> None:
     [
         (BudgetError, "kvslimmer-published", {"budget": 40}, "32 sinks and a chunk of 16 that stays whole"),
         (BudgetError, "kvslimmer-published:sinks=2", {"budget": 64, "chunk": 60}, "a chunk of 60"),
-        (UsageError, "h2o+kvslimmer-published", {"budget": 64}, "no selector has a say"),
-        (UsageError, "asymkv-published+verified", {"budget": 64}, "read twice"),
+        (UsageError, "h2o+kvslimmer-published", {"budget": 64}, "ranks of a selector have no effect"),
+        (UsageError, "asymkv-published+verified", {"budget": 64}, "reads each chunk twice"),
     ],
 )
 def test_unsupported_combinations_are_refused(error: Any, method: str, given: dict[str, Any], words: str) -> None:

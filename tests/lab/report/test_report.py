@@ -142,7 +142,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
     two = chapters(filled(tmp_path / "s.jsonl", machine=lambda cell: {"threads": len(cell.method)}))
     for found, compared in ((one, True), (two, False)):
         text, names = markdown(found), [picture.name for picture in found[0].pictures]
-        assert ("times are not to be compared" in text) is not compared
+        assert ("their times cannot be compared" in text) is not compared
         assert any(name.endswith("frontier-speed") for name in names) is compared
         assert ("less memory or time a token" in text) is compared
 

@@ -37,5 +37,5 @@ def test_memory_is_constant_beyond_the_models_positions() -> None:
 def test_absolute_positions_end_before_a_stretch_beyond_them() -> None:
     rows = stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "h2o", 64), 200)
     assert [next(rows).start, next(rows).start] == [0, 200]
-    with pytest.raises(UsageError, match="600 tokens are more than the 512"):
+    with pytest.raises(UsageError, match="600 tokens exceed the model's 512"):
         next(rows)

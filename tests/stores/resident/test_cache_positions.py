@@ -44,7 +44,7 @@ def test_equals_reading_what_is_kept(family: str, first: int) -> None:
 def test_absolute_positions_end_in_time_and_say_so() -> None:
     model = shallow("llama")
     cache = KeepCache(model, f"{SPEC},positions=absolute", BUDGET)
-    with pytest.raises(UsageError, match="60 tokens are more than the 48"):
+    with pytest.raises(UsageError, match="60 tokens exceed the model's 48"):
         step(model, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0
     step(model, cache, prompt(1, 48))

@@ -36,14 +36,16 @@ SESSIONS = (1, 8, 64)
 def capacity(
     model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
     context: Annotated[
-        str, typer.Option("--context", "-n", help="Tokens of a session with its answer; several by commas.")
+        str,
+        typer.Option("--context", "-n", help="Tokens of a session, including its answer; separate several by commas."),
     ] = "8192",
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-x",
-            help="Caches, as in 'kvkeep plan' (h2o, 'kv-direct kv@host'): separated by commas, or repeated.",
+            help="Caches, named as in 'kvkeep plan' (h2o, 'kv-direct kv@host'). Separate several by commas, or "
+            "repeat the option.",
             show_default="one of each kind",
             autocompletion=completion.methods,
         ),
@@ -51,18 +53,25 @@ def capacity(
     budget: Annotated[
         str,
         typer.Option(
-            "--budget", "-b", help="Of each session: entries per layer (4096), bytes (64MB), or a share (25%)."
+            "--budget",
+            "-b",
+            help="Cache budget of each session: entries per layer (4096), bytes (64MB), or a share (25%).",
         ),
     ] = "4096",
     machine: Annotated[
-        str | None, typer.Option(help="A file of another machine's rates.", show_default="this one")
+        str | None, typer.Option(help="A file of another machine's rates.", show_default="this machine")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for all caches (64GB).", show_default="nine tenths of the device, less the weights"),
+        typer.Option(
+            help="Memory for all caches (64GB).", show_default="nine tenths of the device's memory, minus the weights"
+        ),
     ] = None,
-    gbit: Annotated[str, typer.Option(help="Networks to fetch sessions over, in Gbit/s, by commas.")] = ("1,10,100"),
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    gbit: Annotated[
+        str,
+        typer.Option(help="Speeds of networks over which sessions are fetched, in Gbit/s; separate several by commas."),
+    ] = ("1,10,100"),
+    answer: Annotated[int, typer.Option(min=1, help="Number of tokens in an answer.")] = 256,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of drafted tokens that are accepted.")] = 0.95,
     weights: options.Weights = "auto",
     json: options.Json = False,
@@ -88,9 +97,7 @@ def capacity(
         )
     ]  # fmt: skip
     if not found:
-        raise UsageError(
-            "No method can be planned with this budget and context; give other methods, or another budget."
-        )
+        raise UsageError("No method can be planned with this budget and context; give other methods or another budget.")
     rebuilt = [planned.rebuilding(shape, rates, projects, int(tokens)) for tokens in contexts]
     balances = {count: planned.balance(shape, rates, keeps_all, count) for count in SESSIONS}
     if json:
@@ -128,7 +135,16 @@ def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
 
 def _carried(found: list[Capacity]) -> Table:
     table = Table(box=None, header_style="bold")
-    headings = ("held", "granted", "elsewhere", "sessions", "tokens/s of one", "of all", "weights %", "prompt s")
+    headings = (
+        "held",
+        "granted",
+        "elsewhere",
+        "sessions",
+        "tokens/s each",
+        "tokens/s in all",
+        "weights %",
+        "prompt (s)",
+    )
     for heading in ("tokens", "cache", "class", *headings):
         table.add_column(heading, justify="left" if heading in ("cache", "class") else "right")
     for one in found:
@@ -154,7 +170,16 @@ def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> 
 
     table = Table(box=None, header_style="bold")
     speeds = [f"{rate:g} Gbit/s" for rate in networks]
-    headings = ("tokens", "cache", "at rest", *speeds, "disk", "read again", "pays from Gbit/s", "moved a token")
+    headings = (
+        "tokens",
+        "cache",
+        "session size",
+        *speeds,
+        "disk",
+        "read again",
+        "worth it from (Gbit/s)",
+        "bytes moved per token",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for one in found:

@@ -53,12 +53,12 @@ def check_plan(
         return
     note(f"{rates.name} ({rates.source})")
     show(_table(rows))
-    out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
+    out.print(f"{good} of {measured} predictions are within 25 % of the measurement, for the prompt and for a token.")
 
 
 def _table(rows: Sequence[Checked]) -> Table:
     table = Table(box=None, header_style="bold")
-    headings = ["context", "cache", "bytes", "measured", "prompt s", "measured", "%", "ms a token", "measured", "%"]
+    headings = ["context", "cache", "bytes", "measured", "prompt (s)", "measured", "%", "token (ms)", "measured", "%"]
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for row in rows:

@@ -28,49 +28,82 @@ if TYPE_CHECKING:
 
 def fleet(
     pace: Annotated[
-        Path | None, typer.Option("--pace", help="A JSON file of what one replica does, instead of the planner's.")
+        Path | None,
+        typer.Option(
+            "--pace", help="JSON file with the pace of one replica, used in place of the planner's prediction."
+        ),
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="For the planner: a model, or a config.json.")
+        str, typer.Option("--model", "-m", help="For the planner: model, or a config.json alone.")
     ] = "smollm2",
-    machine: Annotated[str | None, typer.Option(help="For the planner: a machine's rates or data sheet.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="For the planner: JSON file with the rates or the data sheet of a machine.")
+    ] = None,
     method: Annotated[
-        str, typer.Option("--method", "-x", help="For the planner: a cache, as 'kvkeep plan' names it.")
+        str, typer.Option("--method", "-x", help="For the planner: cache, named as in 'kvkeep plan'.")
     ] = ("full"),
-    budget: Annotated[str, typer.Option("--budget", "-b", help="For the planner: of every session.")] = "4096",
+    budget: Annotated[
+        str, typer.Option("--budget", "-b", help="For the planner: cache budget of every session.")
+    ] = "4096",
     memory: Annotated[
         str | None,
         typer.Option(
-            help="For the planner: bytes for all caches.", show_default="what the weights leave of nine tenths"
+            help="For the planner: memory for all caches of a replica.",
+            show_default="nine tenths of the device's memory, minus the weights",
         ),
     ] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="For the planner: prompt tokens in a step of others.")] = 512,
-    replicas: Annotated[list[str] | None, typer.Option(help="How many. By commas.", show_default="8")] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=1, help="For the planner: prompt tokens that are read in one step while other sessions generate."
+        ),
+    ] = 512,
+    replicas: Annotated[
+        list[str] | None, typer.Option(help="Number of replicas; separate several by commas.", show_default="8")
+    ] = None,
     route: Annotated[
-        list[str] | None, typer.Option(help="hash, bounded, least. By commas.", show_default="hash")
+        list[str] | None,
+        typer.Option(
+            help="Routing of sessions to replicas: hash, bounded or least; separate several by commas.",
+            show_default="hash",
+        ),
     ] = None,
     recall: Annotated[
         list[str] | None,
-        typer.Option(help="A past comes back by fetch, read, or the faster. By commas.", show_default="fetch"),
+        typer.Option(
+            help="How a replica restores a session: fetch its cache, read its text again, or whichever is faster "
+            "(fetch, read, faster); separate several by commas.",
+            show_default="fetch",
+        ),
     ] = None,
-    rate: Annotated[float, typer.Option(help="New sessions a second at each replica.")] = 0.05,
+    rate: Annotated[float, typer.Option(help="New sessions per second for each replica.")] = 0.05,
     burst: Annotated[
-        int, typer.Option(min=0, help="Instead: so many sessions at once, and again when all have ended.")
+        int,
+        typer.Option(
+            min=0, help="Start this number of sessions at once, and again when all have ended, in place of --rate."
+        ),
     ] = 0,
-    turns: Annotated[float, typer.Option(min=1, help="Turns of a session, on the mean.")] = 8,
-    first: Annotated[float, typer.Option(min=1, help="Tokens of a first prompt, on the mean.")] = 2000,
-    prompt: Annotated[float, typer.Option(min=1, help="Tokens of a later prompt, on the mean.")] = 200,
-    answer: Annotated[float, typer.Option(min=1, help="Tokens of an answer, on the mean.")] = 300,
-    think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn, on the mean.")] = 30,
-    fixed: Annotated[bool, typer.Option("--fixed", help="Lengths are their means, not exponential.")] = False,
-    disk: Annotated[str, typer.Option(help="Bytes a second of the disk that all share.")] = "20GB",
-    link: Annotated[float, typer.Option(min=0.001, help="Gbit/s of each replica's network.")] = 100,
-    mtbf: Annotated[float | None, typer.Option(min=1, help="Mean seconds until a replica fails; never.")] = None,
-    restart: Annotated[float, typer.Option(min=0, help="Seconds until a replica that failed is back.")] = 60,
-    notice: Annotated[float, typer.Option(min=0.001, help="Seconds until clients of one that failed ask again.")] = 1,
-    seconds: Annotated[float, typer.Option(min=1, help="Simulated time.")] = 600,
-    warmup: Annotated[float, typer.Option(min=0, help="Simulated seconds that are not counted.")] = 120,
-    seed: Annotated[int, typer.Option(help="Of all chance.")] = 0,
+    turns: Annotated[float, typer.Option(min=1, help="Mean number of turns of a session.")] = 8,
+    first: Annotated[float, typer.Option(min=1, help="Mean number of tokens of a session's first prompt.")] = 2000,
+    prompt: Annotated[float, typer.Option(min=1, help="Mean number of tokens of a later prompt.")] = 200,
+    answer: Annotated[float, typer.Option(min=1, help="Mean number of tokens of an answer.")] = 300,
+    think: Annotated[float, typer.Option(min=0, help="Mean seconds between an answer and the next turn.")] = 30,
+    fixed: Annotated[
+        bool,
+        typer.Option(
+            "--fixed", help="Give every length its mean; by default lengths are drawn from an exponential distribution."
+        ),
+    ] = False,
+    disk: Annotated[str, typer.Option(help="Bytes per second of the disk that all replicas share.")] = "20GB",
+    link: Annotated[float, typer.Option(min=0.001, help="Network speed of each replica in Gbit/s.")] = 100,
+    mtbf: Annotated[
+        float | None, typer.Option(min=1, help="Mean seconds until a replica fails; without it, replicas never fail.")
+    ] = None,
+    restart: Annotated[float, typer.Option(min=0, help="Seconds until a failed replica is back.")] = 60,
+    notice: Annotated[float, typer.Option(min=0.001, help="Seconds until the clients of a failed replica retry.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Simulated time in seconds.")] = 600,
+    warmup: Annotated[float, typer.Option(min=0, help="Seconds at the beginning that the results leave out.")] = 120,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     json: options.Json = False,
 ) -> None:
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
@@ -123,7 +156,7 @@ def _planned(model: str, machine: str | None, method: str, budget: str, memory: 
 def _counts(texts: list[str]) -> list[int]:
     found = split_list(texts, "--replicas")
     if not found or not all(text.isdecimal() and int(text) for text in found):
-        raise UsageError(f"Replicas are whole numbers from 1 on, not '{','.join(texts)}'.")
+        raise UsageError(f"--replicas takes whole numbers of at least 1, not '{','.join(texts)}'.")
     return [int(text) for text in found]
 
 

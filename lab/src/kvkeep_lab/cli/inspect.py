@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 def inspect(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The question or instruction.")] = None,
-    file: Annotated[str | None, typer.Option("--file", "-f", help="A text to read first; - is standard input.")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="A text that comes before the prompt; - is standard input.")
+    ] = None,
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
     chunk: options.Chunk = None,
     max_tokens: options.MaxTokens = 64,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="The page to write; one that is there is replaced.")
+        str, typer.Option("--output", "-o", help="File of the page; an existing file is replaced.")
     ] = "cache.html",
     weights: options.Weights = "auto",
     device: options.Device = None,
@@ -39,7 +41,10 @@ def inspect(
 
     requested(method, budget)
     if method == STOCK:
-        raise UsageError("Method 'stock' is transformers' own cache, which keeps every entry: there is nothing to see.")
+        raise UsageError(
+            "Method 'stock' is transformers' own cache, which keeps every entry, so there is nothing to show; "
+            "give another method."
+        )
     target = check_output(output)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, weights=weights, device=device, progress=note)
@@ -51,7 +56,7 @@ def inspect(
             given |= {"budget": budget, "max_new_tokens": max_tokens, "interrupted": interrupted}
             found = run(loaded.model, loaded.tokenizer, ids, cache, loaded.name, **given)
         except KeyboardInterrupt:
-            raise Interrupted("Interrupted while reading the text; no page was written.") from None
+            raise Interrupted("Interrupted while the text was read; no page was written.") from None
         write_page(target, render(found))
     if json:
         print_json(as_json(found, output))
@@ -59,7 +64,7 @@ def inspect(
         write("\n")
         note(summary(found, output))
     if found.generation.stopped == "interrupted":
-        raise Interrupted(f"Interrupted; the page shows the {len(found.trace.steps)} steps until then.")
+        raise Interrupted(f"Interrupted; the page shows the {len(found.trace.steps)} steps that were finished.")
 
 
 def as_json(found: Inspection, output: str) -> dict[str, Any]:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from kvkeep_lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
-WORKERS = "Processes that measure side by side."
+WORKERS = "Number of processes that measure at the same time."
 RAY = "Measure on a Ray cluster: its address, auto (this machine's), or local (started here)."
-KVPRESS = "The interpreter that has kvpress."
+KVPRESS = "Python interpreter of an environment with kvpress."
 _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
-    help="Experiments that stand beside the papers': list, run and report.",
+    help="Repeat the experiments of papers: list, run and report them.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -80,23 +80,26 @@ def _show(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) 
 
 @app.command()
 def run(
-    experiment: Annotated[str, typer.Argument(help="A name of 'kvkeep lab list', or the path of a .toml file.")],
+    experiment: Annotated[str, typer.Argument(help="Name from 'kvkeep lab list', or path to a .toml file.")],
     data: Annotated[
-        Path | None, typer.Option("--data", help="The folder with the data: haystack/*.txt, xsum_*.jsonl, ...")
+        Path | None, typer.Option("--data", help="Folder with the data: haystack/*.txt, xsum_*.jsonl, ...")
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="The smallest sizes, to see that everything works.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Use the smallest sizes, to check that everything works.")
+    ] = False,
     only: Annotated[
-        list[str] | None, typer.Option("--only", "-x", help="Measure this method only; may be repeated.")
+        list[str] | None, typer.Option("--only", "-x", help="Measure only this method; repeat the option for several.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="Other models than the experiment's; may be repeated.")
+        list[str] | None,
+        typer.Option("--model", "-m", help="Model to use in place of the experiment's; repeat the option for several."),
     ] = None,
     store: Annotated[
-        Path | None, typer.Option("--store", help="The file of results.", show_default=f"{FOLDER}/NAME.jsonl")
+        Path | None, typer.Option("--store", help="File of the results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again the cells that have results already.")] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help=WORKERS, show_default="1; on Ray one a GPU, or a machine")
+        int | None, typer.Option(min=1, help=WORKERS, show_default="1; with --ray, one for each GPU or machine")
     ] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help=RAY)] = None,
     kvpress: Annotated[
@@ -105,7 +108,7 @@ def run(
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
+    """Run an experiment. You can stop it at any time: the same command continues with the missing cells."""
     try:
         from kvkeep_lab.experiment import load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
@@ -125,7 +128,7 @@ def run(
             given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
             tally = measure(chosen, results, data, only=only or [], progress=progress, notify=note, **given)
     except KeyboardInterrupt:
-        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None
+        raise Stopped("Stopped. The finished cells are saved; run the same command again to continue.") from None
     results.refresh()
     _note_torn(results)
     _print_tally(chosen.name, results.path, tally, json)
@@ -154,24 +157,24 @@ def _print_tally(name: str, store: Path, tally: Tally, json: bool) -> None:
         for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
             note(sentence)
         note(
-            f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
-            f"another run's. See: kvkeep lab report {store}"
+            f"{tally.done} cells measured, {tally.found} had results already, {len(tally.failed)} failed, "
+            f"{tally.elsewhere} belong to another run. See: kvkeep lab report {store}"
         )
     if tally.failed and not tally.done + tally.found:
-        raise KvkeepError(f"No cell of '{name}' could be measured; the reasons are in '{store}'.")
+        raise KvkeepError(f"No cell of '{name}' could be measured; see '{store}' for the reasons.")
 
 
 @app.command()
 def report(
-    stores: Annotated[list[Path], typer.Argument(help="Files of results that 'kvkeep lab run' wrote.")],
+    stores: Annotated[list[Path], typer.Argument(help="Files of results from 'kvkeep lab run'.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A folder for report.html, report.md and figures (PNG and SVG)."),
+        typer.Option("--output", "-o", help="Folder for report.html, report.md and the figures (PNG and SVG)."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables. A
-    report of one experiment begins with it."""
+    """Report results as Markdown or as a page: first the differences from the papers, then all tables. A
+    report of a single experiment begins with that experiment."""
     from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
     from kvkeep_lab.report.studies import StudyGroup
     from kvkeep_lab.store import Store
@@ -188,7 +191,7 @@ def report(
     for chapter in foreign:
         note(" ".join(chapter.missing))
     if not found:
-        raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
+        raise UsageError("There is nothing to report: these results hold no readable cell of an experiment.")
     chapters = [group.chapter() for group in found]
     names = {group.experiment.name for group in found}
     chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one is about that one
@@ -215,4 +218,4 @@ def report(
 def _note_torn(store: Store) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
-        note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read, and counted for nothing.")
+        note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read and were skipped.")

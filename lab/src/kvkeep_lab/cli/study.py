@@ -38,12 +38,12 @@ from kvkeep_lab.tables import csv_text
 from kvkeep_lab.tasks.texts import named_files
 
 FILE = (
-    "The text to read, as it is; several, a folder of .txt files, or a pattern in quotes, are read one after another; "
-    "- is standard input."
+    "Text file to read. Several files, a folder of .txt files, or a quoted pattern are read one after another; - is "
+    "standard input."
 )
-OUTPUT = "Also draw a figure: a .png, .svg or .pdf file."
-CSV = "Also write every number to a .csv file."
-LATEX = "Also write a table for a paper: a .tex file."
+OUTPUT = "Draw a figure and save it to this file (.png, .svg or .pdf)."
+CSV = "Write every number to this .csv file."
+LATEX = "Write a LaTeX table for a paper to this .tex file."
 BETWEEN_S = 5.0
 """Seconds between two lines on the progress, at least."""
 
@@ -90,7 +90,7 @@ def _field(field: FieldInfo) -> tuple[Any, Any]:
     completes = completion.methods if "-x" in flag.names else None
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
-        help = f"{text} By commas, or repeated."
+        help = f"{text} Separate several by commas, or repeat the option."
         option = typer.Option(*flag.names, help=help, show_default=shown, autocompletion=completes)
         return Annotated[list[str] | None, option], None
     option = typer.Option(*flag.names, help=text, autocompletion=completes)
@@ -170,7 +170,9 @@ def _run(
         except (KeyboardInterrupt, Ending) as stop:
             found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
             if not isinstance(found, study.found):
-                raise _interrupted("Interrupted before it was measured; there is nothing to show.", signals) from None
+                raise _interrupted(
+                    "Interrupted before the first measurement; there is nothing to show.", signals
+                ) from None
     where = machine(loaded) | study.conditions()
     problem = study.problem(found)
     try:
@@ -188,11 +190,11 @@ def _run(
         for table in (*study.details(found), *study.tables(found)) if text is None else ():
             show(table)
         if output is not None and problem is None:
-            note(f"The figure is in {output}.")
+            note(f"The figure is saved in {output}.")
         for target in exports.values() if problem is None else ():
             note(f"Written: {target}")
     if stopped is not None:
-        raise _interrupted(f"{stopped} What is above was measured until then. {problem or ''}".rstrip(), signals)
+        raise _interrupted(f"{stopped} The results above were measured before that. {problem or ''}".rstrip(), signals)
     if problem is not None:
         raise KvkeepError(problem)
 
@@ -259,7 +261,7 @@ def _lines() -> tuple[Report, Callable[[str], None]]:
     def report(what: str, done: float, total: float) -> None:
         nonlocal last, noted
         if what != last and last and time.monotonic() - noted >= BETWEEN_S:
-            note(f"{last} is done, {100 * done / max(total, 1e-9):.0f} % of all.")
+            note(f"Finished {last}; {100 * done / max(total, 1e-9):.0f} % of the work is done.")
             noted = time.monotonic()
         last = what
 
@@ -267,7 +269,7 @@ def _lines() -> tuple[Report, Callable[[str], None]]:
 
 
 analyse = typer.Typer(
-    add_completion=False, help="Every study on one model: data, table and figure.", no_args_is_help=True
+    add_completion=False, help="Run any study on one model: data, table and figure.", no_args_is_help=True
 )
 for each in STUDIES.values():
     analyse.command(name=each.command or each.name)(command(each))

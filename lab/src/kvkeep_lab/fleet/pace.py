@@ -126,7 +126,7 @@ class ReplicaPace:
         """
         candidate = Candidate.parse(name)
         if candidate.method.recall.drafts:
-            raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
+            raise UsageError(f"'{name}' drafts tokens, and the simulation has no rounds of drafts; use another method.")
         entries, longest = None if candidate.keeps_all else budget, shape.geometry.max_positions or _UNBOUNDED
         lengths = _lengths(longest, budget)
         every = [sizes(shape.geometry, candidate, count, entries, shared=machine.shared) for count in lengths]

@@ -63,4 +63,6 @@ class Scenario:
                     bound = "above 0" if named is above else f"from {least} on"
                     raise UsageError(f"The '{name}' of a fleet is a finite number {bound}, not {value:g}.")
         if self.warmup >= self.seconds:
-            raise UsageError("The warm-up has to be shorter than what is simulated.")
+            raise UsageError(
+                "The warm-up has to be shorter than the simulated time; give a shorter --warmup or more --seconds."
+            )

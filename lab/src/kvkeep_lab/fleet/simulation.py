@@ -36,9 +36,14 @@ class Simulation:
     def __init__(self, pace: ReplicaPace, scenario: Scenario) -> None:
         tokens = scenario.first + scenario.answer
         if tokens > pace.longest:
-            raise UsageError(f"A first turn of {tokens:,.0f} tokens is longer than a session, {pace.longest:,}.")
+            raise UsageError(
+                f"A first turn of {tokens:,.0f} tokens exceeds the longest session, {pace.longest:,}; give fewer."
+            )
         if pace.granted(tokens) > pace.memory:
-            raise UsageError(f"A first turn of {tokens:,.0f} tokens is larger than a replica's memory.")
+            raise UsageError(
+                f"A first turn of {tokens:,.0f} tokens exceeds a replica's memory; give a shorter --first or more "
+                "--memory."
+            )
         self.pace, self.scenario = pace, scenario
         self.random = Random(scenario.seed)
         self.replicas = [SimulatedReplica(number) for number in range(scenario.replicas)]

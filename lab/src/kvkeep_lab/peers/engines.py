@@ -66,7 +66,7 @@ class PeerEngine(ABC):
         found = given or os.environ.get(cls.python)
         if not found:
             raise UsageError(
-                f"{cls.name} lives in an environment of its own: make one, pip install {cls.needs} there, and give "
+                f"{cls.name} needs a separate environment: create one, pip install {cls.needs} there, and give "
                 f"its interpreter ({cls.option} PYTHON, or {cls.python})."
             )
         return found
@@ -146,7 +146,7 @@ def file_of(loaded: Loaded) -> str:
     """Return the path of the GGUF file that a model was made of; raises UsageError where there is none."""
     file = gguf_path(EMBEDDED[loaded.name]) if loaded.name in EMBEDDED else Path(loaded.name).expanduser()
     if not file.is_file():
-        raise UsageError(f"llama.cpp reads a GGUF file, and '{loaded.name}' has none.")
+        raise UsageError(f"llama.cpp needs a GGUF file, and '{loaded.name}' has none; use a model from a GGUF file.")
     return str(file.resolve())
 
 

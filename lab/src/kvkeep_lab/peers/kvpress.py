@@ -71,7 +71,9 @@ class Kvpress(Peer):
     def open(self, model: Any, budget: str | None, context: int) -> PeerReader:
         entries = None if budget is None else entries_of(model, budget, context)
         if entries is not None and entries <= self.unseen:
-            raise UsageError(f"A budget of {entries} entries has no room beside the {self.unseen} tokens left unseen.")
+            raise UsageError(
+                f"A budget of {entries} entries is too small beside the {self.unseen} unseen tokens; give a larger one."
+            )
         return _Remote(KvpressProcess.serving(model), self, entries)
 
 
@@ -91,7 +93,7 @@ class _Remote(PeerReader):
             )
             self.process.reader = self
         elif self.process.reader is not self:
-            raise KvkeepError("kvpress reads one prompt at a time, and another one was begun.")
+            raise KvkeepError("kvpress reads one prompt at a time, and another prompt is in progress.")
         else:
             self._last = self.process.ask(do="next", token=given[0])
         logits = torch.frombuffer(bytearray(base64.b64decode(self._last["logits"])), dtype=torch.float32)
@@ -114,11 +116,11 @@ class KvpressProcess(PeerProcess):
         python, folder = os.environ.get(PYTHON, ""), str(model.name_or_path)
         if not python:
             raise UsageError(
-                "kvpress lives in an environment of its own, because it needs another transformers: make one, pip "
-                f"install kvpress there, and give its interpreter (--kvpress PYTHON, or {PYTHON})."
+                "kvpress needs a separate environment, because it requires another version of transformers: "
+                f"create one, pip install kvpress there, and give its interpreter (--kvpress PYTHON, or {PYTHON})."
             )
         if not folder:
-            raise UsageError("kvpress reads the model itself, and this one has no name or folder to read it from.")
+            raise UsageError("kvpress loads the model itself, and this model has no name or folder to load it from.")
         about = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         key = (os.getpid(), python, folder, *about.values())  # a fork must not speak through its parent's pipes
         if cls.current is None or cls.current.closed or cls.current.key != key:

@@ -51,8 +51,8 @@ class LLMLingua(Peer):
         entries = entries_of(model, budget or "0", context)
         if entries <= 2 * self.edge:
             raise BudgetError(
-                f"A prompt of {entries} tokens has no room between {self.edge} at either end that stay; give a larger "
-                "budget, or a smaller edge (peer-llmlingua:edge=16)."
+                f"A prompt of {entries} tokens is too small: {self.edge} tokens at each end always stay; give a "
+                "larger budget, or a smaller edge (peer-llmlingua:edge=16)."
             )
         return _Compressed(model, entries, self.edge)
 
@@ -93,7 +93,7 @@ class _Compressed(PeerReader):
             if len(kept) <= wanted:
                 return [*ids[: self.edge], *kept, *ids[end:]], seconds
             target = max(1, target - len(kept) + wanted)
-        raise KvkeepError(f"LLMLingua leaves {len(kept)} tokens where {wanted} are the budget; give a larger one.")
+        raise KvkeepError(f"LLMLingua kept {len(kept)} tokens, but the budget is {wanted}; give a larger budget.")
 
 
 def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:

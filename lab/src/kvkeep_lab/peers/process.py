@@ -47,7 +47,7 @@ class PeerProcess:
     def ask(self, **question: Any) -> dict[str, Any]:
         """Return the answer. Raises KvkeepError with the reason where there is none."""
         if self.closed:
-            raise KvkeepError(f"The process that runs {self.name} has ended before.")
+            raise KvkeepError(f"The process that runs {self.name} ended earlier.")
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -65,7 +65,7 @@ class PeerProcess:
             raise KvkeepError(f"The process that runs {self.name} ended: {lines[-1].rstrip('.')}.")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise KvkeepError(f"{self.name} could not do it: {answer['error'].rstrip('.')}.")
+            raise KvkeepError(f"{self.name} failed: {answer['error'].rstrip('.')}.")
         return answer
 
     def close(self) -> None:

@@ -58,8 +58,8 @@ class Offloaded(Peer):
         device = next(model.parameters()).device
         if device.type != "cuda":
             raise UsageError(
-                f"transformers moves layers between a CUDA device and the host's memory, and this model is on the "
-                f"{device.type}: 'stock-offloaded' has nothing to do there; 'stock' is the same cache without moving."
+                "transformers moves layers between a CUDA device and the host's memory, and this model is on the "
+                f"{device.type}: 'stock-offloaded' has no effect there; use 'stock'."
             )
         return _Offloaded(config=model.config, offloading=True)
 

@@ -37,7 +37,7 @@ class Cam(Fate):
     seed: int = 0
     """A whole number of 24 bits."""
 
-    label: ClassVar[str] = "values merged by chance"
+    label: ClassVar[str] = "merged (values only, at random)"
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
     papers: ClassVar[Sequence[Paper]] = (CAM,)
     across_heads: ClassVar[bool] = True  # samples are of heads by number
@@ -45,7 +45,7 @@ class Cam(Fate):
 
     def __post_init__(self) -> None:
         if self.into < 1:
-            raise UsageError(f"A value goes into one entry at least, not {self.into}.")
+            raise UsageError(f"Fate 'cam' adds a value to at least 1 entry, not {self.into}.")
         check_seed(self.seed)
 
     def refuses(self, method: Any) -> str | None:
@@ -53,8 +53,8 @@ class Cam(Fate):
         if selector.observation_window in (0, 1) and not selector.scores_arrivals:
             return None
         return (
-            "'cam' weighs by the attention of the last step, and this selector scores entries by something else; take "
-            "streaming-llm, window or tova."
+            "Fate 'cam' needs scores that are the attention of the last step, and the scores of this selector "
+            "are something else; use streaming-llm, window or tova."
         )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:

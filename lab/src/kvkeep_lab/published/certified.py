@@ -26,7 +26,9 @@ class Certified(PagesThatMatter):
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
-            raise UsageError(f"The share that may be left out is from 0 to below 1, not {self.share:g}.")
+            raise UsageError(
+                f"The share of attention that may be left out is at least 0 and below 1, not {self.share:g}."
+            )
 
     def choose(self, excess: Tensor) -> Tensor:
         """From the highest on, until S / (1 + S) is small enough for every query."""

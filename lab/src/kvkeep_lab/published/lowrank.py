@@ -38,7 +38,7 @@ class LowRank(GroupedFate):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise UsageError(f"A rank is 1 or more, not {self.rank}.")
+            raise UsageError(f"The rank is at least 1, not {self.rank}.")
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         adapter, layers = bind(model), geometry.full_layers

@@ -30,12 +30,19 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     def refuses(self, method: Any) -> str | None:
         if not method.selector.by_age:
-            return "The next chunk's queries choose pairs, and no selector has a say, so only 'window' goes with it."
+            return (
+                "The queries of the next chunk choose the pairs to merge, so the ranks of a selector have no "
+                "effect; use selector 'window'."
+            )
         if method.oneshot:
-            return "Chunks of a prompt are merged by the next one's queries, and at once it would be one chunk."
+            return (
+                "The queries of the next chunk decide what is merged, and with 'oneshot' the prompt has only one "
+                "chunk; leave 'oneshot' out."
+            )
         if method.recall.backed:
             return (
-                "A chunk that is read twice is read against entries that were merged, and a recall has the exact ones."
+                "This fate reads each chunk twice, the second time against merged entries. A recall would bring "
+                "back the exact entries, and the two do not match; leave the recall out."
             )
         return None
 
@@ -62,7 +69,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
         if entries < least:
             raise BudgetError(
                 f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks and a chunk "
-                f"of {chunk} that stays whole; give it {least}, or a smaller chunk or fewer sinks."
+                f"of {chunk} that stays whole; give at least {least}, or a smaller chunk or fewer sinks."
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:

@@ -33,11 +33,14 @@ class Redecode(Recall):
 
     def __post_init__(self) -> None:
         if self.limit < 1:
-            raise UsageError(f"At least one token is decoded again, not {self.limit}.")
+            raise UsageError(f"Recall 'redecode' decodes at least 1 token again, not {self.limit}.")
 
     def refuses(self, method: Any) -> str | None:
         if method.fate.keeps or method.fate.makes_room:
-            return "What is decoded again must have been dropped: kept in another form it would be attended twice."
+            return (
+                "Recall 'redecode' computes dropped entries again. With this fate, evicted entries are still "
+                "attended in another form, and would count twice; use fate 'drop'."
+            )
         return None
 
     def reader(self, site: Site, round: Any) -> Reader:

@@ -36,8 +36,8 @@ class Redecoder(PassHook):
         if embedded or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
             came = "embeddings" if embedded else "a mask of the caller's own"
             raise UsageError(
-                f"'{cache.method.name}' decodes tokens again, from their ids and by a causal mask, and these came with "
-                f"{came}; 'fetch-on-miss' takes both."
+                f"'{cache.method.name}' decodes tokens again from their ids with a causal mask, and this input "
+                f"came with {came}; use 'fetch-on-miss'."
             )
         cache.stream.roll_back()
         self._before = [layer.resident.resident_slots() for layer in cache.layers]

@@ -114,7 +114,9 @@ class Group(ABC):
         """Return the chapter."""
         paper, blocks = self.experiment.paper, list(self.blocks())
         if undecided := list(self.undecided()):
-            blocks.append("What no number here decides:\n\n" + "\n".join(f"* {sentence}" for sentence in undecided))
+            blocks.append(
+                "Claims that no number here decides:\n\n" + "\n".join(f"* {sentence}" for sentence in undecided)
+            )
         return Chapter(
             self.title,
             tuple(blocks),

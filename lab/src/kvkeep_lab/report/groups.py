@@ -50,7 +50,10 @@ def unread(stores: Sequence[Store]) -> list[Chapter]:
         Chapter(
             f"Results of {name}",
             (),
-            missing=(f"`{name}`, of another version or with packages that are not here, cannot be read: {error}",),
+            missing=(
+                f"`{name}`, written by another version or with packages that are not installed, cannot be read: "
+                f"{error}",
+            ),
         )
         for name, error in wrong.items()
     ]

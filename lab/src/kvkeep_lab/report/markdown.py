@@ -14,10 +14,10 @@ TITLE = "Results of the lab"
 _JUDGED = {
     VerdictOutcome.DIFFERS: (
         "Where ours differ from the papers",
-        "Nothing here differs for certain from what a paper says.",
+        "No claim of a paper is contradicted here.",
     ),
     VerdictOutcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
-    VerdictOutcome.OPEN: ("What cannot be told yet", "No claim is left open by its samples."),
+    VerdictOutcome.OPEN: ("What cannot be told yet", "Every measured claim has enough samples for a verdict."),
     VerdictOutcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
     VerdictOutcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }
@@ -32,10 +32,11 @@ OVERVIEW = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
 """The sections that are about all chapters."""
 
 _INTERVALS = (
-    "There is a verdict only by a limit that the paper itself names, and only where ours is measured as the paper's "
-    "is: on its model where the sentence is of a model, and on no machine but its own where it is of one. A verdict "
-    "goes by Student's interval, in brackets, of 95 % for all cases of a claim together. It is wider than the "
-    "bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
+    "A claim gets a verdict only if the paper itself names a limit and this report measures what the paper "
+    "measured. A claim about a model needs a measurement of that model, and a claim about a machine needs one on "
+    "that machine. The verdict compares the limit with Student's interval (in brackets), which is 95 % for all "
+    "cases of the claim together. For few samples it is wider than the bootstrap interval of the tables, which "
+    "is too narrow then. N is the number of samples."
 )
 
 
@@ -103,7 +104,7 @@ def _overview(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
         counts = listed(f"{outcome}: {counted[outcome]}" for outcome in VerdictOutcome)
-        yield f"Claims of the papers that numbers here are about: {counted.total()}. {counts.capitalize()}."
+        yield f"Claims of the papers that these results cover: {counted.total()}. {counts.capitalize()}."
         yield _INTERVALS
         for outcome, (heading, none) in _JUDGED.items():
             yield f"## {heading}"
@@ -120,7 +121,7 @@ def _not_run(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[
     ]
     bare = [chapter for chapter in chapters if not chapter.blocks]
     items = (f"* {_beside(chapter, links)} {' '.join(chapter.missing)}" for chapter in bare)
-    lists += ["Of these nothing is in the results:\n\n" + "\n".join(items)] if bare else []
+    lists += ["The results hold nothing of these:\n\n" + "\n".join(items)] if bare else []
     yield from lists or ["Everything was run."]
 
 

@@ -34,8 +34,8 @@ class StudyGroup(Group):
             return [self.experiment.study.restored(one.data) for one in self.records if one.status == "done"]
         except ValueError as error:
             raise UsageError(
-                f"The results of study '{self.experiment.name}' are of another version of kvkeep, and this one cannot "
-                "read them; measure again (--fresh)."
+                f"The results of study '{self.experiment.name}' were written by another version of kvkeep, and "
+                "this version cannot read them; measure again (--fresh)."
             ) from error
 
     @cached_property
@@ -65,7 +65,7 @@ class StudyGroup(Group):
         if self.values:
             yield self._numbers().markdown()
         if len(self.found) > 1:
-            yield "In brackets: Student's 95 % over seeds. Tables and figure are of the first."
+            yield "In brackets: Student's 95 % interval over seeds. Tables and figure show the first seed."
         if self.found:
             yield from (table.markdown() for table in study.tables(self.found[0]))
             if isinstance(study, Drawn):
@@ -74,7 +74,7 @@ class StudyGroup(Group):
 
     def _numbers(self) -> Table:
         paper = self.experiment.paper
-        table = Table("The numbers that say most", ["", "ours", "the paper's"])
+        table = Table("The main numbers", ["", "ours", "the paper's"])
         for metric in self.experiment.study.metrics:
             theirs = [value for value in ([] if paper is None else paper.values) if value.metric == metric.name]
             if metric.name in self.values or theirs:

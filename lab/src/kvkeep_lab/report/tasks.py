@@ -98,13 +98,18 @@ class TaskGroup(Group):
     @property
     def _legend(self) -> str:
         """What the table's cells are."""
-        said = f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
+        said = f"In brackets: the range of 95 % of {RESAMPLES:,} bootstrap means over samples."
         if any(result.share is not None for result in self.measured):
-            said += " held: bytes that attention reads, and their share of the full cache's in bfloat16."
+            said += (
+                " held: bytes of the entries that attention reads, and their share of the full cache's bytes in "
+                "bfloat16."
+            )
         if self._relative:
-            said += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
+            said += f" vs {self.experiment.baseline}: mean difference from it, sample by sample."
         if not self.comparable:
-            said += " The rows are of different versions or machines, named below: times are not to be compared."
+            said += (
+                " The rows come from different versions or machines (named below), so their times cannot be compared."
+            )
         return said
 
     def _tuned(self) -> Iterator[str]:
@@ -243,9 +248,9 @@ def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
             of.setdefault(result, []).append(axis.name)
     yield "### The frontier"
     yield (
-        f"A row is on a frontier where no other has less {' or '.join(axis.of for axis in axes)} and a better mean "
-        f"({metric.label}). Memory is that of entries and checkpoints, wherever they are."
-        + (" Times are of the machine's load while a row was measured." if group.comparable else "")
+        f"A row is on a frontier if no other row has both less {' or '.join(axis.of for axis in axes)} and a "
+        f"better mean ({metric.label}). Memory counts entries and checkpoints, wherever they are stored."
+        + (" Times depend on the load of the machine while a row was measured." if group.comparable else "")
     )
     rows = []
     for result in sorted(of, key=lambda result: (result.total_bytes, group.measured.index(result))):

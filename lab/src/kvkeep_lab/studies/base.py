@@ -243,7 +243,7 @@ class TextStudy(Study):
 
     text = "needed"
 
-    tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="tokens of the text that are read")
+    tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="number of tokens to read from the text")
 
     def sources(self, data: Path | None) -> list[Path]:
         return text_files(data)
@@ -284,7 +284,7 @@ def _compact(value: Any) -> Any:
     match value:
         case float():
             if not math.isfinite(value):
-                raise KvkeepError(f"The model gave {value}, which is no number to go by.")
+                raise KvkeepError(f"The model gave {value}, which is not a finite number.")
             return float(f"{value:.{DIGITS}g}")
         case dict():
             return {key: _compact(part) for key, part in value.items()}

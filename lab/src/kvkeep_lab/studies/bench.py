@@ -64,65 +64,74 @@ class Bench(EngineStudy):
     """Prefill and decoding of every cache in one run, and their memory."""
 
     name = "bench"
-    about = "prefill and decoding of every cache timed in one run, and their memory"
+    about = "time prefill and decoding of every cache in one run, and measure their memory"
     protocol = (
-        "Random ids are read, then single tokens decoded, by each cache in turn; medians over all rounds, interleaved. "
-        "Ratios are to transformers' own cache (stock) at the same context, and to one that holds the budget's entries "
-        "only (held). At least: the bytes of weights, keys and values that a step reads, by the rate at which memory "
-        "gave 512 MB in the same run."
+        "Each cache in turn reads random token ids and then decodes single tokens. Figures are medians over all "
+        "rounds, which are interleaved. Ratios compare with transformers' own cache (stock) at the same context, "
+        "and with a stock cache that holds only as many entries as the budget (held). At least: the time to read "
+        "the weights, keys and values of a step, at the rate of reading 512 MB of memory in the same run."
     )
     found = Benched
     weights = "auto"
 
     peers: list[ServerName] | None = Field(
         None,
-        description="engines timed in the same rounds: llama.cpp, vllm, vllm:compiled; with --serve their servers, and "
-        "transformers, transformers:batching",
+        description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled. With --serve: their "
+        "servers, transformers, transformers:batching",
     )
-    contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="tokens of prompts")
+    contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="prompt lengths in tokens")
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description=BUDGET)
-    rounds: int = Field(3, ge=1, description="how often everything is measured")
-    steps: int = Field(16, ge=2, description="tokens decoded a round")
+    rounds: int = Field(3, ge=1, description="number of rounds; each round measures everything once")
+    steps: int = Field(16, ge=2, description="tokens generated in each round")
     methods: Annotated[list[OwnMethod] | None, Flag("--method", "-x")] = Field(
-        None, description="methods in place of those that a run has; stock is measured beside them"
+        None, description="methods to measure in place of the default ones, in addition to stock"
     )
     only: list[str] | None = Field(
         None,
-        description="the cases with these names, or, where none has just that name, whose names contain it; of --peers "
-        "all, unless one is named; stock is measured beside them",
+        description="measure only the cases with these names, and stock. If no case has a name, it selects the cases "
+        "that contain it. If no peer is named, all --peers are measured",
     )
-    stock: bool = Field(True, description="transformers' own cache, too; without it no ratios to it")
-    slow: bool = Field(True, description="also what recomputes everything: naive, strides, tokens")
+    stock: bool = Field(True, description="measure transformers' own cache too, which the ratios need")
+    slow: bool = Field(
+        True, description="measure the slow methods too, which recompute everything: naive, strides, tokens"
+    )
     clock: Literal["wall", "processor"] = Field(
-        "wall", description="what is timed by: wall, or processor, for a machine that others use, too"
+        "wall", description="clock to measure with: wall, or processor on a machine that other programs use too"
     )
 
     process: bool = Field(
-        False, description="in place of it all, what a process holds with a cache, and its steps without the page cache"
+        False,
+        description="measure instead the memory of a process with each cache, and the time of steps without the page "
+        "cache",
     )
 
-    serve: bool = Field(False, description="in place of it all, servers under load: ours, and those named by --peers")
-    sessions: list[Count] = Field([1, 4, 8, 16], min_length=1, description="with --serve, sessions at once")
-    memory: str = Field("2GB", description="with --serve, bytes of all sessions of our own server")
+    serve: bool = Field(False, description="measure servers under load instead: kvkeep's, and those named by --peers")
+    sessions: list[Count] = Field(
+        [1, 4, 8, 16], min_length=1, description="with --serve: numbers of concurrent sessions"
+    )
+    memory: str = Field("2GB", description="with --serve: memory for all sessions of kvkeep's server")
 
     def check(self, files: Sequence[Path]) -> None:
         if self.serve:
             if self.process or self.clock != "wall":
-                raise UsageError("With --serve there is no other clock and no --process; leave those out.")
+                raise UsageError(
+                    "--serve measures with the wall clock, and without --process; leave --clock and --process out."
+                )
             bytes_of(self.memory)
             if find_spec("openai") is None:
                 raise UsageError(
-                    "Servers are asked by the package 'openai', which is missing: pip install 'kvkeep-lab[serve]'."
+                    "--serve sends its requests with the package 'openai', which is missing: pip install "
+                    "'kvkeep-lab[serve]'."
                 )
             return
         for name in self.peers or ():
             engine_of(name)
         if self.process and (self.peers or self.clock != "wall"):
-            raise UsageError("With --process there are no other engines and no other clock; leave those out.")
+            raise UsageError("--process measures kvkeep's caches with the wall clock; leave --peers and --clock out.")
         if self.peers and self.clock != "wall":
             raise UsageError(
-                "Peers work in processes of their own, whose processor seconds are not known here; leave out --clock "
-                "or --peers."
+                "Peers run in separate processes, whose processor time cannot be measured; leave out --clock or "
+                "--peers."
             )
 
     def measure(self, trial: Trial) -> Benched:
@@ -174,14 +183,18 @@ class Bench(EngineStudy):
             return [process_table(found.processes, f"Budget {self.budget}, a process each")]
         columns = self._columns(found)
         notes = [
-            "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only."
+            "×: time relative to stock at the same context. × held: time relative to a stock cache that holds "
+            "only as many entries as the budget."
         ]
         if any(found.llama_ratio(row) for row in found.rows):
-            notes.append("× llama.cpp: to its step, with or without flash attention, whichever is faster.")
+            notes.append(
+                "× llama.cpp: time relative to a step of llama.cpp, with or without flash attention, whichever "
+                "is faster."
+            )
         if found.bytes_per_s:
             notes.append(
-                f"At least: weights ({megabytes(found.weight_bytes)}), keys and values that a step reads, at the "
-                f"{found.bytes_per_s / 1e9:.1f} GB/s at which memory was read in this run."
+                f"At least: the time to read the weights ({megabytes(found.weight_bytes)}), keys and values of a "
+                f"step at {found.bytes_per_s / 1e9:.1f} GB/s, the rate of reading memory in this run."
             )
         notes += [*found.notes, *refusals((row.label, f"{row.context:,}", row.error) for row in found.rows)]
         table = Table(f"Budget {self.budget}, {self.clock} clock", [*columns], notes=notes, named=2)

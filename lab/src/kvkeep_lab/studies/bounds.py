@@ -61,18 +61,24 @@ class BoundsStudy(TextStudy):
     """What certified recall could leave out, if it knew."""
 
     name = "bounds"
-    about = "how far a page's bound is above its largest score, and pages it cannot rule out, by size of pages"
+    about = (
+        "measure how far the bound of a page exceeds its largest score, and how many pages it cannot rule out, "
+        "by page size"
+    )
     protocol = (
-        "A passage is read once. For its last queries, every page of earlier keys is bounded by the minimum and the "
-        "maximum of each channel; the bound is compared with the page's largest score, and what the page may have of "
-        "the attention with what it has. Means over full layers, heads, queries and pages."
+        "The model reads a passage once. For its last queries, the minimum and the maximum of each channel bound "
+        "the score of every page of earlier keys. The study compares this bound with the largest score of the "
+        "page, and the attention that the page may have with the attention that it has. Figures are means over "
+        "full layers, heads, queries and pages."
     )
     found = Looseness
 
-    tokens: Annotated[int, Flag("--limit")] = Field(2048, ge=LEAST, description="tokens of the text that are read")
+    tokens: Annotated[int, Flag("--limit")] = Field(
+        2048, ge=LEAST, description="number of tokens to read from the text"
+    )
     pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
-    queries: int = Field(64, ge=1, description="how many of the last tokens ask")
-    share: Share = Field(0.01, description="the share of attention that counts")
+    queries: int = Field(64, ge=1, description="number of queries, taken from the last tokens")
+    share: Share = Field(0.01, description="share of the attention above which a page counts")
 
     def measure(self, trial: Trial) -> Looseness:
         """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not

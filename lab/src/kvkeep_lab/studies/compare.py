@@ -38,42 +38,45 @@ class Compare(Study):
     name = "compare"
     about = "methods and budgets against the full cache: tokens, KL, perplexity, bytes, speed"
     protocol = (
-        "A prompt, or each of several passages, is read and continued by every method at every budget: free-running "
-        "(match, KL of texts that may have parted, speed), and teacher-forced, given the full cache's continuation "
-        "token by token (KL of one text, top-1, perplexity). KL in nats. The reference is transformers' own cache, in "
-        "16 bits kvkeep's 'full'. Of several passages there are means, with bootstrap intervals over passages."
+        "Every method reads a prompt, or each of several passages, at every budget and continues it twice. "
+        "Free-running, it continues with its own tokens (match, KL, speed); once a token differs, the KL "
+        "compares different texts. Teacher-forced, it is given the full cache's continuation token by token (KL "
+        "of the same text, top-1, perplexity). KL is in nats. The reference is transformers' own cache; for "
+        "models in 16 bits it is kvkeep's 'full'. For several passages the tables show means, with bootstrap "
+        "intervals over passages."
     )
     found = Comparisons
     text = "optional"
     reads = (
-        "A text; several, a folder of .txt files, or a pattern in quotes, are compared one by one. - is standard input."
+        "Text file to read. Several files, a folder of .txt files, or a quoted pattern are compared one by one; "
+        "- is standard input."
     )
 
     prompt: Annotated[str | None, Flag("--prompt", "-p")] = Field(None, description="the question or instruction")
     methods: Annotated[list[MethodName], unique, Flag("--method", "-x")] = Field(
-        METHODS, min_length=1, description="see 'kvkeep methods'"
+        METHODS, min_length=1, description="cache methods ('kvkeep methods' lists them)"
     )
     budgets: Annotated[list[BudgetText], unique, Flag("--budget", "-b")] = Field(
         ["12.5%", "25%", "50%"],
         min_length=1,
-        description="entries per layer (64), bytes (4MB), shares of prompt and continuation (25%)",
+        description="cache budgets: entries per layer (64), bytes (4MB), or shares of prompt and continuation (25%)",
     )
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(
-        64, ge=1, description="tokens written and compared; ends of text are ignored"
+        64, ge=1, description="number of tokens to generate and compare; an end of the text is ignored"
     )
-    limit: int | None = Field(None, ge=1, description="tokens of each text, or passage, that are read")
+    limit: int | None = Field(None, ge=1, description="number of tokens to read from each text or passage")
     seeds: int | None = Field(
         None,
         ge=1,
-        description="passages of each text, of --limit tokens: a seed draws where one begins. Without it there is one, "
-        "the text's beginning",
+        description="number of passages of --limit tokens from each text; seeds draw where they begin. Without this "
+        "option, the one passage is the beginning of the text",
     )
     raw: Annotated[bool | None, Flag("--raw/--chat")] = Field(
         None,
-        description="continue the text as it is, or put it into the model's chat template; raw for a file without a "
-        "prompt",
+        description="continue the text itself, or apply the model's chat template; a file without "
+        "a prompt is raw by default",
     )
-    chunk: int | None = Field(None, ge=1, description="tokens of the prompt taken at a time")
+    chunk: int | None = Field(None, ge=1, description="prompt tokens processed in one pass")
 
     def check(self, files: Sequence[Path]) -> None:
         if not files:
@@ -169,8 +172,10 @@ class Compare(Study):
             found.measured,
             [heading for heading, _, _ in columns],
             notes=[
-                f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
-                "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
+                f"{found.reference.method.capitalize()} is the reference. KL is in nats. Bold: the best of each "
+                "budget.",
+                "Match and 'KL, free' are free-running; once a token differs, that KL compares different texts. "
+                "All other quality columns are teacher-forced.",
                 f"Share of bfloat16: held bytes as a share of {_FULL_CACHE}.",
                 *(self._of_passages(found) if several else ()),
                 *found.refusals,
@@ -189,8 +194,14 @@ class Compare(Study):
             yield f"Interrupted: {len(found.passages)} of {found.asked} passages were begun."
         yield f"Passages are of {found.texts}."
         yield from (f"Left out: {sentence}" for sentence in found.left_out)
-        yield f"n: passages measured. In brackets: 95 % of {RESAMPLES:,} bootstrap means over them."
-        yield "Perplexity: of the mean logarithm; largest: of all passages; seconds and bytes: means."
+        yield (
+            f"n: number of passages measured. In brackets: the range of 95 % of {RESAMPLES:,} bootstrap means "
+            "over passages."
+        )
+        yield (
+            "Perplexity is the exponential of the mean over passages; the largest KL is that of all passages; "
+            "seconds and bytes are means."
+        )
 
     def draw(self, found: Comparisons, path: FilePath, *, title: str) -> None:
         draw_comparisons(found, path, title=title)

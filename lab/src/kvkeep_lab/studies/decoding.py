@@ -78,12 +78,13 @@ class Decoding(Study):
     """The tutorial's sections 11 to 13: what it says of latency, measured."""
 
     name = "decoding"
-    about = "naive against cached decoding by step and in total, prefill and decode apart, append against preallocation"
+    about = "compare naive with cached decoding, prefill with decoding, and appending with preallocation"
     protocol = (
-        "Random ids. Decoding: single tokens after a prompt, without a cache (all of the text again for each) and with "
-        "several; every step's fastest of all rounds, rounds interleaved. Phases: medians, by length of the prompt. "
-        "Appending: keys and values of one token into every layer of a cache, nothing computed: a copy of everything "
-        "(stock), blocks (full), room for all (static)."
+        "The text is random token ids. Decoding: single tokens after a prompt, without a cache (the whole text "
+        "is processed again for each token) and with several caches. The time of a step is its fastest over all "
+        "rounds, which are interleaved. Phases: medians, by length of the prompt. Appending: the keys and values "
+        "of one token are written into every layer of a cache, without any computation. The stock cache copies "
+        "everything, 'full' grows by blocks, and 'static' is preallocated."
     )
     found = Decoded
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -95,15 +96,17 @@ class Decoding(Study):
         Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),
     )
 
-    prompt: int = Field(64, ge=1, description="tokens before the first step")
+    prompt: int = Field(64, ge=1, description="prompt tokens before the first step")
     new: int = Field(192, ge=8, description="tokens written")
     caches: Annotated[list[MethodName], AfterValidator(lambda names: list(dict.fromkeys((STOCK, *names))))] = Field(
-        [STOCK, "full", "static", "paged"], description="caches; stock is one of them"
+        [STOCK, "full", "static", "paged"], description="caches to measure; stock has to be one of them"
     )
     lengths: list[Count] = Field(
-        [64, 128, 256, 512, 1024, 2048], min_length=1, description="of prompts, for the phases and for appending"
+        [64, 128, 256, 512, 1024, 2048],
+        min_length=1,
+        description="prompt lengths in tokens, for the phases and for appending",
     )
-    rounds: int = Field(2, ge=1, description="how often everything is measured")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures everything once")
 
     def measure(self, trial: Trial) -> Decoded:
         ways = (NAIVE, *self.caches)

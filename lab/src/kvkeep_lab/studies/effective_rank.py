@@ -108,18 +108,18 @@ class EffectiveRank(Study):
     prompt: Annotated[str | None, Flag("--prompt", "-p", default=None)] = Field(
         "Explain why the sky is blue in simple terms.",
         min_length=1,
-        description="what is continued, in the chat template, with truncated keys and values",
+        description="prompt to continue, in the chat template, with truncated keys and values",
     )
     limit: Annotated[int | None, Flag(default=512)] = Field(
-        None, ge=LEAST, description="tokens of the file that are read and continued"
+        None, ge=LEAST, description="number of tokens to read from the file, which is then continued"
     )
     new: Annotated[int, Flag("--max-tokens", "-n", default=32)] = Field(30, ge=1, description="tokens written")
 
     def check(self, files: Sequence[Path]) -> None:
         if files and self.prompt is not None:
-            raise UsageError("One text is continued: give --prompt or --file.")
+            raise UsageError("The study continues one text; give --prompt or --file, not both.")
         if self.ranks is not None and self.prompt is None and not files:
-            raise UsageError("To truncate to ranks there has to be a text to continue: give --prompt or --file.")
+            raise UsageError("--ranks needs a text to continue; give --prompt or --file.")
 
     def measure(self, trial: Trial) -> Ranks:
         """Take ranks, and truncate to some. Raises UnsupportedModelError for a family whose heads have no weights of

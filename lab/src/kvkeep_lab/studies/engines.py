@@ -15,10 +15,14 @@ class EngineStudy(Study):
     """A study with the option to name engines, and the interpreters that have them."""
 
     peers: list[EngineName] | None = Field(
-        None, description="engines timed in the same rounds: llama.cpp, vllm, vllm:compiled"
+        None, description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled"
     )
-    llama_cpp: str | None = Field(None, description=f"interpreter that has llama.cpp; by default ${LlamaCpp.python}")
-    vllm: str | None = Field(None, description=f"interpreter that has vLLM; by default ${Vllm.python}")
+    llama_cpp: str | None = Field(
+        None, description=f"Python interpreter of an environment with llama.cpp; by default ${LlamaCpp.python}"
+    )
+    vllm: str | None = Field(
+        None, description=f"Python interpreter of an environment with vLLM; by default ${Vllm.python}"
+    )
 
     @property
     def interpreters(self) -> dict[str, str | None]:

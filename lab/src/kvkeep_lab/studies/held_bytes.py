@@ -53,15 +53,16 @@ class HeldBytesStudy(Study):
     """KV-Direct's Eq. 28, and the same for every kind of checkpoint."""
 
     name = "held-bytes"
-    about = "bytes that kv-direct holds after T tokens within B entries, by formula and measured"
+    about = "compare the bytes that kv-direct holds after T tokens within B entries with the formula"
     protocol = (
-        "kv-direct reads the built-in text's first tokens within each budget, for each kind of checkpoint; the tensors "
-        "of all rows held are added up. Predicted: B entries, and what the kind keeps for T - B (kv) or all T tokens "
-        "(residual: a vector for each full layer; tokens: an id). Allocated: in pages of 256 to 1024 rows."
+        "kv-direct reads the first tokens of the built-in text within each budget, for each kind of checkpoint. "
+        "The bytes of all rows that it holds are added up. Predicted: B entries, and what the kind keeps for T - "
+        "B (kv) or all T tokens (residual: a vector for each full layer; tokens: an id). Allocated: in pages of "
+        "256 to 1024 rows."
     )
     found = HeldBytes
 
-    kinds: list[CheckpointKind] = Field(["kv", "residual", "tokens"], min_length=1, description="of checkpoints")
+    kinds: list[CheckpointKind] = Field(["kv", "residual", "tokens"], min_length=1, description="kinds of checkpoints")
     lengths: list[Count] = Field([96, 256], min_length=1, description="T")
     budgets: list[int] = Field([0, 64], min_length=1, description="B")
 

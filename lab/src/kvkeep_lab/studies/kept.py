@@ -52,20 +52,23 @@ class KeptSlots(TextStudy):
     """What methods choose, layer by layer and head by head, after the same text within the same budget."""
 
     name = "kept"
-    about = "which entries methods keep of the same text, and how far they agree"
+    about = "compare which entries methods keep of the same text"
     protocol = (
-        "Each method's cache reads the same passage within the budget. Of two methods, the share of kept entries that "
-        "both keep, for each layer and KV head; where they keep different numbers, of the larger."
+        "Each method's cache reads the same passage within the budget. For two methods, each layer and each KV "
+        "head, the study gives the share of the kept entries that both methods keep. If the methods keep "
+        "different numbers, the share is of the larger number."
     )
     found = Agreements
 
     methods: Annotated[list[OwnMethod], unique, Flag("--methods", "-x")] = Field(
         ["snapkv", "h2o", "tova"],
         min_length=2,
-        description="every pair of them is compared; the figure is of the first and the others",
+        description="cache methods, compared in pairs; the figure shows the first against the others",
     )
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
-    chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
+        "25%", description="cache budget of each method: a share of the text"
+    )
+    chunk: int | None = Field(None, ge=1, description="tokens processed in one pass")
 
     def measure(self, trial: Trial) -> Agreements:
         """Read the passage with each method. Raises UsageError for a method that takes no budget."""
@@ -81,7 +84,7 @@ class KeptSlots(TextStudy):
     def _resident(self, model: Any, ids: Tensor, method: str) -> list[Tensor]:
         """Return whether each entry is resident, (kv_heads, tokens) bool, by layer."""
         if "budget" not in takes(method):
-            raise UsageError(f"Method '{method}' takes no budget: it keeps every entry.")
+            raise UsageError(f"Method '{method}' takes no budget: it keeps every entry; leave it out.")
         options: dict[str, Any] = {"budget": self.budget, "context": ids.shape[1]}
         if self.chunk is not None and "chunk" in takes(method):
             options["chunk"] = self.chunk

@@ -21,7 +21,7 @@ from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
+from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
 from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
 
@@ -121,11 +121,11 @@ class LongChat(Study):
 
     name = "long-chat"
     command = "longchat"
-    about = "a conversation of many turns: memory and seconds of each, by method"
+    about = "hold a conversation of many turns: memory and time of each turn, by method"
     protocol = (
-        "One conversation with each cache, a turn of each in turn, so that they share what else the machine does. A "
-        "turn reads what is new and answers greedily. Held: entries that attention reads, after the turn. Same: the "
-        "answer's tokens are the first method's."
+        "Each cache has one conversation. The caches take turns, so that other load on the machine affects all "
+        "of them. In a turn the model reads the new messages and answers greedily. Held: bytes of the entries "
+        "that attention reads after the turn. Same: the answer has the same tokens as the first method's."
     )
     found = ChatTurns
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -140,19 +140,23 @@ class LongChat(Study):
     methods: Annotated[list[OwnMethod], Flag("--methods", "-x")] = Field(
         [STOCK, "kv-direct", "snapkv+verified"],
         min_length=1,
-        description="the first is whom others are compared with",
+        description="cache methods; all others are compared with the first",
     )
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description=BUDGET)
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
+        "256", description="cache budget of the methods that have one"
+    )
     checkpoint: Annotated[Kind | None, Flag("--checkpoint", "-c")] = Field(
         None, description="what is stored of evicted entries"
     )
-    where: Annotated[PlaceName | None, Flag("--where", "-w")] = Field(None, description="where checkpoints live")
-    turns: int = Field(20, ge=1, description="questions; they begin again when they run out")
-    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens written a turn")
+    where: Annotated[PlaceName | None, Flag("--where", "-w")] = Field(
+        None, description="where evicted entries are stored: device, host, disk"
+    )
+    turns: int = Field(20, ge=1, description="number of turns; the list of questions repeats")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens generated in each turn")
 
     def check(self, files: Sequence[Path]) -> None:
         if len(set(self.methods)) < len(self.methods):
-            raise UsageError("A method was named twice; each is one conversation.")
+            raise UsageError("--methods names a method twice, and each has one conversation; name it once.")
 
     def measure(self, trial: Trial) -> ChatTurns:
         self.check(())
@@ -206,7 +210,15 @@ class LongChat(Study):
         last = max(turn.turn for turn in found.turns)
         table = Table(
             f"After {last} turns",
-            ["method", "tokens in the cache", "held", "checkpoints", "turn, median", "by the first's", "same answers"],
+            [
+                "method",
+                "tokens in the cache",
+                "held",
+                "checkpoints",
+                "median turn",
+                "relative to the first",
+                "same answers",
+            ],
             notes=[f"Budget {self.budget}; {self.new} tokens a turn."],
         )
         for name in found.methods:
@@ -220,8 +232,19 @@ class LongChat(Study):
         last = max(turn.turn for turn in found.turns)
         table = Table(
             "Turns",
-            ["turn", "method", "tokens", "new", "read s", "write s", "by the first's", "held", "checkpoints", "same"],
-            notes=["New: tokens read + written. Same: whether the answer is the first method's."],
+            [
+                "turn",
+                "method",
+                "tokens",
+                "new",
+                "read s",
+                "write s",
+                "relative to the first",
+                "held",
+                "checkpoints",
+                "same",
+            ],
+            notes=["New: tokens read + generated. Same: whether the answer equals the first method's."],
             named=2,
         )
         for turn in found.turns:

@@ -60,13 +60,13 @@ class MergingCost(Study):
     ``pair`` as the authors' code has both."""
 
     name = "merging-cost"
-    about = "seconds and peak memory of kvslimmer, asymkv and others, by length and chunk"
+    about = "measure time and peak memory of kvslimmer, asymkv and others, by length and chunk"
     protocol = (
-        "Random ids are read within a budget, then single tokens decoded; prompts' medians and steps' means over all "
-        "rounds, interleaved. A request: the prompt and an answer of so many steps. Peak: the most of entries, "
-        "workspace and bookkeeping as the cache counts them (on a GPU all that was given out). asymkv's gradient is of "
-        "each layer's own loss, not a backward pass through the model, so it is a cheaper rival than the paper's; "
-        "asymkv-published makes that pass."
+        "Each method reads random token ids within a budget and then decodes single tokens. Prompts have the "
+        "median and steps the mean over all rounds, which are interleaved. A request is the prompt and an answer "
+        "of --answer tokens. Peak: the largest sum of entries, workspace and bookkeeping as the cache counts "
+        "them (on a GPU, all allocated memory). asymkv's gradient is of each layer's own loss, not a backward "
+        "pass through the model, so it is a cheaper rival than the paper's; asymkv-published makes that pass."
     )
     found = Costs
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -83,16 +83,20 @@ class MergingCost(Study):
     methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "quest", STOCK], min_length=1, description="by length"
     )
-    lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
+    lengths: list[Annotated[int, Field(ge=32)]] = Field(
+        [512, 1024, 2048], min_length=1, description="prompt lengths in tokens"
+    )
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description=BUDGET)
     pair: Annotated[list[MethodName], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="the two that are compared, for kvslimmer and asymkv"
+        None, description="the two methods that are compared, for kvslimmer and asymkv"
     )
     chunks: list[Annotated[int, Field(ge=16)]] = Field(
         [32, 64, 128, 256], min_length=1, description="of these two, at the middle length"
     )
-    answer: int = Field(64, ge=2, description="tokens of a request's answer, and steps that are measured")
-    rounds: int = Field(1, ge=1, description="how often everything is measured")
+    answer: int = Field(
+        64, ge=2, description="tokens in the answer of a request, and number of steps that are measured"
+    )
+    rounds: int = Field(1, ge=1, description="number of rounds; each round measures everything once")
 
     @property
     def compared(self) -> tuple[str, str]:

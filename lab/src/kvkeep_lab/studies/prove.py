@@ -96,42 +96,52 @@ class Prove(Study):
     """Answers to prompts made of a text, and how long they take."""
 
     name = "prove"
-    about = "the unbounded cache's answers from other caches, token by token, and how long they take"
+    about = "compare the answers of other caches with the unbounded cache's, token by token, and their time"
     protocol = (
-        "Prompts made of a text are answered greedily with the stock cache (with 'full', for bits) and with others; "
-        "where a token differs, the gap of its logits is held against the noise of rounding. Times are relative "
-        "to the stock cache's in the same run: below 1 is faster."
+        "The model answers prompts made from a text greedily, with the stock cache (with 'full' for --bits) and "
+        "with other caches. Where a token differs, the gap between its logits is compared with the noise of "
+        "rounding. Times are relative to the stock cache in the same run: below 1 is faster."
     )
     found = Proof
     text = "optional"
     weights = "auto"
 
     methods: Annotated[list[OwnMethod], unique, Flag("--method", "-x")] = Field(
-        ["snapkv+verified"], min_length=1, description="see 'kvkeep methods'"
+        ["snapkv+verified"], min_length=1, description="cache methods ('kvkeep methods' lists them)"
     )
     budgets: Annotated[list[BudgetText], unique, Flag("--budget", "-b")] = Field(
-        ["12.5%"], min_length=1, description="entries per layer (64), bytes (4MB), shares of prompt and answer (25%)"
+        ["12.5%"],
+        min_length=1,
+        description="cache budgets: entries per layer (64), bytes (4MB), or shares of prompt and answer (25%)",
     )
     checkpoints: Annotated[list[Kind], Flag("--checkpoint", "-c")] = Field(
-        ["kv"], min_length=1, description="kinds of checkpoints"
+        ["kv"], min_length=1, description="what is stored of evicted entries: kv, residual, residual:STRIDE, tokens"
     )
     where: Annotated[list[PlaceName], Flag("--where", "-w")] = Field(
-        ["disk"], min_length=1, description="places of checkpoints"
+        ["disk"], min_length=1, description="where evicted entries are stored: device, host, disk"
     )
-    prompts: int = Field(8, ge=1, description="prompts that are made of the text")
-    lengths: list[Annotated[int, Field(ge=32)]] = Field([600], min_length=1, description="their tokens")
+    prompts: int = Field(8, ge=1, description="number of prompts to make from the text")
+    lengths: list[Annotated[int, Field(ge=32)]] = Field([600], min_length=1, description="prompt lengths in tokens")
     kinds: list[Literal["summary", "question", "continuation", "chat"]] = Field(
-        ["summary", "question", "continuation", "chat"], min_length=1, description="what they ask for"
+        ["summary", "question", "continuation", "chat"], min_length=1, description="what the prompts ask for"
     )
-    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(128, ge=2, description="tokens of an answer")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(
+        128, ge=2, description="maximum number of tokens to generate"
+    )
     every: Annotated[bool, Flag("--every/--in-turn")] = Field(
-        True, description="every cache for every prompt, or one for each in turn"
+        True, description="answer every prompt with every cache, or each prompt with the next cache in turn"
     )
-    copies: int | None = Field(None, ge=0, description="0 keeps rounds from copying drafts from the text")
+    copies: int | None = Field(
+        None,
+        ge=0,
+        description="maximum number of drafted tokens that a round copies from the text; 0 turns copying off",
+    )
     bits: bool = Field(
-        False, description="compare every logit, too, with kvkeep's own unbounded cache, one token at a time"
+        False, description="compare every logit too, with kvkeep's unbounded cache reading one token at a time"
     )
-    store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
+    store: Path | None = Field(
+        None, description="file to which every answer is saved at once; the same command continues an interrupted run"
+    )
     receipt: Annotated[bool | None, Flag("--receipt")] = Field(
         None, description="print digests of logits, tokens and saved sessions for fixed prompts, to compare machines"
     )
@@ -240,7 +250,7 @@ class Prove(Study):
 
     def problem(self, found: Proof) -> str | None:
         """Return whether nothing was answered."""
-        return None if found.answers else next(iter(found.refused.values()), "There was nothing to answer.")
+        return None if found.answers else next(iter(found.refused.values()), "No prompt was answered.")
 
     def as_json(self, found: Proof) -> dict[str, Any]:
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}

@@ -94,12 +94,12 @@ class ReactivationStudy(TextStudy):
     """KVReviver's Fig. 2, on any text."""
 
     name = "reactivation"
-    about = "how often tokens that are no heavy hitters become active later, by rule, ratio, layer and distance"
+    about = "measure how often tokens outside the heavy hitters become active later, by rule, ratio, layer and distance"
     protocol = (
-        "The first half of a passage is a prompt after which each KV head has its heavy hitters; the second half's "
-        "queries read with the whole cache. A token is active for a query that pays it more than the threshold of its "
-        "attention. Foresight: heavy hitters of the queries to come, which no rule can know. Means over full layers "
-        "and KV heads."
+        "The first half of a passage is a prompt, after which each KV head has its heavy hitters. The queries of "
+        "the second half attend to the whole cache. A token is active for a query that gives it more than the "
+        "threshold of its attention. Foresight: the heavy hitters of future queries, which no rule can know. "
+        "Figures are means over full layers and KV heads."
     )
     found = Reactivation
     metrics: ClassVar[tuple[Metric, ...]] = tuple(
@@ -108,7 +108,7 @@ class ReactivationStudy(TextStudy):
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
-        1024, ge=LEAST, description="tokens of the text that are read, half of them the prompt"
+        1024, ge=LEAST, description="number of tokens to read from the text, half of them the prompt"
     )
     threshold: Share = Field(0.005, description="the share of its attention beyond which a query makes a token active")
     ratios: Annotated[list[Share], rising] = Field(

@@ -29,7 +29,7 @@ class ReceiptStudy(Study):
     text = "optional"
     weights = "auto"
 
-    methods: list[OwnMethod] = Field([], description="the methods of the receipt; without any, all of them")
+    methods: list[OwnMethod] = Field([], description="methods of the receipt; by default all of them")
     markdown: bool = Field(False, description="print the table as Markdown")
 
     def check(self, files: Sequence[Path]) -> None:
@@ -53,7 +53,7 @@ class ReceiptStudy(Study):
     def problem(self, found: Receipt) -> str | None:
         if found.rows and not all(row.error for row in found.rows):
             return None
-        return next((row.error for row in found.rows), "Nothing was computed.")
+        return next((row.error for row in found.rows), "No row of the receipt was computed.")
 
     def as_json(self, found: Receipt) -> dict[str, Any]:
         return {"receipt": {**asdict(found), "exact": found.exact, "all": found.all}}

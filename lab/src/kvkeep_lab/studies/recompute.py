@@ -39,12 +39,13 @@ class Recompute(Study):
     """KV-Direct's Fig. 7, with everything that could decide it varied."""
 
     name = "recompute"
-    about = "keys and values of N tokens in one layer: recomputed, read, or attended where they lie"
+    about = "compare three ways to get the keys and values of N tokens in one layer: recompute, read, attend in place"
     protocol = (
-        "One layer's keys and values of N tokens: projected from their residuals in one product, copied whole or entry "
-        "by entry, or attended where they lie; from memory and from disk, with warm buffers and with cold ones (caches "
-        "swept, freed memory returned, files out of the page cache). The fastest round's time. Arithmetic: what the "
-        "measured rates of products and copies alone allow."
+        "The keys and values of N tokens in one layer are projected from their residuals in one product, copied "
+        "(in one piece, or entry by entry), or attended in place. They come from memory and from disk, into warm "
+        "buffers and into cold ones (processor caches swept, freed memory returned, files out of the page "
+        "cache). Times are those of the fastest round. Arithmetic: the time that the measured rates of products "
+        "and copies allow."
     )
     found = Reports
     metrics: ClassVar[tuple[Metric, ...]] = tuple(
@@ -54,15 +55,17 @@ class Recompute(Study):
     )
 
     counts: Annotated[list[Count], rising, Flag(default=[1, 5, 10, 50, 100, 200, 500, 1000, 2000, 4096])] = Field(
-        [1, 10, 50, 100, 200, 500, 1000], min_length=1, description="N"
+        [1, 10, 50, 100, 200, 500, 1000], min_length=1, description="numbers of tokens N"
     )
-    rounds: int = Field(5, ge=1, description="how often everything is measured")
+    rounds: int = Field(5, ge=1, description="number of rounds; each round measures everything once")
     beside: list[Shape] = Field(
         ["qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b"],
-        description=f"random layers of these shapes: {', '.join(SHAPES)}; 'none' for none",
+        description=f"shapes of additional layers with random weights: {', '.join(SHAPES)}, or 'none'",
     )
-    slow: bool = Field(True, description="also recall that runs whole layers: residual:4, tokens")
-    folder: str | None = Field(None, description="for files; the user's cache folder")
+    slow: bool = Field(
+        True, description="measure the kinds of checkpoints that run whole layers too: residual:4, tokens"
+    )
+    folder: str | None = Field(None, description="folder for the files on disk; by default the user's cache folder")
 
     def measure(self, trial: Trial) -> Reports:
         reports: list[RecallReport] = []

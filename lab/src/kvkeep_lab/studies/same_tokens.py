@@ -59,11 +59,11 @@ class SameTokens(Study):
     """KV-Direct's Table 3, and ``kv-direct`` with every kind of checkpoint beside it."""
 
     name = "same-tokens"
-    about = "greedy tokens with the stock cache, without any, and with kv-direct"
+    about = "compare greedy tokens with the stock cache, without a cache, and with kv-direct"
     protocol = (
-        "The built-in text's first tokens are continued greedily: with transformers' own cache, with none (everything "
-        "is computed again for every token), and with kv-direct in every kind of checkpoint and budget. Where a token "
-        "differs, its gap is by how many logits the stock cache preferred its own."
+        "The first tokens of the built-in text are continued greedily: with transformers' own cache, without a "
+        "cache (every token computes the whole text again), and with kv-direct for every kind of checkpoint and "
+        "budget. Where a token differs, the gap is the difference between the two logits with the stock cache."
     )
     found = Ways
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -73,10 +73,10 @@ class SameTokens(Study):
     )
     certain = ("recomputed", "direct")
 
-    prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="tokens of the text that are read")
-    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="tokens written")
-    budgets: list[int] = Field([0, 64], description="entries, of kv-direct")
-    kinds: list[Kind] | None = Field(None, description="of checkpoints; all that the family can have")
+    prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="number of tokens to read from the text")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="number of tokens to generate")
+    budgets: list[int] = Field([0, 64], description="budgets of kv-direct, in entries per layer")
+    kinds: list[Kind] | None = Field(None, description="kinds of checkpoints; by default all that the model supports")
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Ways:

@@ -111,7 +111,7 @@ class SketchAttention(TextStudy):
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
-        1024, ge=LEAST, description="tokens of the text that are read, and entries in the sketch"
+        1024, ge=LEAST, description="number of tokens to read from the text, and entries in the sketch"
     )
     loads: list[Annotated[float, Field(gt=0)]] = Field([1, 3, 12, 50], min_length=1, description="entries in a slot")
     queries: Count = Field(32, description="queries, over the second half")

@@ -105,7 +105,7 @@ class SketchError(TextStudy):
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
-        1024, ge=GROUP, description="tokens of the text that are read, and vectors in the sketch"
+        1024, ge=GROUP, description="number of tokens to read from the text, and vectors in the sketch"
     )
     loads: list[Annotated[float, Field(gt=0)]] = Field(
         [1, 3, 6, 12, 25, 50, 100], min_length=1, description="vectors that share a slot"

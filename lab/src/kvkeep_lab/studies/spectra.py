@@ -79,9 +79,9 @@ class SpectraStudy(TextStudy):
     name = "spectra"
     about = "cosines of neighbours, eigenvalues and contributions of modes, for queries, keys and values"
     protocol = (
-        "A passage is read once. Cosine: of neighbours' projections (Eq. 5), of tokens half the text apart, and of "
-        "neighbours as attention receives them. Modes: the share of eigenvalues that holds 90 % of their sum. Means "
-        "over heads, layers and pairs."
+        "The model reads a passage once. Cosine: between the projections of neighbours (Eq. 5), of tokens half "
+        "the text apart, and of neighbours as attention receives them. Modes: the share of the eigenvalues that "
+        "holds 90 % of their sum. Figures are means over heads, layers and pairs."
     )
     found = Spectra
     metrics: ClassVar[tuple[Metric, ...]] = (

@@ -55,18 +55,21 @@ class StreamStudy(TextStudy):
     """Perplexity, time and memory along a text."""
 
     name = "stream"
-    about = "a text of any length read in flat memory: perplexity, time and bytes along the way"
+    about = "read a text of any length within constant memory: perplexity, time and bytes along the way"
     protocol = (
-        "A text, over again if it is short, is read into one cache, a stretch at a time; the last tokens of a stretch "
-        "are read one by one, and timed. Perplexity is of each token given what the cache keeps of those before it."
+        "One cache reads a text in segments of --stretch tokens; a short text is repeated. The last tokens of "
+        "each segment are read and timed one by one. Perplexity: each token is predicted from what the cache "
+        "keeps of the tokens before it."
     )
     found = Streamed
 
-    method: Annotated[OwnMethod, Flag("--method", "-x")] = Field("streaming-llm", description="see 'kvkeep methods'")
+    method: Annotated[OwnMethod, Flag("--method", "-x")] = Field(
+        "streaming-llm", description="cache method ('kvkeep methods' lists them)"
+    )
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("512", description=BUDGET)
-    tokens: int = Field(20_000, ge=2, description="tokens that are read; a shorter text begins again")
-    stretch: int = Field(1024, ge=2, description="tokens to a line of the table")
-    chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
+    tokens: int = Field(20_000, ge=2, description="number of tokens to read; a shorter text is repeated")
+    stretch: int = Field(1024, ge=2, description="number of tokens for each row of the table")
+    chunk: int | None = Field(None, ge=1, description="tokens processed in one pass")
 
     def measure(self, trial: Trial) -> Streamed:
         ids = list(trial.tokenizer(text_of(trial.sources), verbose=False).input_ids)
@@ -83,7 +86,14 @@ class StreamStudy(TextStudy):
     def tables(self, found: Streamed) -> list[Table]:
         table = Table(
             f"{found.method} within {found.budget}",
-            ["from token", "perplexity", "ms a token, read", "ms a token, one by one", "resident", "everything else"],
+            [
+                "from token",
+                "perplexity",
+                "prefill, ms per token",
+                "one by one, ms per token",
+                "resident",
+                "everything else",
+            ],
         )
         for row in found.stretches:
             others = row.memory.compressed_bytes + sum(row.memory.checkpoint_bytes.values())

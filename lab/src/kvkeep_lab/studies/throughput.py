@@ -66,10 +66,11 @@ class Throughput(EngineStudy):
     """KVReviver's Table 1, and methods that keep the same bytes in other ways."""
 
     name = "throughput"
-    about = "tokens a second by rows of a batch: transformers' own cache against methods within a budget"
+    about = "compare tokens per second of transformers' own cache with methods within a budget, by batch size"
     protocol = (
-        "Rows of random ids, all as long, are read, then decoded one token each a step; medians, rounds interleaved. "
-        "Tokens a second are of decoding alone. Rows that fit: how many rows of a method take the bytes of one row of "
+        "Each method reads a batch of rows of random token ids, all of the same length, and then decodes one "
+        "token for each row in a step. Figures are medians over interleaved rounds. Tokens per second count "
+        "decoding only. Rows that fit: the number of rows of a method that take as many bytes as one row of "
         "transformers' own cache (stock)."
     )
     found = Rates
@@ -84,13 +85,13 @@ class Throughput(EngineStudy):
     certain = ("fits",)
 
     methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
-        [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured"
+        [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="cache methods to measure"
     )
     batches: list[Count] = Field([1, 2, 8, 16], min_length=1, description="rows")
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description=BUDGET)
-    length: int = Field(512, ge=32, description="tokens of a row's prompt")
-    steps: int = Field(12, ge=2, description="tokens decoded a round")
-    rounds: int = Field(2, ge=1, description="how often everything is measured")
+    length: int = Field(512, ge=32, description="prompt tokens of each row")
+    steps: int = Field(12, ge=2, description="tokens generated in each round")
+    rounds: int = Field(2, ge=1, description="number of rounds; each round measures everything once")
 
     def measure(self, trial: Trial) -> Rates:
         pairs = [(batch, method) for batch in self.batches for method in self.methods]

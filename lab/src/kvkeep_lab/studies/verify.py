@@ -77,15 +77,15 @@ class Verify(Study):
     """All checks; a command that fails where a claim does not hold."""
 
     name = "verify"
-    about = "the claims, on your model: entries rebuilt to the bit, the same tokens, KL = 0, bytes as predicted"
+    about = "check the claims on your model: entries rebuilt to the bit, the same tokens, KL = 0, bytes as predicted"
     protocol = (
-        "Keys and values are rebuilt and compared; a text is continued with and without a cache; residuals are "
-        "patched; bytes are counted; where the model has sliding windows, the same beyond them."
+        "The study rebuilds keys and values and compares them, continues a text with and without a cache, "
+        "patches residuals, and counts bytes. If the model has sliding windows, it does the same beyond them."
     )
     found = VerifyReport
 
     quick: Annotated[bool, Flag("--quick")] = Field(
-        False, description="one length, one dtype, fewer tokens, no decoding from tokens"
+        False, description="run a short version: one length, one dtype, fewer tokens, no decoding from token ids"
     )
 
     def measure(self, trial: Trial) -> VerifyReport:
@@ -117,7 +117,11 @@ class Verify(Study):
         return VerifyReport(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: VerifyReport) -> str | None:
-        return f"{found.failures} measurements contradict a claim; they are above." if found.failures else None
+        return (
+            (f"{found.failures} measurements contradict a claim; the table above shows them.")
+            if found.failures
+            else None
+        )
 
     def as_json(self, found: VerifyReport) -> dict[str, Any]:
         return found.as_dict()

@@ -84,9 +84,9 @@ class WindowRecompute(Study):
     )
     text = "needed"
 
-    samples: Count = Field(100, description="rows; a seed above 0 draws others")
-    budget: str = Field("16", description="of kv-direct")
-    scored: Count = Field(SCORED, description="tokens that perplexity is of")
+    samples: Count = Field(100, description="number of rows; a seed above 0 draws other rows")
+    budget: str = Field("16", description="cache budget of kv-direct")
+    scored: Count = Field(SCORED, description="number of last tokens that perplexity is measured on")
 
     def sources(self, data: Path | None) -> list[Path]:
         return [source(data, ROWS)]

@@ -105,7 +105,7 @@ class Task(BaseModel, ABC):
     packages: ClassVar[dict[str, str]] = {}
     extra: ClassVar[str] = "lab"
 
-    samples: int = Field(4, ge=1, description="prompts of each cell")
+    samples: int = Field(4, ge=1, description="number of prompts in each cell")
 
     def points(self) -> list[Point]:
         """Return every combination of the axes; one without any where there are none."""

@@ -95,7 +95,7 @@ class Needle(Task):
             form = FORMS[self.form].filled(draw)
             tokens_left = length - len(_prompt(tokenizer, form, form.needle))
             if tokens_left < 1:
-                raise UsageError(f"A length of {length} tokens has no room for the question; give a greater one.")
+                raise UsageError(f"A length of {length} tokens has no space for the question; give a greater length.")
             hay = tokenizer.decode(passage(tokenizer, text, tokens_left, draw))
             ids = _prompt(tokenizer, form, hidden(hay, form.needle, depth))
             right = list(tokenizer(f" {form.value}", add_special_tokens=False).input_ids)

@@ -103,7 +103,7 @@ def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
                 break
         else:
             raise ShortText(
-                f"{count} passages of {tokens:,} tokens are asked for that do not overlap, and the text has room for "
-                f"{seed}; give a longer one, shorter passages, or fewer."
+                f"{count} passages of {tokens:,} tokens do not fit into the text without overlap, only {seed}; give a "
+                "longer text, shorter passages, or fewer."
             )
     return [text[start:stop] for start, stop in found]

@@ -162,7 +162,9 @@ def _save(chat: Chat, rest: str) -> None:
     saver, talk = chat.saver, chat.talk
     if not rest:
         if saver.session is None:
-            raise UsageError("Name a file: /save talk.session to continue later, or /save talk.md to read it.")
+            raise UsageError(
+                "Name a file: '/save talk.session' to continue later, or '/save talk.md' for a copy to read."
+            )
         answering.save(chat)
         if saver.error is None:
             chat.screen.note(f"Saved to {saver.session.path}, as after every answer.")
@@ -191,14 +193,14 @@ def _exit(chat: Chat, rest: str) -> None:
 def _path_and_question(rest: str) -> tuple[str, str]:
     """Return the path at the beginning of a text, which is in quotes if it has blanks, and what follows it."""
     if not rest:
-        raise UsageError("Name a file, and what you want to know of it: /file notes.txt Who wrote this?")
+        raise UsageError("Name a file, and add a question if you like: /file notes.txt Who wrote this?")
     if os.path.isfile(path := os.path.expanduser(rest)):
         return path, ""
     if rest[0] in "\"'" and (end := rest.find(rest[0], 1)) > 0:
         return os.path.expanduser(rest[1:end]), rest[end + 1 :].strip()
     path, *question = rest.split(maxsplit=1)
     if path == "-":
-        raise UsageError("Standard input is for questions here; name a file.")
+        raise UsageError("Standard input carries your questions here, so it cannot be the text; name a file.")
     return os.path.expanduser(path), "".join(question).strip()
 
 
@@ -246,9 +248,15 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("help", "", "Show these commands.", _help),
-        Command("file", "FILE [QUESTION] or none", "Put a text before this question, or the next one.", _file, _paths),
-        Command("retry", "[TEMPERATURE]", "Answer the last question again, sampled (0 is greedy).", _retry),
-        Command("continue", "", "Continue an answer that was cut.", _continue),
+        Command(
+            "file",
+            "FILE [QUESTION] or none",
+            "Put the text of a file before this question, or before the next one.",
+            _file,
+            _paths,
+        ),
+        Command("retry", "[TEMPERATURE]", "Answer the last question again by sampling; 0 is greedy.", _retry),
+        Command("continue", "", "Continue an answer that was cut off.", _continue),
         Command("undo", "", "Forget the last question and its answer.", _undo),
         Command("system", "[TEXT or none]", "Show or set the system prompt.", _system),
         Command("method", "[NAME [BUDGET]]", "Show or change the method.", _method, _among(lambda: [*names(), STOCK])),
@@ -261,8 +269,14 @@ COMMANDS = {
             _among(lambda: context_limit.CONTINUATIONS),
         ),
         Command("memory", "", "Show what the cache holds.", _memory),
-        Command("save", "[FILE]", "Save to FILE after every answer; to FILE.md, once, as Markdown.", _save, _paths),
-        Command("reset", "", "Forget the conversation, but not the system prompt.", _reset),
+        Command(
+            "save",
+            "[FILE]",
+            "Save the conversation to FILE after every answer, or once to FILE.md as Markdown.",
+            _save,
+            _paths,
+        ),
+        Command("reset", "", "Forget the conversation and keep the system prompt.", _reset),
         Command("exit", "", "Leave.", _exit),
     )
 }

@@ -78,7 +78,7 @@ def _drop(chat: Chat, question: str | None) -> None:
 def _summary(chat: Chat, question: str | None) -> None:
     turns, talk = _oldest(chat, question), chat.talk
     if turns == 1 and talk.messages[-2 * talk.turns]["content"] == SUMMARISED:
-        raise UsageError(f"Only the summary could be forgotten. {_OTHERS}")
+        raise UsageError(f"The conversation has only a summary left to forget. {_OTHERS}")
     tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _min_answer(chat)
     space = limit - talk.summarised(turns, question)
     if space < _min_answer(chat) or not fits(chat, tokens):
@@ -92,7 +92,7 @@ def _summary(chat: Chat, question: str | None) -> None:
     if written is None:
         raise UsageError("There is no summary, so nothing was changed.")
     cut = written.stopped != "eos" and whole_sentences(written.text) != written.text.strip()
-    subject = f"The summary was cut after {len(written.tokens)} tokens; its whole sentences replace"
+    subject = f"The summary was cut off after {len(written.tokens)} tokens; its whole sentences replace"
     chat.screen.note(f"{subject if cut else 'It replaces'} them; the model reads the rest again.")
 
 
@@ -115,7 +115,10 @@ def _oldest(chat: Chat, question: str | None) -> int:
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
         problem = _shortage(chat, tokens, question)
-        raise UsageError(f"Without the earlier turns: {problem} Give a shorter text, or use '/context endless'.")
+        raise UsageError(
+            f"Even without the earlier turns, {problem[:1].lower()}{problem[1:]} Give a shorter text, or use "
+            "'/context endless'."
+        )
     if not turns and tokens > positions // 2:
         raise UsageError(
             f"The last turn takes {tokens:,} of {positions:,} tokens, and there is no earlier one to forget."

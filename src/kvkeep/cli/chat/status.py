@@ -89,9 +89,9 @@ def remark(result: Generation, positions: int | None) -> str | None:
             return "Stopped before the first word; /continue resumes it, and /undo forgets the question."
         return "The answer has no visible text; /retry samples another one, and /undo forgets the question."
     if result.stopped == "length":
-        return f"Cut after {len(result.tokens)} tokens (--max-tokens); /continue resumes it."
+        return f"Cut off after {len(result.tokens)} tokens (--max-tokens); /continue resumes it."
     if result.stopped == "positions":
-        return f"Cut: the model's context of {positions:,} tokens is full; /context shows how to continue."
+        return f"Cut off: the model's context of {positions:,} tokens is full; /context shows how to continue."
     if result.stopped == "interrupted":
         return "Stopped; /continue resumes it."
     return None

@@ -19,7 +19,7 @@ def exact_entries(exact: float, entries: int) -> int:
     """Return how many of a budget's ``entries`` are kept as they are: a share of them, or (from 1 on) a number, at most
     half of the budget."""
     if exact <= 0:
-        raise UsageError(f"Some entries stay exact: a share of the budget, or their number, not {exact:g}.")
+        raise UsageError(f"The parameter 'exact' is a share of the budget or a number of entries, not {exact:g}.")
     return min(int(exact), entries // 2) if exact >= 1 else int(entries * exact)
 
 
@@ -37,8 +37,8 @@ def spare(
     if unused(entries) < size:
         least = next(n for n in count(entries + 1) if unused(n) >= size)
         raise BudgetError(
-            f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
-            f"give it at least {least}."
+            f"A budget of {entries} entries is too small for exact entries and a group of {GROUP} that are "
+            f"{fate.label}; give at least {least}."
         )
     return unused(entries)
 

@@ -28,7 +28,7 @@ class Checkpointed(Fate):
 
     label: ClassVar[str] = "checkpointed"
     source: ClassVar[str] = "KV-Direct, arXiv:2603.19664"
-    returns: ClassVar[str] = "all pages, exact"
+    returns: ClassVar[str] = "all pages, exactly"
     exactness: ClassVar[Exactness] = Exactness.EXACT
     checkpoints: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ from kvkeep.stores.evicted.pairs import Pairs
 
 @dataclass(frozen=True)
 class KVSlimmer(Neighbours):
-    """The least attended neighbours become one, whose key follows from attention, values and output alone."""
+    """Merges the least attended neighbours into one entry, whose key follows from attention, values and output."""
 
     source: ClassVar[str] = "arXiv:2603.00907, Eq. 33"
 

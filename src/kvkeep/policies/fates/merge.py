@@ -32,7 +32,7 @@ class Merge(Fate):
 
     def __post_init__(self) -> None:
         if self.by not in ("key", "slot"):
-            raise UsageError(f"Entries are merged by 'key' or by 'slot', not by '{self.by}'.")
+            raise UsageError(f"Fate 'merge' merges by 'key' or by 'slot', not by '{self.by}'.")
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return MergeLikest(site, self.by)

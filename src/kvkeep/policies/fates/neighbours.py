@@ -36,11 +36,11 @@ class MergesPairs(Fate):
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise UsageError(f"There are 0 sinks or more, not {self.sinks}.")
+            raise UsageError(f"The number of sinks is 0 or more, not {self.sinks}.")
         if self.cap != 0 and self.cap < 2:
-            raise UsageError(f"A merged entry counts 2 or more, or has no cap (0); not {self.cap}.")
+            raise UsageError(f"The cap of a merged entry is 2 or more, or 0 for no limit, not {self.cap}.")
         if not self.slack > 0:
-            raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
+            raise UsageError(f"The slack is a share of the budget or a number of pairs, not {self.slack:g}.")
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
         """Return how many tokens of a prompt to read at a time: by default a quarter of the budget, as in the papers
@@ -74,14 +74,16 @@ class Neighbours(MergesPairs, PairMerging):
     """The store that it makes."""
 
     def refuses(self, method: Any) -> str | None:
-        reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
+        reason = (
+            "Merging chooses neighbours by accumulated attention; use h2o or h2o-fisher with halflife=0, which keep it."
+        )
         return None if method.selector.accumulates else reason
 
     def check_room(self, name: str, entries: int) -> None:
         if entries < self.sinks + 4:
             raise BudgetError(
-                f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks; give it "
-                f"{self.sinks + 4}, or fewer sinks ({name.partition('+')[0].partition(':')[0]}:sinks=4)."
+                f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks; give "
+                f"at least {self.sinks + 4}, or fewer sinks ({name.partition('+')[0].partition(':')[0]}:sinks=4)."
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:

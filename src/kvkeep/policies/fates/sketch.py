@@ -53,14 +53,14 @@ class Sketch(Fate):
                 raise unknown(f"sketch: {name}", given, choices)
         if self.keys == "averaged" and self.estimate != "plain":
             raise UsageError(
-                f"Averaged keys are an estimate by themselves, beside estimate=plain and not '{self.estimate}'."
+                f"keys=averaged is an estimate already; use it with estimate=plain, not '{self.estimate}'."
             )
         if not 0 < self.vague <= 0.5:
-            raise UsageError(f"The sketch has a share of the budget above 0 and up to 0.5, not {self.vague:g}.")
-        if self.swap and not self.swap >= 1:
             raise UsageError(
-                f"Entries are swapped at 1 times the lowest rank or more, or never (0), not {self.swap:g}."
+                f"The sketch's share of the budget ('vague') is above 0 and at most 0.5, not {self.vague:g}."
             )
+        if self.swap and not self.swap >= 1:
+            raise UsageError(f"The 'swap' of a sketch is a factor of at least 1, or 0 for never, not {self.swap:g}.")
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
 
@@ -70,7 +70,10 @@ class Sketch(Fate):
 
     def refuses(self, method: Any) -> str | None:
         if self.swap and method.selector.needs_kv:
-            return "Entries in a sketch have no keys and values of their own for a selector to rank them by."
+            return (
+                "This selector ranks entries by their keys and values, and a sketch holds only sums of them; use "
+                "another selector."
+            )
         return None
 
     def resident(self, entries: int) -> int:
@@ -84,8 +87,8 @@ class Sketch(Fate):
         super().fits(name, geometry, entries)
         if 2 * self._sketched(entries) > entries:
             raise BudgetError(
-                f"A budget of {entries} entries has no room for a sketch of {self.rows} rows beside the exact ones; "
-                f"give it at least {4 * self.rows}."
+                f"A budget of {entries} entries is too small for a sketch of {self.rows} rows and exact entries; "
+                f"give at least {4 * self.rows}."
             )
 
     def _slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:

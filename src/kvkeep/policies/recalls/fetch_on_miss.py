@@ -28,7 +28,7 @@ class FetchOnMiss(PagesThatMatter):
     threshold: float = 0.0
     """The share of attention; 0 is 1/T after T tokens."""
 
-    label: ClassVar[str] = "what a step missed, for the next"
+    label: ClassVar[str] = "entries that the last step may have missed"
     source: ClassVar[str] = "llama.cpp pull request 21097"
     place: ClassVar[str | None] = "host"
     loses: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class FetchOnMiss(PagesThatMatter):
 
     def __post_init__(self) -> None:
         if self.limit < 0 or not 0 <= self.threshold <= 1:
-            raise UsageError("A recall of what was missed has a limit from 0 on and a threshold from 0 to 1.")
+            raise UsageError("Recall 'fetch-on-miss' takes a limit of at least 0 and a threshold from 0 to 1.")
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, free: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return entries of pages that may have been used, the highest bound first."""

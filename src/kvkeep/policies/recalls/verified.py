@@ -21,22 +21,22 @@ class Verified(Recall):
     longest: int = 24
     """Tokens that are drafted before they are verified, at most."""
 
-    label: ClassVar[str] = "verified, once for a run of drafts"
+    label: ClassVar[str] = "all entries, once for each run of drafts"
     source: ClassVar[str] = "arXiv:2211.17192, a model drafting for itself"
     exactness: ClassVar[Exactness | None] = Exactness.EXACT
     drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.longest < 1:
-            raise UsageError(f"A run has at least one drafted token, not {self.longest}.")
+            raise UsageError(f"Recall 'verified' drafts at least 1 token in a run, not {self.longest}.")
 
     def tail(self, entries: int) -> int:
         """Return the entries for the drafts and the token before them, at most half of the budget. Raises BudgetError
         where there is none."""
         if entries < 4:
             raise BudgetError(
-                f"A budget of {entries} entries has no room for drafts beside what they attend to; give it at least 4, "
-                "or use kv-direct."
+                f"A budget of {entries} entries is too small for drafts and the entries they attend to; give at "
+                "least 4, or use kv-direct."
             )
         return min(self.longest + 1, entries // 2)
 

@@ -23,7 +23,7 @@ class DuoAttention(Selector):
     retrieval heads the rest.
     """
 
-    leaves: ClassVar[str] = "in streaming heads, all but sinks and newest"
+    leaves: ClassVar[str] = "all but sinks and newest, in streaming heads"
     source: ClassVar[str] = "arXiv:2410.10819"
     across_heads: ClassVar[bool] = True
     files: ClassVar[Sequence[str]] = ("scores",)

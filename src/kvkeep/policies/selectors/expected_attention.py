@@ -30,7 +30,7 @@ class ExpectedAttention(Scored):
     norm is that of the value, where the paper has the value after the output projection.
     """
 
-    leaves: ClassVar[str] = "least attended by queries to come, as expected"
+    leaves: ClassVar[str] = "least attended by predicted queries"
     source: ClassVar[str] = "arXiv:2510.00636"
     needs_kv: ClassVar[bool] = True
 
@@ -43,7 +43,9 @@ class ExpectedAttention(Scored):
 
     def __post_init__(self) -> None:
         if self.future < 1 or self.sinks < 0 or self.epsilon < 0:
-            raise UsageError("Expected attention looks 1 position ahead or more, with sinks and epsilon from 0 on.")
+            raise UsageError(
+                "Expected attention takes a future of at least 1 position, and sinks and epsilon of at least 0."
+            )
 
     @property
     def observation_window(self) -> int:

@@ -28,7 +28,7 @@ class H2O(Selector):
 
     def __post_init__(self) -> None:
         if self.halflife < 0:
-            raise UsageError(f"Attention counts half after a number of queries, or always (0), not {self.halflife}.")
+            raise UsageError(f"H2O's 'halflife' is a number of queries, or 0 for no decay, not {self.halflife}.")
         if not 0 <= self.recent <= 1:
             raise UsageError(f"H2O's 'recent' is a share from 0 to 1, not {self.recent:g}.")
 

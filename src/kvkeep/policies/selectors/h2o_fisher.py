@@ -20,7 +20,7 @@ from kvkeep.policies.selectors.h2o import H2O
 class H2OFisher(H2O):
     """As h2o; the Fisher information of W_k and W_v divides the budget between the layers."""
 
-    leaves: ClassVar[str] = "as h2o; layers that matter less keep fewer"
+    leaves: ClassVar[str] = "as h2o; less informative layers keep fewer"
     source: ClassVar[str] = "KVReviver, appendix D"
     across_heads: ClassVar[bool] = True
     files: ClassVar[Sequence[str]] = ("scores",)
@@ -33,7 +33,7 @@ class H2OFisher(H2O):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.least <= 1:
-            raise UsageError(f"A layer has at least a share above 0 and up to 1 of the mean, not {self.least:g}.")
+            raise UsageError(f"The least share of a layer ('least') is above 0 and at most 1, not {self.least:g}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return ``least`` of the mean and a part of the rest, by information; rounded down."""
@@ -52,5 +52,7 @@ class H2OFisher(H2O):
     def _read(self, layers: int) -> Tensor:
         scores = numbers(self.scores, 1).double()
         if scores.shape != (layers,) or not (scores >= 0).all() or not scores.sum() > 0:
-            raise UsageError(f"'{self.scores}' must have a number from 0 on for each of this model's {layers} layers.")
+            raise UsageError(
+                f"'{self.scores}' must have a number of at least 0 for each of this model's {layers} layers."
+            )
         return scores

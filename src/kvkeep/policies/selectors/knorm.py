@@ -14,7 +14,7 @@ from kvkeep.contracts.selector import Candidates, Selector
 class KNorm(Selector):
     """The entries with the smallest L2 norm of the key stay."""
 
-    leaves: ClassVar[str] = "largest key norms"
+    leaves: ClassVar[str] = "entries with the largest key norms"
     source: ClassVar[str] = "arXiv:2406.11430"
     scores_arrivals: ClassVar[bool] = True
 

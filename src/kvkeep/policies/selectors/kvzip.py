@@ -25,7 +25,7 @@ class KVzip(Scored):
     Entries that are read later are not scored: they stay; the lowest score is evicted first, and then the oldest.
     """
 
-    leaves: ClassVar[str] = "least attended when the text is repeated"
+    leaves: ClassVar[str] = "least attended while the text is repeated"
     source: ClassVar[str] = "arXiv:2505.23416"
     across_heads: ClassVar[bool] = True
 
@@ -38,9 +38,9 @@ class KVzip(Scored):
 
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
-            raise UsageError(f"Each KV head has at least a share above 0 and up to 1 of the mean, not {self.least:g}.")
+            raise UsageError(f"The least share of a KV head ('least') is above 0 and at most 1, not {self.least:g}.")
         if self.piece < 1 or self.sinks < 0:
-            raise UsageError("A text is repeated in pieces of 1 token or more, beside 0 sinks or more.")
+            raise UsageError("KVzip takes a piece of at least 1 token and at least 0 sinks.")
 
     @property
     def reconstruction(self) -> ReconstructionPieces:

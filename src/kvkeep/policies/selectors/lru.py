@@ -28,7 +28,9 @@ class LRU(Selector):
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
-            raise UsageError(f"The share of attention that is use is from 0 to 1, not {self.threshold:g}.")
+            raise UsageError(
+                f"The share of attention that counts as use ('threshold') is from 0 to 1, not {self.threshold:g}."
+            )
 
     @property
     def observation_window(self) -> None:

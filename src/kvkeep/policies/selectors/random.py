@@ -1,4 +1,4 @@
-"""``random``: chance decides who stays; the baseline for every other method."""
+"""``random``: entries stay at random; the baseline for every other method."""
 
 from __future__ import annotations
 

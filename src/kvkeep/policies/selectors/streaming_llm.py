@@ -31,12 +31,14 @@ class StreamingLLM(Selector):
         if self.positions not in ("", "cache", "absolute"):
             raise UsageError(f"Positions are 'cache' or 'absolute', not '{self.positions}'.")
         if self.sinks < 0:
-            raise UsageError(f"There are 0 sinks or more, not {self.sinks}.")
+            raise UsageError(f"The number of sinks is 0 or more, not {self.sinks}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return the same for all. Raises BudgetError where the sinks would take all of it."""
         if 0 < entries <= self.sinks:
-            raise BudgetError(f"The budget leaves nothing beside {self.sinks} sinks; give it more, or fewer sinks.")
+            raise BudgetError(
+                f"The budget has no space for entries beside {self.sinks} sinks; give a larger budget, or fewer sinks."
+            )
         return super().budgets(model, geometry, entries)
 
     def sinks_in_cache(self, drops: bool) -> int | None:

@@ -121,14 +121,14 @@ def _add_models(app: FastAPI, completions: Completions) -> None:
 def _add_operations(app: FastAPI, engine: Engine, scrape: Callable[[], Awaitable[bytes]]) -> None:
     @app.get("/health", responses=error_responses(503))
     async def health() -> Any:
-        """Say whether the engine is alive: it has taken a step recently, or has nothing to do."""
+        """Check that the engine is alive: it has taken a step recently, or has no work."""
         if not alive(engine):
             raise APIError(503, "The engine does not respond.", "dead")
         return {"status": "ok"}
 
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> Any:
-        """Say whether requests are accepted."""
+        """Check whether the server accepts requests."""
         if engine.stopping:
             raise APIError(503, "The server is shutting down.", "stopping")
         return {"status": "ready"}

@@ -61,8 +61,8 @@ def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
     async def session_cache(
         request: Request, name: str, columns: Annotated[int, Query(ge=1, le=1024)] = 256, texts: bool = False
     ) -> Any:
-        """Show what became of every token of a session, by layer and by token. Shares are bytes, in base64.
-        With texts, ``special`` has the places of special tokens."""
+        """Show the state of every token of a session, by layer and by token. Shares are bytes, in base64.
+        With texts, ``special`` lists the positions of special tokens."""
         found = await in_engine(lambda: cache_view(engine, (request.state.owner, name)))
         if found is None:
             raise APIError(404, f"No session '{name}' is in memory.", "session_not_found", "name")

@@ -41,14 +41,21 @@ class Metrics(Watch):
         self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **base)
         self._limit = Gauge("cache_limit_bytes", "Limit of the bytes of all caches.", **base)
         self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **base)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts, read or found in a cache.", ["source"], **base)
-        self._generated = Counter("generated_tokens", "Tokens of answers.", **base)
-        self._first = Histogram("time_to_first_token_seconds", "From request to first token.", buckets=_FIRST_S, **base)
-        self._between = Histogram(
-            "time_between_tokens_seconds", "Between tokens of an answer.", buckets=_BETWEEN_S, **base
+        self._prompt = Counter(
+            "prompt_tokens", "Prompt tokens, by whether they were read or found in a cache.", ["source"], **base
         )
-        self._rows = Histogram("step_sessions", "Sessions in a step.", buckets=_SESSIONS, **base)
-        self._tokens = Histogram("step_tokens", "Tokens in a step.", buckets=_TOKENS, **base)
+        self._generated = Counter("generated_tokens", "Generated tokens.", **base)
+        self._first = Histogram(
+            "time_to_first_token_seconds",
+            "Seconds from a request to the first token of its answer.",
+            buckets=_FIRST_S,
+            **base,
+        )
+        self._between = Histogram(
+            "time_between_tokens_seconds", "Seconds between two tokens of an answer.", buckets=_BETWEEN_S, **base
+        )
+        self._rows = Histogram("step_sessions", "Sessions processed in a step.", buckets=_SESSIONS, **base)
+        self._tokens = Histogram("step_tokens", "Tokens processed in a step.", buckets=_TOKENS, **base)
         ProcessCollector(registry=self.registry)
         self._limit.set(engine.arbiter.total)
         engine.watch = self

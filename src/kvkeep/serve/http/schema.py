@@ -65,7 +65,7 @@ NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_e
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -75,14 +75,14 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """A part of a message: text, and nothing else."""
+    """A text part of a message; no other kind of part is supported."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(_Strict):
-    """A message of a conversation. Further fields of OpenAI's answers may be sent back if they are empty."""
+    """A message of a conversation. Other fields of OpenAI's messages have to be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
@@ -100,18 +100,18 @@ class StreamOptions(_Strict):
     """Options of a stream."""
 
     include_usage: bool = False
-    """Send a last chunk with the numbers of tokens."""
+    """Send a final chunk with the token counts."""
 
 
 class Extension(_Strict):
     """Options of kvkeep."""
 
     session: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
-    """The name of the conversation, whose cache is kept for the next request."""
+    """Name of the conversation. The server keeps its cache for the next request."""
     method: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
-    """The method of a new conversation's cache."""
+    """Cache method of a new conversation; an existing one keeps its method."""
     budget: Text | int | None = None
-    """The budget of a new conversation's cache."""
+    """Cache budget of a new conversation: entries per layer (512), bytes ("64MB"), or a share ("25%")."""
 
 
 class TextFormat(_Strict):
@@ -121,7 +121,7 @@ class TextFormat(_Strict):
 
 
 class _Ignored(_Strict):
-    """Fields that clients send and that have no effect at these values; any other value is an error."""
+    """Fields that have no effect. Only the values listed are allowed; any other value is an error."""
 
     store: Annotated[bool, AfterValidator(_empty), Field(json_schema_extra={"const": False})] = False
     metadata: NoObject = {}
@@ -208,7 +208,7 @@ class ChatRequest(_Common):
     def _of_an_answer(cls, given: bool, known: ValidationInfo) -> bool:
         messages = known.data.get("messages", [])
         if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
-            raise _wrong("the last message has to be an answer (role 'assistant') to an earlier one")
+            raise _wrong("the last message has to be an answer (role 'assistant') to an earlier message")
         return given
 
     @field_validator("top_logprobs")
@@ -239,7 +239,7 @@ class TextRequest(_Common):
     prompt: Annotated[
         Text | Annotated[list[int], Field(min_length=1)],
         BeforeValidator(_one_prompt),
-        Field(description="A text, its token ids, or a list of one such prompt."),
+        Field(description="A text, a list of token ids, or a list with one prompt of either kind."),
     ]
     suffix: Annotated[str, AfterValidator(_empty), Field(json_schema_extra={"maxLength": 0})] = ""
     best_of: Annotated[int, Field(ge=1, le=1)] = 1
@@ -265,7 +265,7 @@ class TextRequest(_Common):
 
 
 class TokenizeRequest(_Strict):
-    """``POST /tokenize``: of a text, or of a conversation up to its answer."""
+    """``POST /tokenize``: a text (``prompt``), or a conversation up to its answer (``messages``)."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
@@ -277,5 +277,5 @@ class TokenizeRequest(_Strict):
     @classmethod
     def _one_of_both(cls, given: list[Message] | None, known: ValidationInfo) -> list[Message] | None:
         if given is not None and known.data.get("prompt") is not None:
-            raise _wrong("there is a 'prompt', too; leave one of them out")
+            raise _wrong("the request also has a 'prompt'; leave one of them out")
         return given

@@ -47,7 +47,7 @@ def session_routes(engine: Engine) -> APIRouter:
 
     @routes.delete("/{name}", responses=error_responses(404, 409))
     async def remove(request: Request, name: str) -> Any:
-        """Delete a session, from memory and disk. One that is answering is a 409."""
+        """Delete a session from memory and disk. The status is 409 while it generates an answer."""
         key = (request.state.owner, name)
         try:
             check_name(key)

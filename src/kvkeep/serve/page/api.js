@@ -18,11 +18,11 @@ async function asked(path, options) {
   try { found = await fetch(path, { cache: "no-store", ...options }); }
   catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused(0, "The server does not answer.");
+    throw new Refused(0, "The server does not respond.");
   }
   if (found.ok) return found;
   const body = await found.json().catch(() => null);
-  throw new Refused(found.status, body?.error?.message ?? `The server answered ${found.status}.`);
+  throw new Refused(found.status, body?.error?.message ?? `The server replied with status ${found.status}.`);
 }
 
 export const get = async (path) => (await asked(path, { headers: headers() })).json();
@@ -39,7 +39,7 @@ export async function* stream(body, signal) {
       if (error.name === "AbortError") throw error;
       return { done: true };  // the connection broke
     });
-    if (done) throw new Refused(0, "The answer broke off: the server does not answer.");
+    if (done) throw new Refused(0, "The answer broke off because the server does not respond.");
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {

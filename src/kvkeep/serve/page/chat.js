@@ -77,7 +77,7 @@ function list() {
 }
 
 function forget(talk) {
-  if (!confirm(`Delete "${talk.title}"? Its text is kept in this browser alone.`)) return;
+  if (!confirm(`Delete "${talk.title}"? There is no other copy: its text is stored in this browser only.`)) return;
   running.get(talk.id)?.control.abort();
   removed(`/v1/sessions/${talk.id}`).catch(() => {});  // its cache would go by itself, later
   remove(talk);
@@ -214,7 +214,7 @@ async function answer(talk, more = false) {
   if (!message.content && (wrong || message.ended === "stopped")) talk.messages.splice(talk.messages.indexOf(message), 1);
   else if (wrong) message.ended = more && message.content === before ? CUT : "broke off";
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
-  if (!keep()) notice("This browser has no space left for texts; delete a conversation.");
+  if (!keep()) notice("This browser has no space left for conversations; delete one.");
   if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a wrong budget: it has not begun
     remove(talk);
     if (talk === here) again(talk, wrong.message);
@@ -294,7 +294,7 @@ async function server() {
     by("meter").setAttribute("aria-valuenow", found.held);
     const busy = found.running ? `, ${found.running} answering` : "", waits = found.waiting ? `, ${found.waiting} waiting` : "";
     by("server").textContent = `${bytes(found.held)} of ${bytes(found.total)} for ${number(found.sessions)} ${found.sessions === 1 ? "session" : "sessions"}${busy}${waits}`;
-  } catch { by("server").textContent = "The server does not answer."; }
+  } catch { by("server").textContent = "The server does not respond."; }
 }
 setInterval(() => { if (document.visibilityState === "visible" && model) server(); }, SERVER_MS);
 

@@ -44,9 +44,9 @@ function fields(schema) {
   const needed = new Set(schema.required ?? []), rank = ([name, one]) => needed.has(name) ? 0 : idle(one) ? 2 : 1;
   const own = ([, one]) => "default" in one && !one.$ref ? make("code", "", JSON.stringify(one.default)) : "";
   const rows = Object.entries(schema.properties ?? {}).sort((a, b) => rank(a) - rank(b)).map((entry) => [
-    make("code", "", entry[0]), kind(entry[1]), needed.has(entry[0]) ? "needed" : own(entry), entry[1].description ?? "",
+    make("code", "", entry[0]), kind(entry[1]), needed.has(entry[0]) ? "required" : own(entry), entry[1].description ?? "",
   ]);
-  return table(["field", "value", "by default", ""], rows);
+  return table(["field", "value", "default", ""], rows);
 }
 
 const anchor = (method, path) => `${method}-${path.replace(/[^\w]+/g, "-")}`;
@@ -54,10 +54,10 @@ const anchor = (method, path) => `${method}-${path.replace(/[^\w]+/g, "-")}`;
 function operation(method, path, one, schemas) {
   const box = built("section", "", built("h2", "", make("code", "", `${method.toUpperCase()} ${path}`)));
   box.id = anchor(method, path);
-  box.append(make("p", "", `${one.summary}.${one.security ? "" : " It needs no key."}`));
+  box.append(make("p", "", `${one.summary}.${one.security ? "" : " No key is needed."}`));
   const body = one.requestBody?.content["application/json"].schema, name = body?.$ref?.split("/").pop();
-  if (one.parameters) box.append(table(["parameter", "value", "by default"], one.parameters.map((own) => [
-    make("code", "", own.name), kind(own.schema), own.required ? "needed" : make("code", "", JSON.stringify(own.schema.default)),
+  if (one.parameters) box.append(table(["parameter", "value", "default"], one.parameters.map((own) => [
+    make("code", "", own.name), kind(own.schema), own.required ? "required" : make("code", "", JSON.stringify(own.schema.default)),
   ])));
   if (name) {
     box.append(fields(schemas[name]));
@@ -94,5 +94,5 @@ try {
   if (location.hash) by(location.hash.slice(1))?.scrollIntoView();
 } catch {
   by("wrong").hidden = false;
-  by("wrong").textContent = "The server does not answer.";
+  by("wrong").textContent = "The server does not respond.";
 }

@@ -63,7 +63,7 @@ function facts(found) {
   const disk = found.bytes.checkpoint_disk;
   const list = [make("b", "", found.method), `, ${found.exactness}. `, make("b", "", number(found.tokens)), " tokens read, "];
   list.push(make("b", "", bytes(memory)), disk ? ` in memory and ${bytes(disk)} on disk.` : " in memory.");
-  if (found.budget !== null) list.push(` The budget is ${number(found.budget)} entries a layer.`);
+  if (found.budget !== null) list.push(` The budget is ${number(found.budget)} entries per layer.`);
   by("facts").replaceChildren(...list);
   by("shares").replaceChildren(...bar(found.entries));
   const whole = Object.values(found.entries).reduce((sum, count) => sum + count, 0);

@@ -53,7 +53,7 @@ export function content(message, run) {
 
 function under(message, talk, actions) {
   const line = make("div", "after");
-  line.append(copying(() => withFiles(message)), button("Edit", "Change this message and answer again", () => actions.edit(message, talk, line.parentElement)));
+  line.append(copying(() => withFiles(message)), button("Edit", "Change this message and get a new answer", () => actions.edit(message, talk, line.parentElement)));
   return line;
 }
 
@@ -63,9 +63,9 @@ export function after(message, talk, actions, run) {
   const last = talk.messages.at(-1) === message;
   if (!run) {
     line.append(copying(() => message.content));
-    if (last) line.append(button("Regenerate", "Answer again", () => actions.regenerate(talk)));
+    if (last) line.append(button("Regenerate", "Get another answer", () => actions.regenerate(talk)));
     if (last && ended === CUT) {
-      const more = button("Continue", "Go on with this answer", () => actions.proceed(talk));
+      const more = button("Continue", "Continue this answer", () => actions.proceed(talk));
       more.classList.add("more");
       line.append(more);
     }
@@ -81,7 +81,7 @@ export function after(message, talk, actions, run) {
   }
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const speed = seconds > 0 && usage.completion_tokens > 1 ? `, ${(usage.completion_tokens / seconds).toFixed(0)} a second` : "";
+    const speed = seconds > 0 && usage.completion_tokens > 1 ? `, ${(usage.completion_tokens / seconds).toFixed(0)} per second` : "";
     const prompt = `prompt: ${number(usage.prompt_tokens - cached)} read, ${number(cached)} from memory`;
     line.append(make("span", "", `${number(usage.completion_tokens)} tokens${speed}; ${prompt}`));
   }
@@ -97,7 +97,7 @@ export function editor(box, message, done) {
   text.rows = Math.min(12, message.content.split("\n").length + 1);
   const close = () => { form.remove(); for (const part of box.children) part.hidden = false; };
   const save = make("button", "act", "Send");
-  line.append(save, button("Cancel", "Leave it as it was", close));
+  line.append(save, button("Cancel", "Keep the message as it was", close));
   form.append(text, line);
   form.addEventListener("submit", (event) => {
     event.preventDefault();

@@ -2,26 +2,26 @@
 
 import { by, make } from "./dom.js";
 
-const BUDGET = "How much of the text stays in memory: entries of each layer (512), bytes (64MB) or a share of the text (25%).";
+const BUDGET = "How much of the text stays in memory: entries per layer (512), bytes (64MB), or a share of the context (25%).";
 const SUGGESTED = "512";
 
 /** Methods in a user's words; the others are explained by their group. The first ones of a group are suggested. */
 const WORDS = {
-  "full": "Keeps everything. Exact, and memory grows with the text.",
+  "full": "Keeps everything. Exact, but memory grows with the text.",
   "kv-direct": "Keeps the newest text in memory and the rest elsewhere, usually on disk, where the model still reads it. Same answers as with everything in memory, in less memory.",
   "snapkv+verified": "Answers from the important parts and checks every word against the whole text. Same answers as with everything in memory.",
   "h2o": "Keeps what the model has looked at most, and the newest text. The rest is forgotten. A good first choice for small memory.",
   "snapkv": "Keeps what matters for your last question. The rest is forgotten.",
   "kvzip": "Keeps what is needed to repeat the text, whatever you ask next. The rest is forgotten. Slow to read, good for documents.",
   "revive": "Keeps the important parts exactly and the rest roughly, in fewer bits. Nothing is forgotten completely.",
-  "streaming-llm": "Keeps the beginning and the newest text. The middle is forgotten. The conversation can go on without end.",
+  "streaming-llm": "Keeps the beginning and the newest text. The middle is forgotten. The conversation can continue indefinitely.",
   "window": "Keeps the newest text only.",
-  "kvreviver": "Keeps the important parts exactly and a rough summary of the rest, from which parts can come back.",
-  "kv-lru": "Moves what was not used for long out of memory, and fetches it back when it is missed.",
+  "kvreviver": "Keeps the important parts exactly and a rough summary of the rest; parts of it can come back.",
+  "kv-lru": "Moves what has not been used for a while out of memory, and fetches it back when it is needed.",
 };
 const GROUPS = {
   exact: ["Same answers as with everything in memory", "Gives the same answers as with everything in memory."],
-  reversible: ["May bring back what left memory", "Moves parts of the text out of memory, and can bring them back."],
+  reversible: ["May bring back what was evicted", "Moves parts of the text out of memory, and can bring them back."],
   lossy: ["Forgets", "Forgets parts of the text when the budget is full, and may answer differently."],
 };
 

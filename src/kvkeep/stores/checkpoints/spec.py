@@ -35,18 +35,20 @@ class CheckpointSpec:
             raise unknown("place for checkpoints", where, PLACES)
         if stride and (kind != "residual" or not stride.isdigit() or int(stride) < 1):
             raise UsageError(
-                f"Checkpoint '{text}' is not understood: a stride is a whole number of layers from 1 on, "
-                "and only 'residual' has one (residual:4)."
+                f"Checkpoint '{text}' is not understood: only 'residual' takes a stride, a whole number of layers "
+                "of at least 1 (residual:4)."
             )
         if capacity is not None and (
             capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))
         ):
             raise UsageError(
-                "A capacity is a number of entries from 1 on, for checkpoint kinds 'kv' and 'residual' (stride "
-                "1) only: the others rebuild later entries from earlier ones."
+                "A capacity is at least 1 entry, and only checkpoint kinds 'kv' and 'residual' (stride 1) take "
+                "one: the other kinds need the earlier entries to rebuild the later ones."
             )
         if folder is not None and where != "disk":
-            raise UsageError(f"A checkpoint folder is for '--where disk', not '{where}'.")
+            raise UsageError(
+                f"A checkpoint folder works with '--where disk' only, not with '{where}'; leave one of the two out."
+            )
         return CheckpointSpec(kind, where, int(stride or 1), capacity, folder)
 
     def __str__(self) -> str:

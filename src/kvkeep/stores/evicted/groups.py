@@ -1,4 +1,4 @@
-"""Evicted entries in another form, by groups of 32: in a ring of so many groups, or in all the room they need."""
+"""Evicted entries in another form, by groups of 32, in a ring of a fixed number of groups or in memory that grows."""
 
 from __future__ import annotations
 

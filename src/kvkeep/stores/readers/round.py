@@ -65,8 +65,8 @@ class Round:
         """Prepare for a forward pass. Raises UsageError where a further text would not line up with the rows."""
         if self.uneven and not self.open:
             raise UsageError(
-                "The rows of this batch took different numbers of tokens in their rounds, so a further text does not "
-                "line up with them; call reset() and read all of it."
+                "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
+                "aligned with them; call reset() and read the whole text again."
             )
         if self.drafting and not self._agreed:  # the round may do without drafts of the model's own; now it will not
             for layer in self.layers:
