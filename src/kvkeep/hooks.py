@@ -251,7 +251,7 @@ class ForwardHooks:
     def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
         session.stream.commit(run, completed)
         session.stream.end_forward(completed)
-        if self.packed and completed and session.stream.due:
+        if self.packed and completed and session.stream.must_reread:
             session.cache.compress()
 
     def _close(self) -> None:

@@ -224,7 +224,7 @@ class CacheStream:
         left to transformers."""
         if not self.streamed(module.layer_idx):
             return self._attend_to_all(module, query, key, value, mask, scaling)
-        attend = self._attend_past if self.rehearsing else self._attend_without_gradients
+        attend = self._attend_streamed if self.rehearsing else self._attend_without_gradients
         return attend(module, query, key, value, mask, scaling)
 
     def _attend_to_all(
@@ -242,7 +242,7 @@ class CacheStream:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
         return attend(query, [Segment(key, value, seen)], scaling)[0]
 
-    def _attend_past(
+    def _attend_streamed(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         index = module.layer_idx
@@ -267,7 +267,7 @@ class CacheStream:
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))
 
-    _attend_without_gradients = outside_inference_mode(_attend_past)
+    _attend_without_gradients = outside_inference_mode(_attend_streamed)
 
     @outside_inference_mode
     def end_forward(self, completed: bool) -> None:
@@ -313,7 +313,7 @@ class CacheStream:
         self.forget_from(self._known)
 
     @property
-    def due(self) -> bool:
+    def must_reread(self) -> bool:
         """Whether a whole text was read that is longer than the budget, and not once more yet."""
         return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.rehearsing)
 

@@ -17,7 +17,7 @@ from kvkeep.native.structures import (
     copy_piece,
     piece_table,
 )
-from kvkeep.step.native.entries import piece_of, runs, spans_of
+from kvkeep.step.native.entries import can_attend, piece_of, spans_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
@@ -245,7 +245,7 @@ def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
 
 def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
-    :func:`kvkeep.attention.attend_scored`; only where every segment :func:`joins`."""
+    :func:`kvkeep.attention.attend_scored`; only where every segment :func:`can_join`."""
     run, order = (
         CollectedAttention(query, scaling),
         sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)]),
@@ -261,7 +261,7 @@ def received(
     query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, reduce: str = "sum"
 ) -> Tensor:
     """Return the attention that each entry of a segment received, as :func:`kvkeep.attention.received`; only where it
-    :func:`joins`."""
+    :func:`can_join`."""
     run = CollectedAttention(query, scaling)
     run.add(*in_order(segment), segment.causal, False)
     weights = run.received(lse, last, reduce == "max")
@@ -278,7 +278,7 @@ def attend_all(
     the queries' own last. mask: bool, (batch or 1, 1, queries, entries); None: causal. first: the first slot of each
     row that is not padding, (batch,); None without padding.
     """
-    if not runs(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
+    if not can_attend(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
         return None
     batch, heads, queries, dim = query.shape
     kv_heads, entries = key.shape[1:3]

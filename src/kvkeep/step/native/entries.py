@@ -22,29 +22,29 @@ from kvkeep.native.structures import (
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
-def runs(query: Tensor, keys: Any, values: Any) -> bool:
+def can_attend(query: Tensor, keys: Any, values: Any) -> bool:
     """Return whether the library attends with these: bfloat16 on the CPU, heads of even width, and a library there."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return False
-    return reads(keys, values)
+    return can_read(keys, values)
 
 
-def reads(keys: Any, values: Any) -> bool:
+def can_read(keys: Any, values: Any) -> bool:
     """Return whether the library attends to entries in such tensors or codes."""
     kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
-    return kind(keys, values) and takes(keys.shape[-1], values.shape[-1]) and library() is not None
+    return kind(keys, values) and supports_dims(keys.shape[-1], values.shape[-1]) and library() is not None
 
 
-def takes(key_dim: int, value_dim: int) -> bool:
+def supports_dims(key_dim: int, value_dim: int) -> bool:
     """Return whether the library takes heads of such widths: keys of an even one, and neither above MAX_DIM."""
     return key_dim % 2 == 0 and max(key_dim, value_dim) <= MAX_DIM
 
 
-def joins(query: Tensor, segment: Segment) -> bool:
+def can_join(query: Tensor, segment: Segment) -> bool:
     """Return whether the library attends to a segment together with others."""
     mask, lanes = segment.mask, segment.lanes
     return (
-        runs(query, segment.key, segment.value)
+        can_attend(query, segment.key, segment.value)
         and segment.key.shape[1] == 1
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))

@@ -142,7 +142,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     if left is not None:
         step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
     keys, values = new.keys[:, 0], new.values[:, 0]
-    executor = native if native.inserts(step, keys, values) else plain
+    executor = native if native.can_insert(step, keys, values) else plain
     executor.insert(step, keys, values)
     for name in BESIDE:  # which the bank may replace
         setattr(step.append, name, None)
