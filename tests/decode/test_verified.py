@@ -190,7 +190,7 @@ def test_pace_follows_acceptance_and_costs() -> None:
         pace = Pace()
         for _ in range(40):
             pace.drafts.note(accepted, 12)
-            pace.took(12, 12 * step_s, pass_s)
+            pace.record(12, 12 * step_s, pass_s)
         return pace.length(32)
 
     assert settled(12, 0.05, 0.2) == 32
@@ -198,7 +198,7 @@ def test_pace_follows_acceptance_and_costs() -> None:
     assert settled(6, 0.05, 2.0) > settled(6, 0.05, 0.1)
     pace = Pace()
     assert pace.length(32) == 8 and not pace.prefers_copies(24, 8)  # nothing is known yet
-    pace.took(8, 0.4, 0.1)
+    pace.record(8, 0.4, 0.1)
     for _ in range(9):
         pace.copies.note(24, 24)
     assert pace.prefers_copies(24, 8)

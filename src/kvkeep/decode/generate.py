@@ -38,8 +38,8 @@ SEEDS = range(-(2**63), 2**64)
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill. ``reconstruction_s``: those in which the text was read once more to
-    choose what stays, part of the prefill, or of decoding where the text outgrew the budget only then."""
+    cache. The first new token counts as prefill. ``reconstruction_s``: seconds in which the text was read again to
+    choose the entries that stay; they are part of the prefill, or of decoding if the answer outgrew the budget."""
 
     prefill_tokens: int
     prefill_s: float
@@ -68,7 +68,7 @@ class Generation:
 
 @dataclass(eq=False)
 class _Caller:
-    """What the caller of :func:`generate` is told and asked. criteria: of the model's own generation_config."""
+    """The callbacks of :func:`generate`'s caller. criteria: stopping criteria of the model's generation_config."""
 
     prompt: list[int]
     tokenizer: Any
@@ -88,7 +88,7 @@ class _Caller:
             raise KeyboardInterrupt
 
     def check(self, tokens: Sequence[int]) -> str:
-        """Return why an answer ends with ``tokens``; an empty string: it goes on."""
+        """Return why an answer ends with ``tokens``; empty: it continues."""
         ended = self.ended is not None and self.ended(self.text(tokens))
         if self.interrupted():
             return "interrupted"
@@ -118,8 +118,8 @@ class _Follower(StoppingCriteria):
 
 
 def room_after(count: int, positions: int | None) -> int:
-    """Return how many tokens fit after a prompt of ``count`` within ``positions`` (None: they do not run out). Raises
-    UsageError where none does."""
+    """Return how many tokens fit after a prompt of ``count`` within ``positions`` (None: no limit). Raises UsageError
+    if none fits."""
     if positions is None:
         return 2**31
     if count >= positions:
@@ -131,14 +131,14 @@ def room_after(count: int, positions: int | None) -> int:
 
 
 def positions_of(model: Any, cache: Cache) -> int | None:
-    """Return how many tokens the model can read and write with this cache; None where its positions do not run out."""
+    """Return how many tokens the model can read and write with this cache; None: no limit."""
     if isinstance(cache, KeepCache) and cache.positions is not None:
         return None  # positions are within the cache
     return ModelGeometry.from_config(model.config).max_positions
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What :func:`generate` takes by name; :class:`~kvkeep.decode.chat.Conversation` passes it on."""
+    """Options of :func:`generate` that :class:`~kvkeep.decode.chat.Conversation` passes to it."""
 
     max_new_tokens: int
     on_text: Callable[[str], None] | None
@@ -179,7 +179,7 @@ def generate(
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
-        written: so many of the prompt's last tokens are of an answer that goes on: ``on_text`` receives what follows.
+        written: the number of the prompt's last tokens that belong to the answer; ``on_text`` receives the text after.
 
     Raises:
         UsageError: the prompt is empty or exceeds the model's positions, or seed or temperature is out of range.
@@ -197,7 +197,7 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # which transformers does by itself
+    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
         cache,
@@ -218,7 +218,7 @@ def generate(
 
 
 def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
-    """Raise UsageError for what :func:`generate` does not take."""
+    """Raise UsageError for arguments that :func:`generate` does not accept."""
     if seed is not None and seed not in SEEDS:
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
     if isinstance(prompt, str):
@@ -246,8 +246,8 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
 
 
 def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
-    """Return what chooses tokens by the options of a ``call`` of transformers' ``generate`` and the model's own
-    generation_config. Raises UsageError where the cache has read another text, or the prompt is too long for it."""
+    """Return the sampler for the options of a ``call`` of transformers' ``generate`` and the model's generation_config.
+    Raises UsageError if the cache has read another text, or the prompt is too long for it."""
     stream = call["past_key_values"].stream
     if stream.length:
         check_text(stream, ids, ids.shape[1] - stream.length)
@@ -261,7 +261,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
         generation_config: GenerationConfig,
         **others: Any,
     ) -> Sampler:
-        known = MaxLengthCriteria, EosTokenCriteria  # which an answer has by itself
+        known = MaxLengthCriteria, EosTokenCriteria  # an answer checks these itself
         caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
         return Sampler(logits_processor, generation_config.do_sample)
 
@@ -286,8 +286,7 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
 
 
 def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
-    """Let transformers' own loop write the answer, as one of its caches and its prompt lookup need; return the
-    tokens."""
+    """Let transformers' loop write the answer, for transformers' caches and its prompt lookup; return the tokens."""
     cache = answer.cache
     if isinstance(cache, KeepCache):
         cache.stream.on_progress = caller.progress
@@ -308,5 +307,5 @@ def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -
 
 
 def _reconstruction_s(cache: Cache) -> float:
-    """Return the seconds in which a cache's text was read once more, so far."""
+    """Return the seconds so far in which a cache's text was read again."""
     return cache.meter.reconstruction_s if isinstance(cache, KeepCache) else 0.0

@@ -119,7 +119,7 @@ class Rounds:
         last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
         logits = yield self._input(torch.cat([last, drafts], 1), 0)
         chosen = self._choose(logits, drafts.shape[1])
-        right = self._count_right(drafts, chosen)
+        right = (drafts == chosen[:, : drafts.shape[1]]).long().cumprod(1).sum(1).tolist()  # leading drafts that agree
         counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
         if any(self.cache.is_sliding):  # sliding windows count slots, so rows advance together
             counts = [min(count for count in counts if count)] * self.rows
@@ -176,11 +176,6 @@ class Rounds:
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(self.rows, before + ids.shape[1])], 1)
         return RoundInput(ids, mask, positions)
-
-    def _count_right(self, drafts: Tensor, chosen: Tensor) -> list[int]:
-        """Return the number of leading drafts of each row that are right."""
-        same = (drafts == chosen[:, : drafts.shape[1]]).long()
-        return same.cumprod(1).sum(1).tolist()
 
     def _take(self, chosen: Tensor, counts: Sequence[int], logits: Tensor) -> list[int]:
         """Append the first ``counts`` chosen tokens to each row until it is finished; return the numbers appended."""

@@ -113,7 +113,11 @@ class Scheduler:
         turn = self._turn()
         reads = [scheduled.next() for scheduled in turn]
         results: dict[int, Tensor | Exception] = {}
-        shared = [number for number, read in enumerate(reads) if self.packed and _shares_pass(read)]
+        shared = [
+            number
+            for number, read in enumerate(reads)
+            if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
+        ]
         if shared:
             results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
         for number, read in enumerate(reads):
@@ -131,7 +135,3 @@ class Scheduler:
             self.answers.remove(reading[0])
             self.answers.append(reading[0])
         return writing + reading[:1]
-
-
-def _shares_pass(read: Read) -> bool:
-    return can_pack(read.cache) and read.cache.geometry.steady(None)

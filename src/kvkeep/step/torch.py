@@ -1,4 +1,4 @@
-"""Executes steps by plain tensor operations: the reference for the native executor, and what runs everywhere else."""
+"""Executes steps by plain tensor operations, on any device: the fallback, and the reference for the native executor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.step.plan import Coded, LayerStep, Segment
 MAX_CODED_QUERIES = 8
 """The most queries for which codes are multiplied directly; for more queries, decoding the codes first is cheaper."""
 BLOCK = 128
-"""Queries whose weights are in memory at once."""
+"""The number of queries whose weights are in memory at the same time."""
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 

@@ -1,4 +1,4 @@
-"""Executes steps by the native library: bits that depend on the entries alone, and on nothing about where they lie.
+"""Executes steps by the native library. The bits of a result depend on the entries, never on where they lie.
 
 The library (native/attention.h) counts entries from a row's first token and goes through them in blocks of 512 in
 order, so a query's result is the same to the bit whether it comes alone or with others, and wherever entries lie.
