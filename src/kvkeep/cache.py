@@ -46,8 +46,8 @@ class KeepCache(Cache):
     ("verified", "pages:8"); without a method, that of "snapkv". request: a
     :class:`~kvkeep.policies.request.Request`, which has all of these, instead of them.
 
-    A cache goes on with the text that it has read; :meth:`reset` empties it for another one, and so does the end of a
-    ``with`` block, which frees its memory and its files.
+    A cache continues the text that it has read. :meth:`reset` empties it for another text; so does the end of a
+    ``with`` block, which also frees its memory and files.
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
@@ -91,7 +91,7 @@ class KeepCache(Cache):
 
     def _start(self) -> None:
         made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # what was made tells that it can be
+        if first is not None:  # the method's own layers can be made, too
             made = assemble(first, self.model, self.geometry)
         self.reading = first is not None
         self._use(made, first or self.request)
@@ -105,19 +105,19 @@ class KeepCache(Cache):
         self.stream = CacheStream(request.method, self.geometry, made, limit)
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
-    # -- a text that is read once more --------------------------------------------------------------
+    # -- a text that is read again ------------------------------------------------------------------
 
     @outside_inference_mode
     def compress(self) -> None:
-        """Choose what stays, where the method (``kvzip``) does so once, after a text was read: it is read once more,
-        and from then on the cache is what its method says. Happens by itself at the end of a text that is longer than
-        the budget. Nothing happens with any other method, or without a text."""
+        """Read the text again and choose the entries that stay, for a method that does so once (``kvzip``). The cache
+        calls this itself at the end of a text that is longer than the budget. Other methods, and an empty cache, do
+        nothing."""
         if self.reading and self.get_seq_length():
             compress(self)
 
     def recompose(self, shares: Sequence[Sequence[int]]) -> None:
-        """Begin anew as the method's own cache, empty, with ``shares`` entries for each full layer's lanes; the text's
-        entries are copied into it afterwards (:mod:`kvkeep.reconstruction`)."""
+        """Replace the layers by empty ones of the method itself, with ``shares`` entries for each full layer's lanes.
+        :mod:`kvkeep.reconstruction` then copies the text's entries into them."""
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
         progress, self.reading = self.stream.on_progress, False
         self._use(made, self.request)
@@ -125,15 +125,15 @@ class KeepCache(Cache):
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """What :meth:`recompose` was given, for the rows that there are now; None where it was not."""
+        """The shares given to :meth:`recompose`, for the present rows; None before."""
         if self.reading or self.method.reading is None:
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
 
     @property
     def budgets(self) -> Sequence[Sequence[int]] | None:
-        """The entries of each layer's KV heads (one number: of all its heads; where rows differ, of each row's), None
-        where all are alike by nature."""
+        """The budgets of each layer's KV heads, in entries (one number: the same for all its heads; a number for each
+        lane if rows differ). None: the method gives every head the same."""
         if (shares := self.shares) is None:
             return self.made.budgets
         full = dict(zip((layer.index for layer in self.geometry.full_layers), shares, strict=True))
@@ -144,28 +144,28 @@ class KeepCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values, and return those that its attention function is given."""
-        if self.hooks.plans(layer_idx):  # which are written with the layer's step
+        """Take a layer's new keys and values, and return those that its attention function receives."""
+        if self.hooks.plans(layer_idx):  # the layer's step writes them
             return key_states, value_states
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens processed, those of an unfinished step not counted."""
+        """Return the number of tokens processed, without those of an unfinished step."""
         if self.stream.streams or self.stream.open:
             return self.stream.length
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
+        """Return what masks must cover, (length, offset): in a streamed layer, the new entries only."""
         if self.stream.streamed(layer_idx):
             return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number or more than there are,
-        and RuntimeError where a sliding window has forgotten what would be needed."""
+        """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number or more tokens than
+        there are, and RuntimeError if a sliding window no longer has the entries needed."""
         self.stream.roll_back()
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise UsageError(
@@ -219,11 +219,11 @@ class KeepCache(Cache):
     def fork(
         self, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> KeepCache:
-        """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
+        """Return a second cache with the same text; afterwards the two are independent.
 
-        Without arguments it is of the same kind: "paged" shares its blocks until one of them is written, any other
-        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a
-        cache of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
+        Without arguments it has the same method: "paged" shares its blocks until one of them is written, other caches
+        are copied. With ``method``, ``budget`` or other options of a :class:`KeepCache`, the new cache has those, as if
+        it had read the text itself. Raises UsageError if that is impossible.
         """
         return fork(self, None if method is None and budget is None and not options else (method, budget, options))
 
@@ -254,8 +254,8 @@ class KeepCache(Cache):
 
     @outside_inference_mode
     def evict(self, count: int) -> None:
-        """Evict the ``count`` lowest-ranked resident entries of every KV head now; they stay in the checkpoints,
-        and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
+        """Evict the ``count`` lowest-ranked resident entries of every KV head now; they remain in the checkpoints.
+        Raises UsageError for a method that does not keep all entries there."""
         if count < 0:
             raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")
         for layer in self._backed():
@@ -265,8 +265,8 @@ class KeepCache(Cache):
     def recall(self, positions: Sequence[int], limit: int = 64) -> int:
         """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
         layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.
-        Return how many entries came back, of all layers, rows and KV heads. Raises UsageError for a slot that there is
-        not, or a method that does not keep all entries in checkpoints of which single ones can be had."""
+        Return how many entries came back, over all layers, rows and KV heads. Raises UsageError for a slot out of
+        range, and for a method without all entries in checkpoints that return single entries."""
         layers = self._backed()
         length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
         if limit < 0 or any(not 0 <= slot < length for slot in slots):
@@ -319,8 +319,8 @@ class KeepCache(Cache):
         return replace(report.memory(self.made, self.holdings), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
-        """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
-        :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding counts as dropped where it is not kept."""
+        """Return the state of every entry: for each layer (batch, kv_heads, slots) int8 codes of
+        :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding that is not stored counts as dropped."""
         length, rows = self.get_seq_length(), self.rows
         return [self.holdings[layer.source].entry_states(length, rows) for layer in self.geometry.layers]
 
@@ -329,13 +329,14 @@ class KeepCache(Cache):
         return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
 
     def certificate(self) -> list[Certificate]:
-        """Return what each layer whose recall is selective can have left out; nothing for other methods."""
+        """Return, for each layer with selective recall, how much attention it may have left out; empty for other
+        methods."""
         if self.reading or not self.method.recall.reads_single:
             return []
         return [layer.reader.certificate for layer in self._bounded()]
 
     def merges(self) -> tuple[int, int]:
-        """Return how many pairs of neighbours were merged so far, of all layers and heads, and for how many of them the
-        formula of the key's weights left [0, 1] or had no value, so that they were clamped. Zeros for other methods."""
+        """Return how many pairs of neighbours were merged so far, over all layers and heads, and for how many of them
+        the weights of the keys were clamped, being outside [0, 1] or undefined. Zeros for other methods."""
         merged = [layer.evicted.merged() for layer in self._bounded()]
         return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)
