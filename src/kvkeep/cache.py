@@ -91,7 +91,7 @@ class KeepCache(Cache):
 
     def _start(self) -> None:
         made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # what was made tells that it can be
+        if first is not None:  # the method's own layers can be made, too
             made = assemble(first, self.model, self.geometry)
         self.reading = first is not None
         self._use(made, first or self.request)
@@ -105,7 +105,7 @@ class KeepCache(Cache):
         self.stream = CacheStream(request.method, self.geometry, made, limit)
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
-    # -- a text that is read once more --------------------------------------------------------------
+    # -- a text that is read again ------------------------------------------------------------------
 
     @outside_inference_mode
     def compress(self) -> None:
@@ -144,8 +144,8 @@ class KeepCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values, and return those that its attention function is given."""
-        if self.hooks.plans(layer_idx):  # which are written with the layer's step
+        """Take a layer's new keys and values, and return those that its attention function receives."""
+        if self.hooks.plans(layer_idx):  # the layer's step writes them
             return key_states, value_states
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found

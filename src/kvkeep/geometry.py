@@ -181,7 +181,7 @@ class ModelGeometry:
         """
         return sum(layer.entry_elements for layer in self.layers) / self.hidden_size
 
-    def residual_anchors(self, stride: int = 1) -> tuple[int, ...]:
+    def residual_anchors(self, stride: int) -> tuple[int, ...]:
         """Layers whose incoming residual a ``residual`` checkpoint of this ``stride`` keeps.
 
         They are the multiples of the stride from which some full layer is rebuilt: full layer l starts

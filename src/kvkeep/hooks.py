@@ -1,10 +1,10 @@
-"""The forward pass of a model as its hooks see it (:mod:`kvkeep.models.binding`): tokens of one cache, or of several.
+"""What a model's hooks (:mod:`kvkeep.models.binding`) call in a forward pass of one cache, or of several.
 
-Tokens of several caches follow one another in one row (:mod:`kvkeep.engine.batch`); one cache has the whole input.
-Where all that a session's single token does in a layer is known before the pass
-(:class:`~kvkeep.step.plan.LayerStep`), an executor does it, for all such sessions of the layer in one call; and where
-that is so in every layer, all layers are one call (:class:`~kvkeep.models.fused.FusedLayers`). Everything else goes
-session by session through its cache.
+A single cache takes the whole input. The tokens of several caches follow one another in one row
+(:mod:`kvkeep.engine.batch`). Before the pass, each session with a single token plans its steps
+(:class:`~kvkeep.step.plan.LayerStep`). An executor runs the steps of all sessions that planned a layer in one call; if
+every layer is planned, all layers are one call (:class:`~kvkeep.models.fused.FusedLayers`). All other layers run
+session by session, each through its cache.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class SessionPass:
     """A cache in a forward pass."""
 
     stream: CacheStream
-    """How it takes part."""
+    """The cache's forward passes."""
     cache: Any = None
-    """The cache itself, where it is one of several."""
+    """The cache itself; None where it is the only one."""
     span: slice = field(default_factory=lambda: slice(None))
     """The columns of its tokens."""
     first: int | None = None
-    """The position of its first token; None: the one behind its last."""
+    """The position of its first token; None: the cache's next position."""
     cut: bool = False
     """More of the same text follows."""
     error: Exception | None = None
-    """What it failed by, in this pass."""
+    """The exception that ended its part in this pass."""
     steps: dict[int, LayerStep] = field(default_factory=dict)
-    """What its single token does, by layer, where that is known before the pass."""
+    """By layer, the planned step of its single token."""
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By layer, the keys and values that its attention is given."""
+    """By layer, the keys and values that attention reads."""
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of its tokens, (1, tokens)."""
@@ -58,8 +58,8 @@ class SessionPass:
 class ForwardHooks:
     """What a model's hooks call in a forward pass of some sessions.
 
-    packed: the sessions' tokens follow one another in a row; a fault of one is no other's. ran_all: all layers of this
-    pass have run in one call.
+    packed: the sessions' tokens follow one another in one row; an error of one session does not change the others.
+    ran_all: all layers of this pass have run in one call.
     """
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
@@ -75,7 +75,7 @@ class ForwardHooks:
 
     @property
     def single(self) -> CacheStream | None:
-        """The cache that reads this input; None where the sessions of a row do."""
+        """The stream of the only cache; None if the input is a row of several sessions."""
         return None if self.packed else self.sessions[0].stream
 
     @property
@@ -85,7 +85,7 @@ class ForwardHooks:
 
     @property
     def masks_itself(self) -> bool:
-        """Whether attention needs no mask: it masks what has to be."""
+        """Whether attention needs no mask, because it is causal and skips padding by itself."""
         return self.packed or self.sessions[0].stream.masks_itself
 
     # -- a forward pass -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ForwardHooks:
         return session.stream.begin_forward(ids, None, positions, None)
 
     def _plan(self, sessions: Sequence[SessionPass]) -> None:
-        """Plan what ``sessions`` do, which have a single token each."""
+        """Plan the steps of ``sessions`` that have a single token each."""
         for session in sessions:
             if session.error is None:
                 session.steps = self._attempt(session, session.stream.plan) or {}
@@ -129,8 +129,8 @@ class ForwardHooks:
         self._executor = native if exact else plain
 
     def every_layer(self) -> list[list[LayerStep]]:
-        """Return the steps of each layer, one for each token of the row; nothing where that is not all there is to
-        do."""
+        """Return the steps of each layer, one for each token of the row. Return nothing if any layer or session has
+        work besides planned steps."""
         count = len(self.geometry.layers)
         complete = all(len(session.steps) == count for session in self.sessions)
         if not complete or self._residuals or self._executor is plain or current_probe() is not None:
@@ -142,7 +142,7 @@ class ForwardHooks:
         return layer in self._planned and len(self._planned[layer][0]) == len(self.sessions)
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Hand each session that asks for them the residuals of its tokens."""
+        """Pass the residuals of its tokens to each session whose checkpoint stores them."""
         for session in self._residuals:
             if session.error is None:
                 session.stream.enter_layer(layer_idx, hidden[:, session.span])
@@ -154,7 +154,7 @@ class ForwardHooks:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        """Return attention (batch, heads, queries, value_dim); None where that is left to transformers."""
+        """Return attention (batch, heads, queries, value_dim); None: transformers computes it."""
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
         if layer.index in self._planned:
             row = self._execute(layer.index, query, key, value, scaling)
@@ -181,8 +181,8 @@ class ForwardHooks:
         value: Tensor,
         scaling: float,
     ) -> Tensor:
-        """Add to a ``row`` of attention, (1, tokens, heads, dim), that of the sessions which did not plan this layer. A
-        session that fails gets zeros, which no other token sees."""
+        """Attend for the sessions that did not plan this layer, and write the results into ``row``, (1, tokens, heads,
+        dim). A session that fails gets zeros, which no other token sees."""
         for session in self.sessions:
             if layer.index in session.steps:
                 continue
@@ -209,7 +209,7 @@ class ForwardHooks:
         values: Tensor,
     ) -> Tensor:
         stream, mask = session.stream, None
-        if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
+        if not stream.streamed(layer.index):  # it attends to all its entries; a streamed layer gets the new ones only
             keys, values = session.entries[layer.source]
             if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
                 keys, values = expand(keys, values)
@@ -228,7 +228,7 @@ class ForwardHooks:
         return output
 
     def update(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Give each session of a row its keys and values, (1, kv_heads, row, dim) of all, of a layer."""
+        """Pass its part of a layer's keys and values, (1, kv_heads, row, dim), to each session of the row."""
         for session in self.sessions:
             if session.error is None and layer_idx not in session.steps:
                 parts = (part[:, :, session.span] for part in (keys, values))
@@ -251,7 +251,7 @@ class ForwardHooks:
     def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
         session.stream.commit(run, completed)
         session.stream.end_forward(completed)
-        if self.packed and completed and session.stream.due:
+        if self.packed and completed and session.stream.must_reread:
             session.cache.compress()
 
     def _close(self) -> None:
@@ -261,12 +261,12 @@ class ForwardHooks:
             session.steps = {}
 
     def abandon(self) -> None:
-        """Undo a pass that failed before the hooks of the model could know of it."""
+        """Undo a pass whose failure the model's hooks did not see."""
         if self._open:
             self.end_forward(completed=False)
 
     def _attempt(self, session: SessionPass, act: Callable[..., T], *given: Any) -> T | None:
-        """Do something for a session. In a row of several, what fails is noted, and None is returned."""
+        """Call ``act``. In a row of several sessions, record an exception as this session's error, and return None."""
         if not self.packed:
             return act(*given)
         try:
@@ -281,7 +281,7 @@ class NoSessionLeft(Exception):
 
 
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of ``entries``, the last of them their own, so many queries see: (1, 1, queries, entries) bool."""
+    """Return which entries each query sees, (1, 1, queries, entries) bool; the last entries are the queries' own."""
     slots = torch.arange(entries, device=device)
     queried = slots[entries - queries :, None]
     seen = slots <= queried

@@ -1,8 +1,7 @@
-"""The stream: how a cache takes part in a model's forward pass; an unfinished one is undone.
+"""The stream of one cache: it records the tokens of each forward pass, attends, and undoes an unfinished pass.
 
-transformers passes a module and tensors to its attention function, not the cache. The hooks of
-:mod:`kvkeep.models.binding` find the stream on the cache and pass it the new tokens; it computes the attention of
-layers whose past is streamed, and of all layers where the native library attends.
+The model's hooks (:mod:`kvkeep.hooks`) call it. A layer is *streamed* if the model sees only its new entries, and the
+stream attends to the past. The stream also attends in all other layers if the native library runs them.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer_group import LayerGroup
 
 REREAD_POSITIONS = 64
-"""Positions at least for a piece of a text that is read once more, and for what introduces it."""
+"""The fewest positions that reading a text again needs, for a piece of the text and its introduction."""
 
 
 class CacheStream:
-    """The forward passes of one cache, made as ``made``. limit: the entries beyond which the text is read once more,
-    None where it is not."""
+    """The forward passes of one cache. limit: a text that is longer is read again (``kvzip``); None: no text is."""
 
     pass_hooks: Sequence[PassHook]
-    """What parts do around each pass."""
+    """Hooks of the method's parts, called before and after each pass."""
     on_progress: Callable[[int], None] | None = None
-    """Called with the tokens so far, after every pass."""
+    """Called after every pass with the number of tokens so far."""
     last_outputs = 0
-    """Of how many last positions the caller uses the outputs; 0: all."""
+    """The number of last positions whose outputs the caller uses; 0: all."""
     text: tuple[int, list[int]] | None = None
-    """The length of the text that was read, and a digest of each row."""
+    """The length of the text that was read, and a digest of each row; None if not known."""
     cut = False
     """The present pass reads a part of a text that is not its last."""
     rehearsing = False
@@ -59,7 +57,7 @@ class CacheStream:
         self.positions, self.round = made.positions, made.round
         self.chunk = made.chunk or sys.maxsize
         self.observes = made.streams and method.exactness != "exact"
-        self.masks_itself = made.exact  # nothing is masked but padding and what comes later, so no mask has to be made
+        self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
@@ -153,7 +151,7 @@ class CacheStream:
         return self.positions.begin(positions, self._known)
 
     def _note_padding(self, mask: Any) -> None:
-        """Note the padding that a pass's ``mask`` tells of."""
+        """Find the padding in a pass's ``mask``."""
         self.first, self.masks_itself = None, self.exact and mask is None
         if isinstance(mask, Tensor) and mask.ndim == 2 and self.exact:
             host = mask.bool()
@@ -167,7 +165,7 @@ class CacheStream:
 
     @outside_inference_mode
     def plan(self) -> dict[int, LayerStep]:
-        """Return what the token does; nothing where more than a layer has a part in it."""
+        """Return the step of a single token in each layer that can plan it."""
         if not self._plannable or self._latent:
             return {}
         steps = {index: step for index in self._single if (step := self.layers[index].plan()) is not None}
@@ -185,7 +183,7 @@ class CacheStream:
 
     @property
     def _plannable(self) -> bool:
-        """Whether a token does nothing but what each layer can plan by itself."""
+        """Whether each layer can plan a token by itself: nothing that layers share changes."""
         if not self.streams:
             return self.masks_itself and self.first is None
         more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
@@ -193,8 +191,8 @@ class CacheStream:
 
     @outside_inference_mode
     def commit(self, layers: Iterable[int], completed: bool) -> None:
-        """Note the ``layers`` in which the steps of :meth:`plan` have run, and let selectors learn of the attention;
-        ``completed``: the pass has run as well."""
+        """Record that the steps of :meth:`plan` have run in ``layers``, and let selectors score by their attention.
+        completed: the whole pass has run."""
         for index in layers:
             size = self.geometry.layers[index].entry_elements * self.geometry.dtype_bytes
             self._pending_bytes = max(self._pending_bytes, size)
@@ -204,29 +202,29 @@ class CacheStream:
 
     @outside_inference_mode
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Let the checkpoint keep the residual entering a layer, (batch, new, hidden_size)."""
+        """Pass the residual entering a layer, (batch, new, hidden_size), to the checkpoint."""
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
     def attends(self, layer_idx: int) -> bool:
-        """Return whether a layer's attention is computed here: its past is streamed, or the library attends to all."""
+        """Return whether :meth:`attend` computes a layer's attention: it is streamed, or the library runs it."""
         return self.streamed(layer_idx) or (
             self.exact and self.geometry.layers[layer_idx].kind in ("full", "sliding", "shared")
         )
 
     def streamed(self, layer_idx: int) -> bool:
-        """Return whether a layer's past is streamed; a sliding window's is not."""
+        """Return whether a layer is streamed; a sliding window is not."""
         layers = self.geometry.layers
         return self.streams and layers[layers[layer_idx].source].kind == "full"
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        """Return attention over evicted, resident and new entries of a layer, and settle the new ones; None where it is
-        left to transformers."""
+        """Return attention over the evicted, resident and new entries of a layer, and settle the new ones. None:
+        transformers attends."""
         if not self.streamed(module.layer_idx):
             return self._attend_to_all(module, query, key, value, mask, scaling)
-        attend = self._attend_past if self.rehearsing else self._attend_without_gradients
+        attend = self._attend_streamed if self.rehearsing else self._attend_without_gradients
         return attend(module, query, key, value, mask, scaling)
 
     def _attend_to_all(
@@ -244,7 +242,7 @@ class CacheStream:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
         return attend(query, [Segment(key, value, seen)], scaling)[0]
 
-    def _attend_past(
+    def _attend_streamed(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         index = module.layer_idx
@@ -269,7 +267,7 @@ class CacheStream:
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
         return step.unfolded(layer.attend(step))
 
-    _attend_without_gradients = outside_inference_mode(_attend_past)
+    _attend_without_gradients = outside_inference_mode(_attend_streamed)
 
     @outside_inference_mode
     def end_forward(self, completed: bool) -> None:
@@ -315,8 +313,8 @@ class CacheStream:
         self.forget_from(self._known)
 
     @property
-    def due(self) -> bool:
-        """Whether a whole text was read that is longer than the budget, and not once more yet."""
+    def must_reread(self) -> bool:
+        """Whether a complete text exceeds :attr:`limit`, so that ``compress()`` has to read it again."""
         return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.rehearsing)
 
     def forget_from(self, length: int) -> None:

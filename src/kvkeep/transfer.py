@@ -197,7 +197,7 @@ def _adopted(cache: Any, request: Request) -> Any:
                 target.settle()
             else:
                 target.update(keys, values)
-    if twin.stream.due:
+    if twin.stream.must_reread:
         twin.compress()
     return twin
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.native.structures import BLOCK_ENTRIES as BLOCK
-from kvkeep.step.native import Call, CollectedAttention, attend_all, joins, spans_of
+from kvkeep.step.native import Call, CollectedAttention, attend_all, can_join, spans_of
 from kvkeep.stores.evicted.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -216,7 +216,7 @@ def test_estimates_are_attended_as_if_they_were_written_out(queries: int, rows: 
     query, more = torch.randn(lanes, 2, queries, 32).bfloat16(), entries(lanes, 45, 32, 48)
     plain = Segment(*(part[:, None] for part in more))
     sketched = Segment(keys, values, mask)
-    assert joins(query, sketched)
+    assert can_join(query, sketched)
     found = attend(query, [plain, sketched], 0.05)
     dense = tuple(
         torch.cat([part.dense(torch.bfloat16), own], 1) for part, own in zip((keys, values), more, strict=True)

@@ -20,7 +20,7 @@ from helpers import assert_near, prompt
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.engine.batch import Read, forward, packs
+from kvkeep.engine.batch import Read, can_pack, forward
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import load
 
@@ -88,7 +88,7 @@ def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
     model = tiny(family)
     own = CASES if family in WITH_ALL else [name for name, its in pairs(10, everywhere=EVERYWHERE) if its == family]
     names = [name for name in own if taken(name, family) and not ("knorm" in name and family in TIES)]
-    packed = [name for name in names if packs(made(model, name)())]
+    packed = [name for name in names if can_pack(made(model, name)())]
     assert len(packed) > (60 if family in WITH_ALL else 8)
     lengths = [CASES[name].length - number % 7 for number, name in enumerate(packed)]
     every = [(name, made(model, name), length) for name, length in zip(packed, lengths, strict=True)]

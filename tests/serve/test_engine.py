@@ -106,7 +106,7 @@ def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
 
 def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exact method's by few tokens a step, another's as it is cut alone; and each has its turn."""
-    monkeypatch.setattr(batches, "PART", 16)
+    monkeypatch.setattr(batches, "SHORT_CHUNK", 16)
     for module in (batches, schedulers):
         monkeypatch.setattr(module, "CHUNK", 48)
     engine, steps = serving(), list[int]()

@@ -45,7 +45,7 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
         pieces = [*layer.evicted.pieces(query, layer.resident, layer.length), *layer.resident.pieces()]
         for keys, values, *_ in pieces:
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
-            assert native.runs(query, keys, values)
+            assert native.can_attend(query, keys, values)
             for span in (spans := native.spans_of(keys, values)):
                 piece_of(span)
             assert all(part.untyped_storage().data_ptr() in counted for span in spans for part in span.compiled[1])

@@ -43,7 +43,7 @@ def attend(
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
-        if native.joins(query, segment):
+        if native.can_join(query, segment):
             run.add(*native.in_order(segment), segment.causal, segment.formed)
             continue
         rows = segment.lanes
@@ -77,7 +77,7 @@ def attend_scored(
     query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1, value_dim) and
     (batch, entries) float32 each.
     """
-    executor = native if all(native.joins(query, segment) for segment in segments) else plain
+    executor = native if all(native.can_join(query, segment) for segment in segments) else plain
     return executor.scored(query, segments, scaling, reduce)
 
 
@@ -93,5 +93,5 @@ def received(
     over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries) float32, the
     batch being the segment's.
     """
-    executor = native if native.joins(query, segment) else plain
+    executor = native if native.can_join(query, segment) else plain
     return executor.received(query, segment, lse, scaling, last, reduce)

@@ -91,10 +91,8 @@ class Conversation:
         """Continue the conversation saved at a path, or in a session that is open for writing. Raises SessionError,
         also for other sessions."""
         tokenizer_print = fingerprint_of_tokenizer(tokenizer)
-        session, path = (
-            load_session(where, model, tokenizer_print),
-            where.path if isinstance(where, SessionFile) else where,
-        )
+        session = load_session(where, model, tokenizer_print)
+        path = where.path if isinstance(where, SessionFile) else where
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(

@@ -72,7 +72,7 @@ class Generation:
 
 @dataclass(eq=False)
 class _Caller:
-    """What the caller of :func:`generate` is told and asked. criteria: of the model's own generation_config."""
+    """The callbacks of :func:`generate`'s caller. criteria: stopping criteria of the model's generation_config."""
 
     prompt: list[int]
     tokenizer: Any
@@ -142,7 +142,7 @@ def positions_of(model: Any, cache: Cache) -> int | None:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What :func:`generate` takes by name; :class:`~kvkeep.decode.chat.Conversation` passes it on."""
+    """Options of :func:`generate` that :class:`~kvkeep.decode.chat.Conversation` passes to it."""
 
     max_new_tokens: int
     on_text: Callable[[str], None] | None
@@ -183,7 +183,7 @@ def generate(
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
-        written: so many of the prompt's last tokens are of an answer that goes on: ``on_text`` receives what follows.
+        written: the number of the prompt's last tokens that belong to the answer; ``on_text`` receives the text after.
 
     Raises:
         UsageError: the prompt is empty or exceeds the model's positions, seed or temperature is out of range, or the
@@ -203,7 +203,7 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # which transformers does by itself
+    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
         cache,
@@ -224,7 +224,7 @@ def generate(
 
 
 def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
-    """Raise UsageError for what :func:`generate` does not take."""
+    """Raise UsageError for arguments that :func:`generate` does not accept."""
     if seed is not None and seed not in SEEDS:
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
     if isinstance(prompt, str):
@@ -266,8 +266,8 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
 
 
 def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
-    """Return what chooses tokens by the options of a ``call`` of transformers' ``generate`` and the model's own
-    generation_config. Raises UsageError where the cache has read another text, or the prompt is too long for it."""
+    """Return the sampler for the options of a ``call`` of transformers' ``generate`` and the model's generation_config.
+    Raises UsageError if the cache has read another text, or the prompt is too long for it."""
     stream = call["past_key_values"].stream
     if stream.length:
         check_text(stream, ids, ids.shape[1] - stream.length)
@@ -281,7 +281,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
         generation_config: GenerationConfig,
         **others: Any,
     ) -> Sampler:
-        known = MaxLengthCriteria, EosTokenCriteria  # which an answer has by itself
+        known = MaxLengthCriteria, EosTokenCriteria  # an answer checks these itself
         caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
         return Sampler(logits_processor, generation_config.do_sample)
 
@@ -306,8 +306,7 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
 
 
 def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
-    """Let transformers' own loop write the answer, as one of its caches and its prompt lookup need; return the
-    tokens."""
+    """Let transformers' loop write the answer, for transformers' caches and its prompt lookup; return the tokens."""
     cache = answer.cache
     if isinstance(cache, KeepCache):
         cache.stream.on_progress = caller.progress
@@ -329,5 +328,5 @@ def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -
 
 
 def _reconstruction_s(cache: Cache) -> float:
-    """Return the seconds in which a cache's text was read once more, so far."""
+    """Return the seconds so far in which a cache's text was read again."""
     return cache.meter.reconstruction_s if isinstance(cache, KeepCache) else 0.0

@@ -1,4 +1,4 @@
-"""One answer as it is written: what it wants to read, and what came of it."""
+"""One answer while it is written: what the model reads for it, and the tokens and text that result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read
 from kvkeep.engine.pieces import Pieces, Stops
-from kvkeep.engine.rounds import Rounds, following
+from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler, Sampling
 
 Reads = Generator[Read, Tensor, None]
-"""Yields what is to be read, and is sent the logits (keep, vocabulary) of its last tokens."""
+"""Yields what the model is to read, and receives the logits (keep, vocabulary) of the last tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Ask:
     """All token ids before the answer."""
     max_tokens: int
     sampling: Sampling | Sampler = field(default_factory=Sampling)
-    """How tokens are chosen: settings, or what is made of them."""
+    """How tokens are chosen: settings, or the sampler made from them."""
     stops: Sequence[str] = ()
     """Strings that end the answer and are not part of it."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens are reported beside each token; None: no log-probabilities at all."""
+    """How many of the likeliest tokens are reported with each token; None: no log-probabilities."""
     written: int = 0
     """How many of the prompt's last tokens belong to the answer, which continues; their text is not reported."""
     copies: bool = True
-    """Where tokens are drafted, drafts may be copied from the text."""
+    """Drafts may be copied from the text (for methods that draft)."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class TokenLogprob:
 
     token: int
     text: str
-    """Its part of the answer's text: if several tokens make one character, the last of them has it; what a stop string
-    cuts off belongs to none."""
+    """Its part of the answer's text. If several tokens form one character, the last token has it. Text that a stop
+    string cuts off belongs to no token."""
     logprob: float
     top: tuple[tuple[int, str, float], ...]
     """The likeliest tokens: id, own text, log-probability."""
@@ -70,8 +70,8 @@ def end_ids(model: Any) -> list[int]:
 class Answer:
     """The answer to ``ask``, written into ``cache``, which holds the first tokens of the prompt already.
 
-    ends: ids that end a text. listener: is called with each piece of text; None: no text is made. check: is called
-    after each token with all of them, and returns a reason to end, or an empty string.
+    ends: ids that end a text. listener: called with each piece of text; None: no text is made. check: called with all
+    tokens after each new one; returns the reason to end, or an empty string.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Answer:
         self.ask, self.cache, self.ends, self.listener, self.check = ask, cache, frozenset(ends), listener, check
         self._tokenizer = tokenizer
         self.known = cache.get_seq_length()
-        """Tokens of the prompt that the cache held already."""
+        """Tokens of the prompt that the cache already held."""
         self.tokens: list[int] = []
-        """Its ids, one that ends the text included."""
+        """Ids of the answer, including one that ends the text."""
         self.text = ""
         self.reason = ""
-        """Why it ended: "eos", "stop", "length", or what ``check`` returned; empty while it is written."""
+        """Why the answer ended: "eos", "stop", "length", or what ``check`` returned; empty until then."""
         self.first_at = self.last_at = 0.0
-        """When its first and its last token were chosen, by ``time.perf_counter()``."""
+        """When the first and the last token were chosen, by ``time.perf_counter()``."""
         self._pieces = Pieces(tokenizer, ask.prompt[len(ask.prompt) - ask.written :] if listener else ())
         self._stops = Stops(ask.stops)
-        self._pending: list[TokenLogprob] = []  # tokens whose text was not fully reported yet
-        self._shown = 0  # characters of their text that were
+        self._pending: list[TokenLogprob] = []  # tokens whose text is not fully reported
+        self._shown = 0  # characters of their text that are reported
 
     def reads(self) -> Reads:
-        """Read what is new of the prompt, then write until an end."""
+        """Read the tokens of the prompt that the cache does not hold, then write until the answer ends."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
         logits = yield Read(self.cache, prompt[self.known :])
         if isinstance(sampler, Sampling):
@@ -129,7 +129,7 @@ class Answer:
             while wanted is not None:
                 ids = wanted.input_ids[0].tolist()
                 logits = yield Read(self.cache, ids, len(ids), first=int(wanted.position_ids[0, 0]))
-                wanted = following(steps, logits[None])
+                wanted = next_input(steps, logits[None])
         finally:
             self.cache.stream.abandon()
 
@@ -139,7 +139,7 @@ class Answer:
         return bool(self.reason)
 
     def take(self, token: int, logits: Tensor | None = None) -> None:
-        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that is certain with it."""
+        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         self.tokens.append(token)
@@ -180,7 +180,7 @@ class Answer:
                 self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + rest)
             self._report(self._stops.add(rest))
             self._report("" if self._stops.met else self._stops.rest())
-        if self._stops.met:  # of what is left only the first token can have begun before the stop string
+        if self._stops.met:  # only the first pending token can have begun before the stop string
             self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
         if self._pending:
             self.listener(TextPiece("", tuple(self._pending)))

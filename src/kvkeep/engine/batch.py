@@ -22,28 +22,28 @@ from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 
 CHUNK = 512
-"""Tokens of a prompt read in a pass where the method itself sets no limit and does not mind."""
-PART = 128
-"""Those beside sessions that write, which wait for them: in fewer, a token of a prompt costs more."""
+"""Tokens of a prompt that one pass reads, if the method allows any number."""
+SHORT_CHUNK = 128
+"""Tokens of a prompt that one pass reads while other sessions write and wait for the pass. A smaller number would make
+each token of the prompt more expensive."""
 
 
 @dataclass(eq=False)
 class Read:
-    """Tokens that a session's model is to read next, after all that its cache holds.
-
-    ids: their ids. keep: of how many of the last ones logits are wanted. cut: more of the same text follows. first: the
-    position of the first one, by default the cache's next.
-    """
+    """Tokens that the model reads next for one session, after those that its cache holds."""
 
     cache: KeepCache
     ids: Sequence[int]
     keep: int = 1
+    """The number of last tokens whose logits are returned."""
     cut: bool = False
+    """More of the same text follows."""
     first: int | None = None
+    """The position of the first token; None: the cache's next position."""
 
 
 class Batch(Cache):
-    """The caches of some reads as the one cache of a row in which their tokens follow one another."""
+    """One cache for a row of tokens: it passes each read's tokens to the cache of that read."""
 
     def __init__(self, reads: Sequence[Read]) -> None:
         super().__init__(layers=[])
@@ -64,7 +64,7 @@ class Batch(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return that masks cover the row alone; none is used."""
+        """Return the length of the row and offset 0. No mask is used."""
         return query_length, 0
 
     def update(
@@ -75,18 +75,19 @@ class Batch(Cache):
         return key_states, value_states
 
 
-def packs(cache: KeepCache) -> bool:
-    """Return whether a cache's tokens can be packed into a row with others': not where it runs the model itself, or
-    where layers have a state that is not keys and values."""
+def can_pack(cache: KeepCache) -> bool:
+    """Return whether a cache can share a pass with others. A cache that runs the model itself cannot, nor can one whose
+    layers hold a state other than keys and values."""
     again = cache.checkpoint is not None and cache.checkpoint.replays
     return not (again or cache.stream.pass_hooks) and not cache.geometry.other_layers
 
 
 @torch.no_grad()
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
-    """Run the model once over all ``reads``, and return of each the logits (keep, vocabulary) of its last tokens, or
-    what it failed by: then its cache is as it was before. Where the model itself fails for want of memory, or by some
-    other RuntimeError, so does each. Raises what else it raises, and torch.AcceleratorError: a device is lost."""
+    """Run the model once over all ``reads``, and return the logits (keep, vocabulary) of each read's last tokens. For a
+    read that fails, return its exception; its cache is then as before. If the model itself runs out of memory or raises
+    another RuntimeError, every read fails. All other errors of the model are raised, and so is torch.AcceleratorError,
+    because a device is lost."""
     bind(model)
     batch = Batch(reads)
     ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
@@ -101,12 +102,12 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         raise
     except (MemoryError, RuntimeError) as error:
         batch.hooks.abandon()
-        return [session.error or _of_all(error, len(reads)) for session in batch.sessions]
+        return [session.error or _shared_error(error, len(reads)) for session in batch.sessions]
     parts = logits[: len(kept)].split([read.keep for read in reads])
     return [part if one.error is None else one.error for one, part in zip(batch.sessions, parts, strict=True)]
 
 
-def _of_all(error: Exception, sessions: int) -> KvkeepError:
+def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose common pass ended with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
     why = "there was not enough memory" if short else type(error).__name__  # its words may be those of a prompt
@@ -119,8 +120,8 @@ def _of_all(error: Exception, sessions: int) -> KvkeepError:
 
 @torch.no_grad()
 def forward_one(model: Any, read: Read) -> Tensor | Exception:
-    """Run the model over one read by itself; the same as :func:`forward` of it, whatever it fails by. Raises
-    torch.AcceleratorError alone."""
+    """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of any failure.
+    Raises torch.AcceleratorError only."""
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
     first = cache.get_seq_length() if read.first is None else read.first
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
@@ -140,17 +141,17 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
         cache.stream.cut = False
 
 
-def chunk_of(cache: KeepCache) -> int:
-    """Return how many tokens of a prompt a cache is given in one pass."""
+def chunk_size(cache: KeepCache) -> int:
+    """Return how many tokens of a prompt one pass reads into a cache."""
     chunk: int = cache.stream.chunk
     free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
     return CHUNK if free else chunk
 
 
-def part_of(cache: KeepCache) -> int:
-    """Return how many it is given beside sessions that write: fewer, where neither its answer depends on how a text is
-    cut, nor every pass rebuilds what left."""
+def short_chunk_size(cache: KeepCache) -> int:
+    """Return how many tokens of a prompt one pass reads while other sessions write. The chunk is shortened only if the
+    answer does not depend on how the text is cut, and no pass rebuilds evicted entries."""
     stored = cache.checkpoint
     cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
-    return min(PART, chunk_of(cache)) if cut and kept else chunk_of(cache)
+    return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

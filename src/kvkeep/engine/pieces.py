@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: what is certain by now."""
+"""Tokens to text, piece by piece, and the strings that end an answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LONGEST_PART = 8
 
 
 class Pieces:
-    """The text of an answer as its tokens come. A character of several tokens waits for its last one. written: tokens
-    of the answer whose text was given before."""
+    """The text of an answer as its tokens arrive. A character of several tokens is returned with the last of them.
+    written: tokens of the answer whose text was returned earlier."""
 
     def __init__(self, tokenizer: Any, written: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -20,7 +20,7 @@ class Pieces:
         self._given = len(self._text().rstrip(_INCOMPLETE)) if written else 0  # characters of it that were given
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Return the text that ``tokens`` make certain."""
+        """Append tokens, and return the text that they complete."""
         self._line.extend(tokens)
         text = self._text()
         if text.endswith(_INCOMPLETE):
@@ -31,7 +31,7 @@ class Pieces:
         return fresh
 
     def rest(self) -> str:
-        """Return what still waits, complete or not."""
+        """Return the remaining text, complete or not."""
         fresh, self._line, self._given = self._text()[self._given :], [], 0
         return fresh
 
@@ -59,14 +59,14 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 class Stops:
-    """Text up to the first of some strings, which may come in parts: what could begin one waits."""
+    """Text up to the first stop string. Text arrives in parts; an end that could begin a stop string is held back."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._waiting = [one for one in strings if one], ""
         self.met = False
 
     def add(self, text: str) -> str:
-        """Return what is certain to be before any of the strings; sets ``met`` once one of them is there."""
+        """Return the text that precedes every stop string; set ``met`` when one of them is found."""
         text = self._waiting + text
         starts = [start for one in self._strings if (start := text.find(one)) >= 0]
         if starts:
@@ -77,7 +77,7 @@ class Stops:
         return text[: len(text) - withheld]
 
     def rest(self) -> str:
-        """Return what waited, which is no string's beginning after all."""
+        """Return the text that was held back; no stop string followed."""
         text, self._waiting = self._waiting, ""
         return text
 

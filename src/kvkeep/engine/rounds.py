@@ -28,21 +28,23 @@ from kvkeep.engine.sampling import Sampler
 from kvkeep.stores.readers.round import RoundStatistics
 
 
-class Wanted(NamedTuple):
-    """What a round wants the model to read: token ids (rows, n), the mask over past and new tokens (None: all are
-    there), and positions (rows, n)."""
+class RoundInput(NamedTuple):
+    """What the model reads next for a round; the fields are arguments of the model."""
 
     input_ids: Tensor
+    """(rows, n)"""
     attention_mask: Tensor | None
+    """Over past and new tokens, (rows, slots); None without padding."""
     position_ids: Tensor
+    """(rows, n)"""
 
 
-Reads = Generator[Wanted, Tensor, None]
-"""Yields what to read, and is sent its logits (rows, n, vocabulary)."""
+RoundInputs = Generator[RoundInput, Tensor, None]
+"""Yields what the model reads next, and receives its logits (rows, n, vocabulary)."""
 
 
-def following(rounds: Reads, logits: Tensor) -> Wanted | None:
-    """Send logits to rounds, and return what they want next; None after the last one."""
+def next_input(rounds: RoundInputs, logits: Tensor) -> RoundInput | None:
+    """Send logits to ``rounds``, and return the next input; None after the last round."""
     try:
         return rounds.send(logits)
     except StopIteration:
@@ -50,11 +52,11 @@ def following(rounds: Reads, logits: Tensor) -> Wanted | None:
 
 
 class Rounds:
-    """The rounds of one answer, after its prompt was read into ``cache``: whoever owns the model reads for them.
+    """The rounds of one answer, after its prompt was read into ``cache``. The caller runs the model.
 
-    prompts: (rows, tokens). add: is called with row, token and the logits (rows, vocabulary) that it was chosen by,
-    after each token, and returns whether it is the row's last. limit: tokens of a row at most, None: as many as there
-    are. copies: drafts may be copied from the text.
+    prompts: (rows, tokens). add: called for each new token with its row, the token and the logits (rows, vocabulary)
+    that it was chosen by; returns whether it is the row's last. limit: the most tokens of a row; None: no limit.
+    copies: drafts may be copied from the text.
     """
 
     def __init__(
@@ -94,16 +96,16 @@ class Rounds:
 
     # -- a round ------------------------------------------------------------------------------------
 
-    def rounds(self) -> Reads:
+    def rounds(self) -> RoundInputs:
         """Decode until all rows are finished."""
         while not all(self.finished):
             yield from self._round()
 
-    def _round(self) -> Reads:
+    def _round(self) -> RoundInputs:
         """Draft a run, verify it, and keep the accepted tokens."""
         begin = time.perf_counter()
         self.cache_round.draft()
-        copied = self._copied()
+        copied = self._copied_drafts()
         longest = self._max_drafts()
         wanted = self.pace.length(longest) if longest else 0
         copies = copied is not None and longest > 0 and self.pace.prefers_copies(longest, wanted)
@@ -111,13 +113,13 @@ class Rounds:
             drafts = copied[:, :longest]
             self._note_drafts(drafts)
         else:
-            drafts = yield from self._drafted(wanted)
+            drafts = yield from self._draft(wanted)
         drafted = time.perf_counter()
         self.cache_round.verify()
         last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
-        logits = yield self._wanted(torch.cat([last, drafts], 1), 0)
+        logits = yield self._input(torch.cat([last, drafts], 1), 0)
         chosen = self._choose(logits, drafts.shape[1])
-        right = self._right(drafts, chosen)
+        right = (drafts == chosen[:, : drafts.shape[1]]).long().cumprod(1).sum(1).tolist()  # leading drafts that agree
         counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
         if any(self.cache.is_sliding):  # sliding windows count slots, so rows advance together
             counts = [min(count for count in counts if count)] * self.rows
@@ -140,19 +142,19 @@ class Rounds:
             longest = min(longest, positions - int(self.positions.max()) - 1)
         return max(0, longest)
 
-    def _drafted(self, count: int) -> Generator[Wanted, Tensor, Tensor]:
+    def _draft(self, count: int) -> Generator[RoundInput, Tensor, Tensor]:
         """Draft ``count`` tokens of each row from the resident entries."""
         rows = torch.arange(self.rows)
         last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
         drafts = last[:, :0]
         for number in range(count):
-            logits = yield self._wanted(last, number)
+            logits = yield self._input(last, number)
             last = self._choose(logits, 0, ahead=number)
             drafts = torch.cat([drafts, last], 1)
             self._note_drafts(drafts)
         return drafts
 
-    def _copied(self) -> Tensor | None:
+    def _copied_drafts(self) -> Tensor | None:
         """Return drafts copied from the text, (rows, longest), if every unfinished row has some."""
         if not self.lookups or not self.longest:
             return None
@@ -167,18 +169,13 @@ class Rounds:
         for row, length in enumerate(self.lengths):
             self.tokens[row, length : length + drafts.shape[1]] = drafts[row]
 
-    def _wanted(self, ids: Tensor, before: int) -> Wanted:
-        """Return that ``ids`` (rows, n) are to be read, ``before`` drafts after the tokens."""
+    def _input(self, ids: Tensor, before: int) -> RoundInput:
+        """Return the input for ``ids`` (rows, n), which come ``before`` drafts after the tokens."""
         positions = self.positions[:, None] + torch.arange(before, before + ids.shape[1], device=ids.device)
         mask = self.mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(self.rows, before + ids.shape[1])], 1)
-        return Wanted(ids, mask, positions)
-
-    def _right(self, drafts: Tensor, chosen: Tensor) -> list[int]:
-        """Return the number of leading drafts of each row that are right."""
-        same = (drafts == chosen[:, : drafts.shape[1]]).long()
-        return same.cumprod(1).sum(1).tolist()
+        return RoundInput(ids, mask, positions)
 
     def _take(self, chosen: Tensor, counts: Sequence[int], logits: Tensor) -> list[int]:
         """Append the first ``counts`` chosen tokens to each row until it is finished; return the numbers appended."""

@@ -1,4 +1,4 @@
-"""How tokens of one answer are chosen: by the answer's own settings and noise, whatever else runs."""
+"""How the tokens of one answer are chosen: by its own settings and noise, independent of other answers."""
 
 from __future__ import annotations
 

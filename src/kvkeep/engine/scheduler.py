@@ -1,8 +1,8 @@
-"""Answers in steps: whose turn it is, how prompts are cut, and what reads in one pass.
+"""The scheduler: it runs answers in steps, decides whose turn it is, and cuts prompts into chunks.
 
-A step reads one token, or one verifying run, of every answer that is being written, and one chunk of one prompt, in
-turn. Chunks are cut as they are for a session alone, or shorter where the answer cannot depend on it, so an answer does
-not depend on what else runs.
+A step reads one token, or one verifying run, of every answer that is being written, and one chunk of one prompt;
+prompts take turns. A prompt is cut into the same chunks as in a session that runs alone, or into shorter ones if the
+answer cannot depend on it. So an answer does not depend on other sessions.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.engine.answer import Answer
-from kvkeep.engine.batch import CHUNK, Read, chunk_of, forward, forward_one, packs, part_of
+from kvkeep.engine.batch import CHUNK, Read, can_pack, chunk_size, forward, forward_one, short_chunk_size
 
 
 class ScheduledAnswer:
-    """An answer in a scheduler: what it wants to read next, in chunks. shared: others may wait for its chunks."""
+    """An answer in a scheduler, and the chunks that it reads next. shared: other answers may share its passes."""
 
     def __init__(self, answer: Answer, shared: bool) -> None:
         self.answer, self.shared = answer, shared
         self._reads = answer.reads()
-        self._chunks: deque[int] = deque()  # sizes of the chunks of what is wanted that are to come
+        self._chunks: deque[int] = deque()  # sizes of the chunks that are not read yet
         self._want(next(self._reads))
 
     def _want(self, read: Read) -> None:
-        """Note what it wants to read next, in chunks as they are cut for it alone: the first takes the remainder."""
-        chunk = chunk_of(read.cache) if self.shared else read.cache.stream.chunk
+        """Cut what the answer reads next into chunks; the first one takes the remainder."""
+        chunk = chunk_size(read.cache) if self.shared else read.cache.stream.chunk
         count, rest = divmod(len(read.ids), chunk)
         self._wanted, self._chunks = read, deque(([rest] if rest else []) + [chunk] * count)
 
     @property
     def writes(self) -> bool:
-        """Whether its prompt is read."""
+        """Whether its prompt has been read and it is being written."""
         return bool(self.answer.tokens)
 
     def shorten(self) -> None:
-        """Let the next chunk be a short one where it may: others write, and wait for it."""
-        chunks, part = self._chunks, part_of(self._wanted.cache)
+        """Shorten the next chunk where that is allowed, because other answers wait for it."""
+        chunks, part = self._chunks, short_chunk_size(self._wanted.cache)
         if chunks[0] > part:
             chunks[0] -= part
             chunks.appendleft(part)
 
     @property
     def ends_turn(self) -> bool:
-        """Whether with the next chunk as many tokens of a prompt were read as one may before it is another's turn."""
+        """Whether the next chunk completes the tokens that one prompt may read before another prompt's turn."""
         left = sum(self._chunks)
         return -(-(left - self._chunks[0]) // CHUNK) < -(-left // CHUNK)
 
     def next(self) -> Read:
-        """Return the next chunk of what it wants to read."""
+        """Return the next chunk."""
         read, chunks = self._wanted, self._chunks
         if len(chunks) == 1 and chunks[0] == len(read.ids):
             return read
@@ -59,8 +59,7 @@ class ScheduledAnswer:
         return Read(read.cache, read.ids[start : start + chunks[0]], read.keep if last else 0, not last)
 
     def give(self, result: Tensor | Exception) -> bool:
-        """Take the logits of a chunk, and note what is wanted next; return whether the answer is complete. Raises what
-        its pass failed by."""
+        """Take the logits of a chunk; return whether the answer is complete. Raises the exception of a failed pass."""
         if isinstance(result, Exception):
             raise result
         self._chunks.popleft()
@@ -79,19 +78,18 @@ class ScheduledAnswer:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a chunk."""
+    """The result of reading one chunk."""
 
     scheduled: ScheduledAnswer
     read: Read
     logits: Tensor | Exception
-    """Of its last tokens, (keep, vocabulary); or what its pass failed by."""
+    """Of its last tokens, (keep, vocabulary); or the exception of its pass."""
 
 
 class Scheduler:
     """Reads for the ``answers`` of one model, in steps.
 
-    packed: tokens of all answers that can share a pass do; without, each has a pass of its own, in chunks as its cache
-    cuts them.
+    packed: answers share a pass where they can. Otherwise each has a pass of its own, with chunks of its cache's size.
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:
@@ -105,17 +103,21 @@ class Scheduler:
         return scheduled
 
     def remove(self, scheduled: ScheduledAnswer) -> None:
-        """Schedule an answer no more, and end it where it is."""
+        """Remove an answer, and end it where it is."""
         self.answers.remove(scheduled)
         scheduled.close()
 
     def step(self) -> list[Result]:
-        """Read once for everybody whose turn it is; results are to be given to their answers. Raises what
-        :func:`~kvkeep.engine.batch.forward` does."""
+        """Read once for every answer whose turn it is. The caller passes each result to :meth:`ScheduledAnswer.give`.
+        Raises as :func:`~kvkeep.engine.batch.forward` does."""
         turn = self._turn()
         reads = [scheduled.next() for scheduled in turn]
         results: dict[int, Tensor | Exception] = {}
-        shared = [number for number, read in enumerate(reads) if self.packed and _shares_pass(read)]
+        shared = [
+            number
+            for number, read in enumerate(reads)
+            if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
+        ]
         if shared:
             results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
         for number, read in enumerate(reads):
@@ -124,7 +126,7 @@ class Scheduler:
         return [Result(scheduled, reads[number], results[number]) for number, scheduled in enumerate(turn)]
 
     def _turn(self) -> list[ScheduledAnswer]:
-        """Return whose turn it is: all that write, and one that reads a prompt, in turn."""
+        """Return the answers of the next step: all that are being written, and one that reads its prompt."""
         writing = [one for one in self.answers if one.writes]
         reading = [one for one in self.answers if not one.writes]
         if reading and writing:
@@ -133,7 +135,3 @@ class Scheduler:
             self.answers.remove(reading[0])
             self.answers.append(reading[0])
         return writing + reading[:1]
-
-
-def _shares_pass(read: Read) -> bool:
-    return packs(read.cache) and read.cache.geometry.steady(None)

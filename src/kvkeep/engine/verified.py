@@ -14,7 +14,7 @@ from transformers.generation import (
 )
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.rounds import Rounds, following
+from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler
 from kvkeep.errors import UsageError
 
@@ -71,7 +71,7 @@ def verified(
     try:
         wanted = next(rounds, None)
         while wanted is not None:
-            wanted = following(rounds, model(**wanted._asdict(), past_key_values=cache, use_cache=True).logits)
+            wanted = next_input(rounds, model(**wanted._asdict(), past_key_values=cache, use_cache=True).logits)
     except BaseException:
         run.stream.abandon()
         raise

@@ -400,7 +400,7 @@ def _close(past: Any, hooks: Hooks, output: Any) -> Any:
     for hook in cache.pass_hooks if output is not None else ():
         hook.after(past)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
-    if output is not None and cache.due:
+    if output is not None and cache.must_reread:
         past.compress()
     if output is None or not (earlier or cache.last_outputs):
         return None

@@ -77,7 +77,7 @@ class Reading(Protocol):
     """Called before and after a pass (:class:`~kvkeep.contracts.hook.PassHook`)."""
 
     @property
-    def due(self) -> bool:
+    def must_reread(self) -> bool:
         """Whether a text was read, and the cache is to ``compress()`` itself before it goes on."""
 
     @property

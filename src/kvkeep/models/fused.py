@@ -172,7 +172,7 @@ class FusedLayer:
             given: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
-        if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.runs(len(steps)):
+        if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.can_run(steps):
             hooks.ran_all = True
             return self.all(hidden_states, position_embeddings, steps)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
@@ -227,10 +227,10 @@ class FusedLayers:
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         return cls(layers) if len(shapes) == 1 and ordered else None
 
-    def runs(self, count: int) -> bool:
-        """Return whether these are all layers, ``count``, and nobody has hooked or replaced any of them; the one hook
-        by which a cache sees what enters a layer is none."""
-        return count == len(self.layers) and all(
+    def can_run(self, steps: Sequence[Any]) -> bool:
+        """Return whether these are all the layers that ``steps`` has a list for, and nobody has hooked or replaced
+        any of them. The hook by which a cache sees what enters a layer does not count."""
+        return len(steps) == len(self.layers) and all(
             one.layer.forward is one
             and not one.layer._forward_hooks
             and len(one.layer._forward_pre_hooks) < 2

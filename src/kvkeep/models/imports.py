@@ -6,8 +6,8 @@ torch's compiler, its distributed tensors, sympy and scipy, and reads the import
 
 * optional packages are hidden while transformers looks for them (``sys.modules[name] = None``);
 * ``is_torch_distributed_available()`` is asked once, as in a build of torch without it; transformers keeps the answer;
-* :data:`WHOLE` and ``torch._dynamo`` are modules whose own code runs when a name of theirs is first used, other than a
-  submodule's (:class:`Deferred`). Until then torch's decorators that only matter to ``torch.compile`` return the
+* :data:`DEFERRED` and ``torch._dynamo`` are modules whose own code runs when a name of theirs is first used, other
+  than a submodule's (:class:`Deferred`). Until then torch's decorators that only matter to ``torch.compile`` return the
   function as it is.
 
 kvkeep imports names of transformers from the modules that they are in (``transformers.cache_utils``): the package
@@ -55,13 +55,13 @@ def import_transformers() -> None:
         import transformers.modeling_utils  # noqa: F401 - for what it leaves in sys.modules
 
 
-def defer(name: str, given: dict[str, Any] | None = None, parts: tuple[str, ...] | None = None) -> None:
+def defer(name: str, given: dict[str, Any], parts: tuple[str, ...] | None = None) -> None:
     """Make the module ``name`` one whose code runs when a name of it is first used, other than those ``given``. parts:
     the only submodules that are imported without it; None: all."""
     if name in sys.modules or (spec := find_spec(name)) is None:
         return
     module: ModuleType = module_from_spec(spec)
-    vars(module).update(given or {})
+    vars(module).update(given)
     module.__class__ = Deferred
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")

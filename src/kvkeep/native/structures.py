@@ -6,7 +6,7 @@ library.py compares the constants, and the offset and size of every field, with 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -179,12 +179,3 @@ def piece_table(count: int) -> Table:
 def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
     """Copy a piece into a table of them."""
     ctypes.memmove(ctypes.addressof(table) + number * PIECE_BYTES, ctypes.addressof(piece), PIECE_BYTES)
-
-
-def copy_pieces(target: Table, sources: Iterable[Table]) -> None:
-    """Copy the pieces of ``sources``, one table after another, into ``target``, which has room for all of them."""
-    start = ctypes.addressof(target)
-    for source in sources:
-        size = ctypes.sizeof(source)
-        ctypes.memmove(start, source, size)
-        start += size

@@ -24,7 +24,7 @@ from kvkeep.models.sharded import devices, processes
 from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
-from kvkeep.step.native import takes
+from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -172,7 +172,7 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
     attention that can be taken over; return whether it does. Otherwise forward passes are watched only."""
     weight = next(model.parameters())
     fast = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and library() is not None
-    if fast and all(takes(layer.key_dim, layer.value_dim) for layer in geometry.layers):
+    if fast and all(supports_dims(layer.key_dim, layer.value_dim) for layer in geometry.layers):
         try:
             bind(model)
             return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile
-from kvkeep.engine.batch import chunk_of
+from kvkeep.engine.batch import chunk_size
 from kvkeep.errors import BudgetError
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import grant
@@ -31,7 +31,7 @@ def peak_bytes(cache: KeepCache, tokens: int) -> int:
         Candidate(cache.method, kind, where),
         cache.entries,
         tokens,
-        chunk=chunk_of(cache),
+        chunk=chunk_size(cache),
         rows=1 if cache.round is None else min(cache.round.tail, cache.stream.chunk),
         model=cache.model,
     )

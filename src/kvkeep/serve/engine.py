@@ -1,14 +1,13 @@
 """The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and session files.
 
-The thread owns the model, and every session its cache. With the same sampling, tokens are those of
-:func:`kvkeep.generate`, whatever else runs.
-An answer of a named session has ended when its turn is in the session's file (:mod:`~kvkeep.serve.session_files`).
+The thread owns the model, and every session its cache. With the same sampling, an answer has the tokens of
+:func:`kvkeep.generate`, independent of other sessions. An answer of a named session ends after its turn is saved in the
+session's file (:mod:`~kvkeep.serve.session_files`).
 
-**Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what
-its cache, its file or its sampling raises; a listener that raises, which is not told anything more. What a packed pass
-raises as a whole for want of memory, or as any RuntimeError of torch, ends the answers that were in it. A fault of the
-engine ends its thread, and so the process of a server, as nothing more can be relied upon: a device that is lost
-(``torch.AcceleratorError``), any other error that the model raises in a packed pass, and an error of the engine itself.
+**Faults.** If a session's cache, file, sampling or listener raises, its answer ends with an error, and the session
+continues from its last complete step. If a packed pass runs out of memory or raises another RuntimeError of torch, the
+answers in it end. Any other error ends the thread, and with it the server's process: a lost device
+(``torch.AcceleratorError``), other errors of the model in a packed pass, and errors of the engine itself.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
-"""Requests that may wait, for memory or for another answer."""
+"""The most requests that wait, for memory or for another answer."""
 
 
 class Watch:
-    """Observes an engine's work, in its thread, and must not block. This one ignores everything."""
+    """Observes an engine's work. Its methods run in the engine's thread and must not block; these do nothing."""
 
     def stepped(self, sessions: int, tokens: int) -> None:
         """Called after a step that reads ``tokens`` tokens for ``sessions`` sessions."""
 
     def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Called when an answer has ``tokens`` more tokens, ``seconds`` after the last ones, or after its request."""
+        """Called when an answer has ``tokens`` new tokens, ``seconds`` after the last ones, or after its request."""
 
 
 class Engine:
     """Answers for many sessions within ``memory`` bytes.
 
     store: where named sessions are saved; without one, evicted sessions are forgotten, and read again. cache: method,
-    budget and options of sessions that name none. waiting: requests that may wait. Use :meth:`start` for a thread, or
-    call :meth:`step` until it returns False, and :meth:`close`. Raises UnsupportedModelError for a model whose
-    attention cannot be streamed.
+    budget and options of sessions that name none. waiting: the most requests that wait. Use :meth:`start` for a
+    thread, or call :meth:`step` until it returns False, and :meth:`close`. Raises UnsupportedModelError for a model
+    whose attention cannot be streamed.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class Engine:
                 "load the model in one process."
             )
         try:
-            bind(self.model)  # here: it is not for two threads
+            bind(self.model)  # here, because two threads must not do it at once
         except UnsupportedModelError:
-            if not self.geometry.other_layers:  # else every session reads by itself
+            if not self.geometry.other_layers:  # with them, every session has its own pass
                 raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         files = SessionFiles(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
@@ -96,11 +95,11 @@ class Engine:
         self._admission = Admission(
             self.model, self.geometry, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
         )
-        self._count = 0  # of those in the inbox and waiting
+        self._count = 0  # requests in the inbox and in the queue
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = self._ended = False
-        self.fault: BaseException | None = None  # what ended its thread
+        self.fault: BaseException | None = None  # the error that ended its thread
         self.beat = time.monotonic()
         self.ends = end_ids(self.model)
 
@@ -140,18 +139,18 @@ class Engine:
         return job
 
     def positions(self, cache: Mapping[str, Any]) -> int | None:
-        """Return how many tokens a session with these options, or without any, can have; None where its positions do
-        not run out. Raises UsageError or BudgetError for options that no model could make right."""
+        """Return how many tokens a session with these options (by default the engine's) can have; None: no limit.
+        Raises UsageError or BudgetError for options that are wrong for every model."""
         endless = Request.parse(**(cache or self.cache)).method.sinks is not None
         return None if endless else self.geometry.max_positions
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Let the engine's thread do ``work`` between two steps, when no cache is in the middle of one; the future has
-        what it returns or raises. It must be short: everybody waits for it. Raises EngineStopping after the end."""
+        """Let the engine's thread run ``work`` between two steps; the future has its result or exception. It must be
+        short, because all sessions wait for it. Raises EngineStopping after the end."""
         future: Future[T] = Future()
 
         def done() -> None:
-            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
                 return
             try:
                 future.set_result(work())
@@ -166,7 +165,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many answers have not begun."""
+        """The number of requests whose answers have not begun."""
         return self._count
 
     @property
@@ -215,15 +214,15 @@ class Engine:
         finally:
             with self._lock:
                 self._ended = True
-            self._take_in(False)  # nobody waits for an answer that does not come
+            self._take_in(False)  # so that no caller waits forever
             self.close()
             self._report_saved()
 
     # -- in the engine's thread -----------------------------------------------------------------------
 
     def step(self, wait: bool = False) -> bool:
-        """Do one step: take what came in, and read for everybody once. ``wait``: for something to do, if there is
-        nothing. Return False when it was stopped and nothing is left to do."""
+        """Take requests from the inbox, and read once for every answer. wait: if there is no work, wait for some.
+        Return False if the engine was stopped and no work is left."""
         nothing = not self.running and not self._admission.waiting and not self._saving
         self._take_in(wait and nothing)
         self._report_saved()
@@ -235,9 +234,9 @@ class Engine:
         self.beat = time.monotonic()
         if self.scheduler.answers:
             self._read()
-        elif self.sessions.files.busy:  # what has to go on waits for a file
+        elif self.sessions.files.busy:  # all answers wait for files
             self._take_in(True)
-        stopping = self._stopping  # first: from then on nobody is let in
+        stopping = self._stopping  # read first: no request is accepted afterwards
         left = self.running or self._admission.waiting or self._saving or not self._inbox.empty()
         return bool(left) or not stopping
 
@@ -254,7 +253,7 @@ class Engine:
                 given()
 
     def _begun(self) -> None:
-        """Count one less of those that wait."""
+        """Count one waiting request less."""
         with self._lock:
             self._count -= 1
 
@@ -280,7 +279,7 @@ class Engine:
                 job.end(error if isinstance(error, KvkeepError) else failed(error))
 
     def _read(self) -> None:
-        """Let the scheduler read once, and give everybody what came of it."""
+        """Run a step of the scheduler, and give each answer its result."""
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
@@ -301,7 +300,7 @@ class Engine:
             self._wrote(job, len(answer.tokens) - written, not written)
 
     def _wrote(self, job: Job, tokens: int, first: bool) -> None:
-        """Tell the watch of the tokens that an answer has more."""
+        """Report the new tokens of an answer to the watch."""
         if tokens:
             now = time.monotonic()
             self.watch.wrote(tokens, now - job.at, first)
@@ -318,12 +317,12 @@ class Engine:
         self._save(job, error)
 
     def _halted(self, job: Job) -> Answer:
-        """Take a job from those that run, its session as after the last whole step."""
+        """Remove a job from the running ones, and restore its session to the last complete step."""
         self.running.remove(job)
         return job.halt(self.scheduler)
 
     def _save(self, job: Job, last: Event) -> None:
-        """Tell how a job ended, once the turn of its session is saved."""
+        """Report the last event of a job after the turn of its session is saved."""
         assert job.session is not None
         if job.session.name is None:
             self.sessions.leave(job.session, stay=isinstance(last, Finished) and worth_keeping(job.session))

@@ -52,27 +52,26 @@ class Finished:
 
 
 Event = TextPiece | Finished | KvkeepError
-"""What a listener gets: pieces of text, and at last how the answer ended, or its error."""
+"""What a listener receives: pieces of text, and last how the answer ended, or its error."""
 
 
 @dataclass(frozen=True)
 class PendingPrefix:
-    """The first ``tokens`` tokens of the prompt of ``job``, which is reading them."""
+    """A prefix of ``tokens`` tokens that ``job`` is reading, as the beginning of its own prompt."""
 
     job: Job
     tokens: int
 
     @property
     def done(self) -> bool:
-        """Whether they are read; False also where they never will be."""
+        """Whether they have been read; False after the job has ended."""
         session = self.job.session
         return session is not None and session.cache.get_seq_length() >= self.tokens
 
 
 @dataclass(eq=False)
 class Job:
-    """One answer, from request to end. listener: is called by the engine's thread with each event, and must not
-    wait."""
+    """One answer, from request to end. The engine's thread calls ``listener`` with each event; it must not block."""
 
     ask: Ask
     listener: Callable[[Event], None]
@@ -83,15 +82,15 @@ class Job:
     session: OpenSession | None = None
     granted: int = 0
     scheduled: ScheduledAnswer | None = None
-    file: Future[Any] | None = None  # its session's, as long as it is read or written
+    file: Future[Any] | None = None  # its session's file, while it is read or written
     waits_for: PendingPrefix | None = None  # the job that is reading the beginning of its prompt
-    last: Event | None = None  # reported when the session is saved
-    at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
+    last: Event | None = None  # the last event, reported when the session is saved
+    at: float = field(default_factory=time.monotonic)  # the time of its last token; before the first, of the request
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _listener_failed: bool = False
 
     def cancel(self) -> None:
-        """Let it end at the next token or chunk; from any thread."""
+        """End it at the next token or chunk. Any thread may call this."""
         self._cancelled.set()
 
     @property
@@ -106,12 +105,12 @@ class Job:
 
     @property
     def answer(self) -> Answer | None:
-        """What was written so far; None where nothing was read yet."""
+        """Its answer; None until the scheduler has it."""
         return None if self.scheduled is None else self.scheduled.answer
 
     @property
     def writes(self) -> bool:
-        """Whether its prompt is read."""
+        """Whether its prompt has been read and its answer is being written."""
         return self.scheduled is not None and self.scheduled.writes
 
     @property
@@ -123,21 +122,22 @@ class Job:
         return [*self.ask.prompt, *self.answer.tokens][: self.session.cache.get_seq_length()]
 
     def halt(self, scheduler: Scheduler) -> Answer:
-        """Take its answer from the scheduler, its session as after the last whole step; return the answer."""
+        """Remove its answer from the scheduler, and restore its session to the last complete step; return the
+        answer."""
         assert self.session is not None and self.scheduled is not None
         past, answer = self.session.past, self.scheduled.answer
         try:
-            with suppress(KvkeepError):  # what cannot be undone is reset, below
+            with suppress(KvkeepError):  # a session that cannot be restored is reset below
                 scheduler.remove(self.scheduled)
             past.recover(answer.known)
-        except Exception as error:  # the session reads its text again
+        except Exception as error:  # the session then reads its text again
             log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
             past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
 
     def tell(self, event: Event) -> None:
-        """Call the listener; after it has raised it is not called again, and the answer is cancelled."""
+        """Call the listener. If it raises, cancel the answer, and do not call it again."""
         if self._listener_failed:
             return
         try:

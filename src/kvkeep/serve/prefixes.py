@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
-from kvkeep.engine.batch import packs
+from kvkeep.engine.batch import can_pack
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.job import Job, PendingPrefix
 from kvkeep.serve.session import OpenSession
@@ -99,7 +99,7 @@ def _same_kind(one: OpenSession, other: OpenSession) -> bool:
 
 def _steady(session: OpenSession) -> bool:
     """Return whether nothing of a cache is unfinished between two steps of an answer."""
-    return session.cache.round is None and packs(session.cache)
+    return session.cache.round is None and can_pack(session.cache)
 
 
 def _plain(cache: KeepCache) -> bool:

@@ -19,9 +19,9 @@ class Coded(Protocol):
     """Coded keys or values with products of their own."""
 
     layout: ClassVar[str]
-    """What the native library reads them as: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
+    """How the native library reads them: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
     entries), "by channel" (``waiting.py``: codes of entries), "sketched" (``sketch.py``: places in cells) or "spans"
-    (:class:`JoinedSpans`); empty: it does not."""
+    (:class:`JoinedSpans`); empty: the library cannot read them."""
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
@@ -41,8 +41,8 @@ class Segment:
     :class:`Coded`, of one kv head. mask: None (every query sees every entry), or bool
     (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
     needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
-    batch,) int64; None: all of them. shared: one copy for several rows: of a query's batch, row r reads row r mod (the
-    segment's batch). formed: key and value were made for this attention and are kept nowhere else.
+    batch,) int64; None: all of them. shared: several rows share one copy: row r of the query's batch reads row r mod
+    (the segment's batch). formed: key and value were made for this attention and are not stored.
     """
 
     key: Any
@@ -56,14 +56,14 @@ class Segment:
 
 @dataclass(eq=False)
 class Span:
-    """Entries in some rows of tensors, where they lie: every query sees all of them."""
+    """Consecutive rows of two tensors; every query sees all of these entries."""
 
     keys: Any
-    """(lanes, rows, key_dim), or :class:`Coded`, all of them"""
+    """(lanes, rows, key_dim), or :class:`Coded`."""
     values: Any
-    """(lanes, rows, value_dim), or coded as well"""
+    """(lanes, rows, value_dim), or coded like the keys."""
     start: int
-    """The first row; 0 where they are coded."""
+    """The first row; 0 if the entries are coded."""
     stop: int
     """The row behind the last one."""
     compiled: Any = field(default=None, repr=False)
@@ -83,7 +83,7 @@ class Span:
 
 
 class JoinedSpans:
-    """Spans as the keys of one segment, however many; :attr:`values` are its values."""
+    """Any number of spans as the keys of one segment; :attr:`values` are its values."""
 
     layout: ClassVar[str] = "spans"
 
@@ -108,7 +108,7 @@ class JoinedSpans:
 
 @dataclass(eq=False)
 class Destination:
-    """A row that an entry of each lane is written to, of tensors that stay where they are."""
+    """The row to which one entry of each lane is written. Its tensors stay where they are."""
 
     keys: Tensor
     """(lanes, rows, key_dim)"""
@@ -117,11 +117,11 @@ class Destination:
     row: int = 0
     """The same for all lanes."""
     slots: Tensor | None = None
-    """(lanes, rows) int32; None: nobody asks which slot an entry is."""
+    """(lanes, rows) int32, the slot of each entry; None: slots are not needed."""
     scores: Tensor | None = None
-    """(lanes, rows) float32; None: no entry has any."""
+    """(lanes, rows) float32; None: entries have no scores."""
     extra: Tensor | None = None
-    """(lanes, rows) float32, for how many tokens besides its own an entry stands; None: nothing was merged."""
+    """(lanes, rows) float32, the number of other tokens merged into an entry; None: nothing was merged."""
     newest: Tensor | None = None
     """(lanes, rows) int32, the last slot among these."""
 
@@ -138,20 +138,21 @@ class LayerStep:
     slot: int = 0
     """Of the new entry."""
     ranks: Tensor | None = None
-    """(lanes, rows) float32 or int32: the entry takes the row of lowest rank, one with slot -1 before all others;
-    None: it takes ``append.row``."""
+    """(lanes, rows) float32 or int32. The new entry takes the row of lowest rank; rows with slot -1 come first. None:
+    it takes ``append.row``."""
     oldest: bool = False
-    """Of rows that rank the same, the one with the lowest slot is taken; else the first."""
+    """Among rows of equal rank, the one with the lowest slot is taken; otherwise the first."""
     new_scores: Tensor | None = None
     """(lanes,) float32, of the new entry; None: 0."""
     evict: Destination | None = None
-    """Where the evicted entry is copied to, and what lies beside it, (lanes, 1) each; None: it is discarded."""
+    """Where the evicted entry is copied to; its slot, score and counts are (lanes, 1) each. None: it is discarded."""
     attend: Sequence[Span] = ()
     """What the query attends to once the entry is written, in this order."""
     reduce: str = ""
-    """The attention that entries receive is wanted: "sum", of the heads of a lane on average, or "max" of them."""
+    """How the attention that entries receive is combined over the heads of a lane: "sum" (their mean) or "max"; empty:
+    it is not computed."""
     received: Tensor | None = None
-    """(lanes, entries) float32, to which that is written."""
+    """(lanes, entries) float32, where that attention is written."""
     compiled: Any = field(default=None, repr=False)
     """What the native executor made of it, which it keeps up to date."""
 

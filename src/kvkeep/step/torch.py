@@ -1,4 +1,4 @@
-"""Executes steps by plain tensor operations: the reference for the native executor, and what runs everywhere else."""
+"""Executes steps by plain tensor operations, on any device: the fallback, and the reference for the native executor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvkeep.step.plan import Coded, LayerStep, Segment
 
-FOLDED = 8
-"""Most queries for which codes are multiplied directly; for more, decoding them first is cheaper."""
+MAX_CODED_QUERIES = 8
+"""The most queries for which codes are multiplied directly; for more queries, decoding the codes first is cheaper."""
 BLOCK = 128
-"""Queries whose weights are in memory at once."""
+"""The number of queries whose weights are in memory at the same time."""
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -98,7 +98,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
     if not isinstance(key, Tensor):
-        if queries <= FOLDED and key.layout != "spans":
+        if queries <= MAX_CODED_QUERIES and key.layout != "spans":
             output, lse = _folded(query, key, value, mask, scaling)
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
         key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]

@@ -93,7 +93,7 @@ class DynamicLayer(CacheLayerMixin):
         """Whether the kernel reads its entries in pieces, so that another layer may hold them too."""
         pairs = [*zip(self._keys.head, self._values.head, strict=True), (self._keys.tail.data, self._values.tail.data)]
         filled = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
-        return self.limit is None and all(native.reads(*pair) for pair in filled)
+        return self.limit is None and all(native.can_read(*pair) for pair in filled)
 
     def share(self, other: DynamicLayer, length: int, once: bool) -> None:
         """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks ``once`` for both,

@@ -2,8 +2,8 @@
 
 transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
 (:meth:`Layer.attend`). The new entries are pending until attention has run, and are settled then: kept among the
-resident ones, which evicts others into the store. A single new entry is settled first and attended where it lies; where
-all that it does is known before (:meth:`Layer.plan`), an executor does it.
+resident ones, which evicts others into the store. A single new entry is settled first and attended where it lies; if
+its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Layer(CacheLayerMixin):
         self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
-        self.pending: tuple[Tensor, Tensor] | None = None  # entries in hand, (lanes, n, dim)
-        self.lost = False  # whether entries were evicted that the store could not take
+        self.pending: tuple[Tensor, Tensor] | None = None  # new entries, (lanes, n, dim)
+        self.lost = False  # whether the store failed to take evicted entries
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -51,8 +51,8 @@ class Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new entries (batch, kv_heads, n, dim) in hand and return them; attention adds the past itself. Raises
-        UsageError outside a forward pass of the cache's own model, where nothing would."""
+        """Make new entries (batch, kv_heads, n, dim) pending, and return them; the reader attends to the past. Raises
+        UsageError outside a forward pass of the cache's own model, where no reader attends."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
                 "The cache received entries outside a forward pass of its model, or from two threads at once; "
@@ -72,8 +72,8 @@ class Layer(CacheLayerMixin):
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
-        """Return what the next token of one row without padding does in this layer, where that is known before; else
-        that is for :meth:`take` and :meth:`attend`."""
+        """Return the step of the next token of one row without padding. None: the token goes through :meth:`take` and
+        :meth:`attend`."""
         return self.reader.plan(self) if self.heads and self.pending is None else None
 
     def commit(self) -> None:
@@ -82,7 +82,7 @@ class Layer(CacheLayerMixin):
         self.length += 1
 
     def settle(self) -> None:
-        """Keep the entries in hand; the entries evicted for them go into the store."""
+        """Make the pending entries resident; the store takes the entries evicted for them."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
@@ -95,14 +95,14 @@ class Layer(CacheLayerMixin):
             self.lost = False
 
     def finish(self) -> None:
-        """Settle after attention, and let a store that listens bring entries back."""
+        """Settle the pending entries after attention, and let a store that listens swap entries."""
         self.settle()
         if self.evicted.listens:
             self.evicted.swap(self.resident, self.length)
 
     def attends_settled(self, step: AttentionInputs) -> bool:
-        """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
-        others; and later readers find them there."""
+        """Return whether a step attends to its own entries as settled ones: a single entry is settled before attention,
+        and later readers find the entries settled."""
         return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
 
     @property
@@ -113,12 +113,12 @@ class Layer(CacheLayerMixin):
 
     @property
     def arrived(self) -> int:
-        """Slots that came in, those that wait for a decision included."""
+        """Slots received, including those that wait for the round's decision."""
         return self.length + self.reader.waiting
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the entries in hand."""
+        """Bytes of the pending entries."""
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
@@ -149,7 +149,9 @@ class Layer(CacheLayerMixin):
             visible = visible if piece.lanes is None else visible[piece.lanes]
             index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)
             mask = _both(visible.gather(3, index), mask)
-        return mask if mask is None or not tail else _padded(mask, tail)
+        if mask is None or not tail:
+            return mask
+        return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slots in order, (lanes, slots, dim) each; exact where the method is."""
@@ -252,7 +254,7 @@ class Layer(CacheLayerMixin):
             part.check(extent)
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return what became of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""
+        """Return the state of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""
         codes = self.evicted.states(batch * self.heads, length)
         codes = self.reader.states(self, codes)
         resident = self.resident.resident_slots(unmerged=True)[:, :length].cpu()
@@ -265,11 +267,6 @@ def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
     if mask is None or other is None:
         return mask if other is None else other
     return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
-
-
-def _padded(mask: Tensor, tail: int) -> Tensor:
-    """Return a mask with ``tail`` entries more, all of them seen."""
-    return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
 
 
 def _weighted(mask: Tensor | None, extra: Tensor, entries: int, dtype: torch.dtype) -> Tensor:

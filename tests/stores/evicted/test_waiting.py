@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.memory.meter import nbytes
-from kvkeep.step.native import joins
+from kvkeep.step.native import can_join
 from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.evicted.waiting import MARGIN, Waiting, waiting_bytes
 
@@ -84,7 +84,7 @@ def test_attention_reads_codes_as_the_numbers_they_are(count: int) -> None:
         query = torch.randn(LANES, 2, 1, DIM, generator=generator).to(dtype)
         plain = Segment(plain_keys.to(dtype), plain_values.to(dtype))
         coded = waiting.read(count)
-        assert joins(query, Segment(*coded)) == joins(query, plain)
+        assert can_join(query, Segment(*coded)) == can_join(query, plain)
         dense = [part.dense(dtype)[:, None] for part in coded]
         found, wanted = (attend(query, [plain, Segment(*pair)], 0.05) for pair in (coded, dense))
         for one, other in zip(found, wanted, strict=True):

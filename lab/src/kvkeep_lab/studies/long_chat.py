@@ -142,9 +142,7 @@ class LongChat(Study):
         min_length=1,
         description="cache methods; all others are compared with the first",
     )
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field(
-        "256", description="cache budget of the methods that have one"
-    )
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description=BUDGET)
     checkpoint: Annotated[Kind | None, Flag("--checkpoint", "-c")] = Field(
         None, description="what is stored of evicted entries"
     )

@@ -1,27 +1,27 @@
-"""Executes steps by the native library: bits that depend on the entries alone, and on nothing about where they lie.
+"""Executes steps by the native library. The bits of a result depend on the entries, never on where they lie.
 
 The library (native/attention.h) counts entries from a row's first token and goes through them in blocks of 512 in
 order, so a query's result is the same to the bit whether it comes alone or with others, and wherever entries lie.
 """
 
 from kvkeep.step.native.calls import Call, CollectedAttention, attend_all, in_order, received, scored
-from kvkeep.step.native.entries import joins, reads, runs, spans_of, takes
-from kvkeep.step.native.steps import insert, inserts, run, run_layers
+from kvkeep.step.native.entries import can_attend, can_join, can_read, spans_of, supports_dims
+from kvkeep.step.native.steps import can_insert, insert, run, run_layers
 
 __all__ = [
     "Call",
     "CollectedAttention",
     "attend_all",
+    "can_attend",
+    "can_insert",
+    "can_join",
+    "can_read",
     "in_order",
     "insert",
-    "inserts",
-    "joins",
-    "reads",
     "received",
     "run",
     "run_layers",
-    "runs",
     "scored",
     "spans_of",
-    "takes",
+    "supports_dims",
 ]

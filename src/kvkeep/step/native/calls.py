@@ -1,4 +1,4 @@
-"""Attention over segments by the native library, in as few calls as there are."""
+"""Attention over segments by the native library, in as few calls as possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.native.structures import (
     copy_piece,
     piece_table,
 )
-from kvkeep.step.native.entries import piece_of, runs, spans_of
+from kvkeep.step.native.entries import can_attend, piece_of, spans_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
@@ -109,10 +109,10 @@ class Call:
 
 
 class CollectedAttention:
-    """Attention over entries that come in pieces, in the order of the text, in as few calls as memory allows.
+    """Attention over entries that arrive in pieces, in the order of the text, in as few calls as memory allows.
 
-    What is there anyhow is collected for one call. What was formed for the moment is attended at once, in whole blocks;
-    those entries of it that begin a further block are kept, copied, until that is whole. origin: as :class:`Call`'s
+    Stored entries are collected for one call. Entries that were formed for this attention are attended at once, in
+    whole blocks; the entries of an incomplete block are copied until the block is complete. origin: as :class:`Call`'s
     ``first``, counted from the first piece; blocks are counted from it.
     """
 
@@ -124,15 +124,15 @@ class CollectedAttention:
         self._newest: Span | None = None  # entries of which query i sees the first i + 1
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
-        self._start = 0  # the entries before those at hand
-        self._skipped: Tensor | None = None  # of those at hand, what each lane attended already
+        self._start = 0  # entries before the collected ones
+        self._skipped: Tensor | None = None  # of the collected entries, how many each lane has attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None
 
     def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
         """Add entries (lanes, n, dim) with a mask (lanes or 1, queries or 1, n) bool, or None. causal: as of a
-        Segment; they come after all others. formed: they are not kept anywhere else."""
+        Segment; such entries come after all others. formed: as of a Segment."""
         spans = spans_of(key, value)
         if causal:
             (self._newest,) = spans
@@ -202,7 +202,7 @@ class CollectedAttention:
         return seen
 
     def _attend_blocks(self) -> None:
-        """Attend to the whole blocks at hand, and keep a copy of what lies behind them."""
+        """Attend to the complete blocks, and keep a copy of the entries behind them."""
         entries = sum(count for count, _ in self._masks)
         origin = torch.zeros(1, dtype=torch.int64) if self._origin is None else self._origin
         blocks = (self._start + entries - origin) // BLOCK_ENTRIES * BLOCK_ENTRIES + origin - self._start
@@ -220,7 +220,7 @@ class CollectedAttention:
         self._skipped = (stop - low).expand(len(self.query)) if len(stop) > 1 else None
 
     def _keep(self, low: int) -> None:
-        """Copy what lies behind the first ``low`` entries, of spans as of masks."""
+        """Copy the spans and masks behind the first ``low`` entries."""
         spans, masks = self._spans, self._masks
         self._spans, self._masks = [], []
         for span, (count, mask) in zip(spans, masks, strict=True):
@@ -245,11 +245,9 @@ def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
 
 def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
-    :func:`kvkeep.attention.attend_scored`; only where every segment :func:`joins`."""
-    run, order = (
-        CollectedAttention(query, scaling),
-        sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)]),
-    )
+    :func:`kvkeep.attention.attend_scored`; only where every segment :func:`can_join`."""
+    run = CollectedAttention(query, scaling)
+    order = sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)])
     for at in order:
         run.add(*in_order(segments[at]), False, False)
     output, weights = run.scored(reduce == "max")
@@ -261,7 +259,7 @@ def received(
     query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, reduce: str = "sum"
 ) -> Tensor:
     """Return the attention that each entry of a segment received, as :func:`kvkeep.attention.received`; only where it
-    :func:`joins`."""
+    :func:`can_join`."""
     run = CollectedAttention(query, scaling)
     run.add(*in_order(segment), segment.causal, False)
     weights = run.received(lse, last, reduce == "max")
@@ -278,7 +276,7 @@ def attend_all(
     the queries' own last. mask: bool, (batch or 1, 1, queries, entries); None: causal. first: the first slot of each
     row that is not padding, (batch,); None without padding.
     """
-    if not runs(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
+    if not can_attend(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
         return None
     batch, heads, queries, dim = query.shape
     kv_heads, entries = key.shape[1:3]

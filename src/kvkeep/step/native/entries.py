@@ -22,29 +22,32 @@ from kvkeep.native.structures import (
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
-def runs(query: Tensor, keys: Any, values: Any) -> bool:
-    """Return whether the library attends with these: bfloat16 on the CPU, heads of even width, and a library there."""
+def can_attend(query: Tensor, keys: Any, values: Any) -> bool:
+    """Return whether the library attends with these: it is loaded, and they are bfloat16 on the CPU, in heads of even
+    width."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return False
-    return reads(keys, values)
+    return can_read(keys, values)
 
 
-def reads(keys: Any, values: Any) -> bool:
+def can_read(keys: Any, values: Any) -> bool:
     """Return whether the library attends to entries in such tensors or codes."""
-    kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
-    return kind(keys, values) and takes(keys.shape[-1], values.shape[-1]) and library() is not None
+    readable = _plain if isinstance(keys, Tensor) else _READABLE.get(keys.layout)
+    if readable is None or not readable(keys, values):
+        return False
+    return supports_dims(keys.shape[-1], values.shape[-1]) and library() is not None
 
 
-def takes(key_dim: int, value_dim: int) -> bool:
-    """Return whether the library takes heads of such widths: keys of an even one, and neither above MAX_DIM."""
+def supports_dims(key_dim: int, value_dim: int) -> bool:
+    """Return whether the library supports these widths of a head: an even one of keys, and both at most MAX_DIM."""
     return key_dim % 2 == 0 and max(key_dim, value_dim) <= MAX_DIM
 
 
-def joins(query: Tensor, segment: Segment) -> bool:
+def can_join(query: Tensor, segment: Segment) -> bool:
     """Return whether the library attends to a segment together with others."""
     mask, lanes = segment.mask, segment.lanes
     return (
-        runs(query, segment.key, segment.value)
+        can_attend(query, segment.key, segment.value)
         and segment.key.shape[1] == 1
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))
@@ -75,18 +78,14 @@ def _by_channel(keys: Any, values: Any) -> bool:
 
 
 def _sketched(keys: Any, values: Any) -> bool:
-    """Return whether these are estimates of as many sums as the kernel has a median for, or their mean."""
+    """Return whether these are means of sums, or medians of a number of sums that the kernel supports."""
     return (keys.by == "mean" or len(keys.at) in (1, 3, 5)) and all(
         _bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values)
     )
 
 
-def _nothing(keys: Any, values: Any) -> bool:
-    return False
-
-
-_KINDS = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel, "sketched": _sketched}
-"""Which codes the library reads, by their layout."""
+_READABLE = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel, "sketched": _sketched}
+"""Whether the library reads such codes, by their layout."""
 
 
 def spans_of(key: Any, value: Any) -> Sequence[Span]:
@@ -97,14 +96,14 @@ def spans_of(key: Any, value: Any) -> Sequence[Span]:
 
 
 class SpanTable:
-    """Spans as the library reads them, changed where they were."""
+    """The library's table of spans. Only spans that changed are written again."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[Span, int, int]] = []
         self._table: Table = piece_table(0)
 
     def show(self, attention: KvAttention, spans: Sequence[Span]) -> None:
-        """Let ``attention`` be of these spans."""
+        """Write ``spans`` into the table, and set it in ``attention``."""
         if len(spans) != len(self._spans):
             self._table, self._spans = piece_table(len(spans)), [(span, -1, -1) for span in spans]
         entries = 0

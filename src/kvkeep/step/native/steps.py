@@ -21,7 +21,7 @@ from kvkeep.step.native.entries import SpanTable
 from kvkeep.step.plan import Destination, LayerStep
 
 
-def inserts(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
+def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
     """Return whether the library writes new entries, of any type of numbers, as a step says."""
     append, ranks = step.append, step.ranks
     return (

@@ -46,7 +46,7 @@ class EntryCheckpoint(Checkpoint):
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time. lazy: all in
         one piece, where the kernel reads pages."""
         keys, values = self._rows[layer]
-        if lazy and (spans := self.spans(layer, stop)) and native.reads(spans[0].keys, spans[0].values):
+        if lazy and (spans := self.spans(layer, stop)) and native.can_read(spans[0].keys, spans[0].values):
             yield Piece(joined := JoinedSpans(spans), joined.values)
             return
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):

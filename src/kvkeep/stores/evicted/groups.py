@@ -114,7 +114,11 @@ class Groups(EvictedStore):
         if not self.waiting or (evicts and self.count == GROUP - 1):  # the first group begins, or one is encoded
             return None
         spans = self.spans()
-        if spans is None or self._spans is None or not all(native.reads(one.keys, one.values) for one in self._spans):
+        if (
+            spans is None
+            or self._spans is None
+            or not all(native.can_read(one.keys, one.values) for one in self._spans)
+        ):
             return None
         if not evicts:
             return spans

@@ -132,7 +132,7 @@ class CountSketch:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimated keys or values that know their products (:class:`~kvkeep.attention.attend.Coded`).
+    """Estimated keys or values that know their products (:class:`~kvkeep.step.plan.Coded`).
 
     cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, what the cells
     are deviations from, if they are. by: "median" or "mean".

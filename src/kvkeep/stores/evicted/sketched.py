@@ -13,7 +13,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.step.torch import FOLDED
+from kvkeep.step.torch import MAX_CODED_QUERIES
 from kvkeep.stores.evicted.sketch import PAGE, CountSketch, Estimates, places
 from kvkeep.stores.slots import compact
 
@@ -93,7 +93,7 @@ class Sketched(EvictedStore):
             return
         slots = compact(self.inside[:, :-1])
         keys, values = self._estimates(slots)
-        size = max(1, slots.shape[1]) if query.shape[2] <= FOLDED else PAGE
+        size = max(1, slots.shape[1]) if query.shape[2] <= MAX_CODED_QUERIES else PAGE
         holes = bool((slots < 0).any())
         with self.meter.holding(keys.at, keys.cells, values.cells):
             for start in range(0, slots.shape[1], size):

@@ -46,7 +46,7 @@ class ReadEvicted(Reader):
         resident_spans, evicted = resident.spans(), store.spans()
         if not resident_spans or evicted is None:
             return None
-        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *resident_spans)):
+        if not all(native.can_attend(step.query, span.keys, span.values) for span in (*evicted, *resident_spans)):
             return None
         spans = [*evicted, *resident_spans]
         done = native.Call(step.query, spans, step.scaling).attend()
@@ -66,7 +66,8 @@ class ReadEvicted(Reader):
     def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
-        ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
+        masked = wide is not None or layer.ledger.visible is not None
+        ordered = masked or native.can_attend(step.query, step.key, step.value)
         resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)

@@ -242,7 +242,8 @@ class Banks:
         }
 
     def gathered(self, parts: Sequence[EvictedEntries | None]) -> EvictedEntries | None:
-        """Return what left each bank (None: nothing) as one, of all lanes; lanes that gave less have empty places."""
+        """Join the evicted entries of each bank (None: none) for all lanes; lanes with fewer entries have empty
+        places."""
         there = [(bank, left) for bank, left in zip(self.banks, parts, strict=True) if left is not None]
         if not there or there[0][0].lanes is None:
             return there[0][1] if there else None

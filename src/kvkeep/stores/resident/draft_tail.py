@@ -1,4 +1,4 @@
-"""The tail of banks: columns behind the resident entries, for those of drafts that wait for a decision."""
+"""The tail of banks: columns behind the resident entries, for drafts that are not verified yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DraftTail:
         self.banks = banks
 
     def write(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) behind ``after`` that are there."""
+        """Write new entries (lanes, n, dim) behind the first ``after`` of the tail."""
         for bank in self.banks:
             span = slice(bank.used + after, bank.used + after + keys.shape[1])
             bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)

@@ -25,7 +25,7 @@ from kvkeep.stores.resident.banks import Bank, Banks
 LOWEST, _STEP = -3e38, 1e33
 
 BESIDE = ("slots", "scores", "extra", "newest")
-"""What lies beside keys and values, in a bank as in the destination of a step."""
+"""Tensors beside keys and values, in a bank and in the destination of a step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Arriving:
 
     @functools.cached_property
     def slots(self) -> Tensor:
-        """Their slots: asked for only where somebody does, a decoded token in most steps needs none."""
+        """Their slots, computed on first use: most decoded tokens do not need them."""
         return self.numbers()
 
     @property
@@ -72,7 +72,8 @@ class Ranking:
         return Candidates(slots, scores, by_lane, length, new, columns, self.banks.heads, self.layer)
 
     def arrived(self, bank: Bank, new: Arriving) -> Tensor | None:
-        """Return the scores of new entries: those they have, or those they come with; None where nobody asks."""
+        """Return the scores of new entries: their own, or the selector's first ones; None if neither part needs
+        scores."""
         if new.scores is not None:
             return new.scores
         if not self.selector.scores_arrivals:
@@ -124,8 +125,8 @@ def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
 
 
 def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
-    """Write a single new entry over the lowest-ranked one: the step of every decoded token. Return that one if it is
-    ``wanted``."""
+    """Write a single new entry over the lowest-ranked one, as every decoded token does. Return the evicted entry if it
+    is ``wanted``."""
     rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
     bank.vacant -= holes
     scores = ranking.arrived(bank, new)
@@ -142,7 +143,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     if left is not None:
         step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
     keys, values = new.keys[:, 0], new.values[:, 0]
-    executor = native if native.inserts(step, keys, values) else plain
+    executor = native if native.can_insert(step, keys, values) else plain
     executor.insert(step, keys, values)
     for name in BESIDE:  # which the bank may replace
         setattr(step.append, name, None)
@@ -151,7 +152,8 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
-    """Rank what is held and what is new together; as many leave as came. Return them if they are ``wanted``."""
+    """Rank the resident and the new entries of a full bank together, and evict one for each new entry. Return the
+    evicted entries if they are ``wanted``."""
     lanes, count, columns, device = new.keys.shape[0], new.count, bank.columns, new.keys.device
     scores = ranking.arrived(bank, new)
     entries = ranking.joined(bank, new, columns, scores)
@@ -161,7 +163,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
         bank.slots < 0, torch.arange(columns, device=device) * _STEP + LOWEST, rank[:, :columns]
     )
     rank[:, columns:].masked_fill_(new.slots < 0, float("-inf"))
-    # The older leaves where two rank the same, wherever they lie.
+    # Of two entries of equal rank the older is evicted, independent of their columns.
     by_slot = entries.slots.argsort(1)
     order = rank.gather(1, by_slot).argsort(dim=1, stable=True)[:, :count]
     leaving = by_slot.gather(1, order).sort(1).values
@@ -189,7 +191,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
 
 
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
-    """Return the entries at ``leaving`` (lanes, n) of what is held and what is new, one after the other."""
+    """Return the entries at ``leaving`` (lanes, n), which counts the columns of the bank, then the new entries."""
     refused = leaving >= bank.columns
     old, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
 

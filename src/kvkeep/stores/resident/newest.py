@@ -1,4 +1,4 @@
-"""The newest entries, in rings: the oldest leaves, in all lanes alike and in order."""
+"""The newest entries of every lane, in rings: a new entry evicts the oldest."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class Newest(Resident):
-    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget; those before are the ``store``'s, which
-    takes them in order."""
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier ones, in
+    order."""
 
     def __init__(self, site: Site, store: EvictedStore) -> None:
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # while the rings are these
+        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid while the rings keep their tensors
 
     @property
     def length(self) -> int:
@@ -36,7 +36,7 @@ class Newest(Resident):
         return self._keys.first
 
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
-        """Yield what is held: one piece where the order does not matter, two at most where it does."""
+        """Yield the entries: as one piece if the order does not matter, else as at most two."""
         keys, values = self._keys.everything(), self._values.everything()
         if not ordered and keys is not None and values is not None:
             yield Piece(keys[:, None], values[:, None], first=self.evicted)
@@ -56,7 +56,7 @@ class Newest(Resident):
             self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
         step, (before, after) = self._next
         evicts = self.length - self.evicted == capacity
-        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring the row of the oldest
+        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring, the row of the oldest entry
         evicted = self.store.plan(step, evicts)
         if evicted is None:
             return None
@@ -79,7 +79,7 @@ class Newest(Resident):
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
         overwritten."""
-        self._next = None  # which would keep rings that are outgrown
+        self._next = None  # it would keep rings that are replaced
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -94,7 +94,7 @@ class Newest(Resident):
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
         self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
-        # From here on the store has them, whatever becomes of the rest of this step.
+        # The store has them, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 
     def resident_slots(self, unmerged: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reselection: before a round drafts, what is resident is chosen anew from all that there is."""
+"""Reselection: before a round drafts, the resident entries are chosen again from all entries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvkeep.stores.resident.selected import Selected
 def reselect(
     resident: Selected, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> None:
-    """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries: ``weights``
-    (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
+    """Choose the resident entries again from all slots, by ``weights`` (lanes, slots), the attention that they received
+    from ``queries`` queries. pick: returns keys and values (n, dim) of single entries by lane and slot."""
     slots = torch.arange(resident.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
     if (visible := resident.ledger.visible_by(resident.banks.heads)) is not None:
         slots = slots.masked_fill(~visible[:, 0, 0, : resident.length], -1)
@@ -30,7 +30,7 @@ def reselect(
 def _choose(
     resident: Selected, bank: Bank, slots: Tensor, weights: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Note in ``bank`` which slots are resident from now on; return lane, column and slot of those that return."""
+    """Set the slots of ``bank``; return lane, column and slot of the entries that have to be fetched."""
     lanes, columns, device = len(slots), bank.columns, slots.device
     occupied = bank.slots >= 0
     where = torch.where(occupied, bank.slots, resident.length).long()  # empty columns: one place behind

@@ -46,8 +46,8 @@ class Selected(WorkingSet):
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
-        self._hand = 0  # entries in hand: they arrived, and are not kept yet
-        self._scores: dict[int, Tensor] = {}  # theirs, by bank
+        self._hand = 0  # new entries that are not admitted yet
+        self._scores: dict[int, Tensor] = {}  # scores of the new entries, by bank
 
     # -- what attention reads -----------------------------------------------------------------------
 
@@ -57,7 +57,8 @@ class Selected(WorkingSet):
                 yield bank.piece()
 
     def whole_text(self) -> Piece | None:
-        """Return everything so far as one piece in the order of the text; None where it is not all here, or not so."""
+        """Return all entries as one piece in the order of the text; None if some are missing or lie in another
+        order."""
         bank = self.banks.banks[0] if len(self.banks) == 1 else None
         if bank is None or not self.length or self._seen_by_all() != self.length:
             return None
@@ -67,8 +68,8 @@ class Selected(WorkingSet):
         return Piece(bank.keys[:, None, :stop], bank.values[:, None, :stop])
 
     def _seen_by_all(self) -> int:
-        """Return how many columns hold all entries, where they lie behind each other and a later query sees all of
-        them; else 0."""
+        """Return the number of columns in use, if they are consecutive and every later query sees all of them; else
+        0."""
         bank = self.banks.banks[0]
         if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
             return 0
@@ -77,12 +78,12 @@ class Selected(WorkingSet):
     # -- attention that was received ----------------------------------------------------------------
 
     def unpadded(self, lse: Tensor) -> Tensor:
-        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
+        """Return ``lse`` (lanes, heads, queries) such that the attention of padding counts as 0."""
         return self.ledger.unpadded(lse, self.banks.heads)
 
     @property
     def observes(self) -> bool:
-        """Whether the selector or the store asks for attention, and there is something to choose from."""
+        """Whether the selector or the store asks for attention, and some bank has a budget."""
         return self.window != 0 and any(bank.budget for bank in self.banks)
 
     def learn(self, weights: Tensor) -> None:
@@ -200,7 +201,7 @@ class Selected(WorkingSet):
         return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.unpadded, self._scores.get(number))
 
     def score_arriving(self, scores: Tensor) -> None:
-        """Give entries in hand the scores that they come with, (lanes, n) float32."""
+        """Set the first scores of the new entries, (lanes, n) float32."""
         self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
@@ -214,9 +215,9 @@ class Selected(WorkingSet):
         return self.banks.gathered(left)
 
     def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
-        """Keep the new entries of one bank; return what left."""
+        """Keep the new entries of one bank; return the evicted ones."""
         store = self.store
-        if not bank.columns:  # a budget of nothing, or a row of padding so far
+        if not bank.columns:  # a budget of 0, or a row that is padding so far
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
             return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
@@ -287,6 +288,10 @@ class Selected(WorkingSet):
             if len(column):
                 bank.used = max(bank.used, int(column.max()) + 1)
             bank.count_vacant()
+        self._hand_over(left)
+
+    def _hand_over(self, left: list[EvictedEntries]) -> None:
+        """Pass the evicted entries of each bank to the store."""
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
 
@@ -304,8 +309,7 @@ class Selected(WorkingSet):
             empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
             bank.slots.masked_fill_(empty, -1)
             bank.count_vacant()
-        if left and (gathered := self.banks.gathered(left)) is not None:
-            self.store.take(gathered, self)
+        self._hand_over(left)
 
     @property
     def least_columns(self) -> int:
