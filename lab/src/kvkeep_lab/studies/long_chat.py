@@ -21,7 +21,7 @@ from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
 from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
 
