@@ -216,7 +216,7 @@ class Groups(EvictedStore):
     @property
     def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots, and for what groups are read by."""
-        return nbytes(self.slots, *self.waiting[2:]) + self.codec.nbytes
+        return nbytes(self.slots, *self.waiting[2:], self._evicted) + self.codec.nbytes
 
 
 def grown(groups: int, capacity: int | None) -> int:
