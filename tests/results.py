@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvkeep_lab.experiment import Cell, Experiment
+from kvkeep_lab.cell import Cell
+from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import Chapter
 from kvkeep_lab.store import Store, TaskRecord

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,22 @@ def test_every_combination_works_or_says_why_not() -> None:
         if number % 17 == 0:
             for low, high in ((0, 200), (200, 201)):
                 assert step("llama", cache, prompt(1, 201)[:, low:high]).isfinite().all(), spec
+
+
+# -- imports ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["src/kvkeep", "lab/src/kvkeep_lab", "connectors/vllm/src/kvkeep_vllm"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    """Imports for type checkers included. ``graphlib`` raises CycleError with the circle."""
+    root = ROOT / package
+    parts = {path: path.relative_to(root.parent).with_suffix("").parts for path in root.rglob("*.py")}
+    modules = {".".join(name[:-1] if name[-1] == "__init__" else name): path for path, name in parts.items()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = graph.setdefault(module, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{one.name}" for one in node.names} & {*modules}
+                found |= inner or {node.module} & {*modules}
+    assert len([*TopologicalSorter(graph).static_order()]) == len(modules)

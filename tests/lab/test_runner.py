@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from forked import exit_codes
-from kvkeep_lab.experiment import Cell, Experiment
+from kvkeep_lab.cell import Cell
+from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
 from results import small, stored

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from forked import exit_codes
-from kvkeep_lab.experiment import Cell
+from kvkeep_lab.cell import Cell
 from kvkeep_lab.store import Store, TaskRecord
 from results import stored
 

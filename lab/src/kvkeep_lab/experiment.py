@@ -7,7 +7,6 @@ import json
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
 from itertools import product
@@ -17,40 +16,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from kvkeep.errors import UsageError, unknown
+from kvkeep_lab.cell import Cell
 from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
 from kvkeep_lab.reading import takes
 from kvkeep_lab.store import Store, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import BudgetText, MethodName
 from kvkeep_lab.tasks import TASKS, Task
-from kvkeep_lab.tasks.base import Point, named
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tuning import Chosen, Tuning
 
 _Kind = TypeVar("_Kind", bound="ExperimentBase")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One unit of work, measured in one go and kept as one record.
-
-    Cells of the same ``setting`` can be compared; ``key`` is the cell's own. Both are hashes, of everything that
-    changes numbers and of nothing else. method: of a study, the study's name.
-    """
-
-    key: str
-    setting: str
-    model: str
-    seed: int
-    method: str
-    budget: str | None = None
-    point: Point = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The cell as a person reads it."""
-        place = ", ".join(f"{name} {named(value)}" for name, value in self.point.items())
-        return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 
 def _chosen(what: str, known: Mapping[str, type[BaseModel]]) -> BeforeValidator:

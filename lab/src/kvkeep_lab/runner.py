@@ -21,7 +21,8 @@ from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.native.library import path
 from kvkeep.plan.estimate import processor_name
-from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
+from kvkeep_lab.cell import Cell
+from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
 from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial

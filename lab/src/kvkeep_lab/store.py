@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from kvkeep.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvkeep_lab.experiment import Cell
+    from kvkeep_lab.cell import Cell
 
 
 class Definition(BaseModel):

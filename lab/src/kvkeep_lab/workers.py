@@ -18,14 +18,13 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import Record, Store
 
 if TYPE_CHECKING:  # a worker imports torch when it has a job
-    from kvkeep_lab.experiment import Cell
-    from kvkeep_lab.runner import Runner
+    from kvkeep_lab.cell import Cell
 
 ATTEMPTS = 3
 """How many workers may die of a cell before it counts as failed."""
@@ -39,6 +38,16 @@ RunProgress = Callable[[str, int, int], None]
 _SPAWN = multiprocessing.get_context("spawn")
 
 
+class CellRunner(Protocol):
+    """What measures cells: a :class:`~kvkeep_lab.runner.Runner`."""
+
+    def measure(self, cell: Cell, step: Callable[[int], None]) -> Record:
+        """Measure a cell and return its record. step: gets the number of steps done."""
+
+    def lost(self, cell: Cell) -> Record:
+        """Return the record of a cell that processes die of."""
+
+
 @dataclass(frozen=True)
 class WorkerJob:
     """What the workers of one run have in common.
@@ -47,7 +56,7 @@ class WorkerJob:
     there are) and ``notify``. steps: of each cell.
     """
 
-    make: Callable[..., Runner]
+    make: Callable[..., CellRunner]
     sources: tuple[Path, ...]
     cells: tuple[Cell, ...]
     steps: int = 1

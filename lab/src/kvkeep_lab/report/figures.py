@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep_lab.figures import COLOURS, FilePath, blank, plain, save
 from kvkeep_lab.report.formatting import shown, titled
@@ -15,15 +15,30 @@ from kvkeep_lab.report.methods import NOISE, Axis, MethodResult, frontier
 from kvkeep_lab.tasks.base import Metric, named
 
 if TYPE_CHECKING:
-    from kvkeep_lab.report.tasks import TaskGroup
+    from kvkeep_lab.experiment import Experiment
+    from kvkeep_lab.tasks.base import Task
 
 _BLUE = COLOURS[0]
 _PANELS = 4
 """Maps, or methods, beside each other."""
 
 
+class DrawnGroup(Protocol):
+    """What figures read of a :class:`~kvkeep_lab.report.tasks.TaskGroup`."""
+
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def measured(self) -> list[MethodResult]: ...
+    def places(self, axis: str) -> list[float | str]: ...
+
+
 @contextmanager
-def _figure(group: TaskGroup, path: FilePath, height: float) -> Iterator[Any]:
+def _figure(group: DrawnGroup, path: FilePath, height: float) -> Iterator[Any]:
     """Yield a figure, ``height`` in inches, and write it afterwards; raises StoreError if that cannot be."""
     figure = blank(height)
     figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
@@ -31,7 +46,7 @@ def _figure(group: TaskGroup, path: FilePath, height: float) -> Iterator[Any]:
     save(figure, path)
 
 
-def draw_frontier(group: TaskGroup, axis: Axis, path: FilePath) -> None:
+def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
     """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
     the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
     metric = group.task.metrics[0]
@@ -64,7 +79,7 @@ def draw_frontier(group: TaskGroup, axis: Axis, path: FilePath) -> None:
         place(axes, labels, list(at.values()), steps)
 
 
-def draw_quality(group: TaskGroup, path: FilePath) -> None:
+def draw_quality(group: DrawnGroup, path: FilePath) -> None:
     """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
     bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that have a
     difference from the baseline. Raises StoreError if the file cannot be written."""
@@ -78,7 +93,7 @@ def draw_quality(group: TaskGroup, path: FilePath) -> None:
             _panels(figure, group, methods, rows)
 
 
-def _bars(figure: Any, group: TaskGroup) -> None:
+def _bars(figure: Any, group: DrawnGroup) -> None:
     task, results = group.task, group.measured
     metrics = [metric for metric in task.metrics if metric.name in task.relative] or [task.metrics[0]]
     grid = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
@@ -95,7 +110,7 @@ def _bars(figure: Any, group: TaskGroup) -> None:
     grid[0][0].invert_yaxis()  # shared: the first result on top
 
 
-def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
+def _panels(figure: Any, group: DrawnGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
     metric, baseline = group.task.metrics[0], group.experiment.baseline
     across = [_mean(metric, result) for result in methods.pop(baseline, ())]
     megabytes = {
@@ -125,7 +140,7 @@ def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]
     figure.supylabel(titled(metric), fontsize=9)
 
 
-def draw_maps(group: TaskGroup, path: FilePath) -> None:
+def draw_maps(group: DrawnGroup, path: FilePath) -> None:
     """Draw a map for each metric of ``mapped`` and each value of the first axis: a row for each method, a column for
     each value of the second axis. Raises StoreError if the file cannot be written."""
     task, results = group.task, group.measured
@@ -154,7 +169,7 @@ def draw_maps(group: TaskGroup, path: FilePath) -> None:
             axes.set_xlabel(f"{along} (%)" if along == "depth" else along)
 
 
-def _cells(group: TaskGroup, metric: Metric, panel: float | str) -> list[list[float]]:
+def _cells(group: DrawnGroup, metric: Metric, panel: float | str) -> list[list[float]]:
     """Return a map's numbers by method and value of the second axis, nan where there is none."""
     across, along = group.task.axes
     cells = []
