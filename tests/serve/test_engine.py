@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from answering import NEW, Alone, Client, alone, mixed, run, small, text
 from cases import CASES, new_cache, taken
 from families import FAMILIES
@@ -255,3 +256,12 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
     assert client.ended.written == NEW and engine.fault is None
     with pytest.raises(engines.EngineStopping):
         engine.call(lambda: 1)
+
+
+def test_nothing_is_drawn_from_logits_that_are_not_numbers() -> None:
+    sampler = Sampling(temperature=1.0, seed=1).sampler(1, torch.device("cpu"))
+    logits = torch.zeros(1, 9)
+    assert 0 <= sampler.next(torch.tensor([[1]]), logits) < 9
+    logits[0, 3] = torch.nan
+    with pytest.raises(KvkeepError, match="no token can be drawn"):
+        sampler.next(torch.tensor([[1]]), logits)

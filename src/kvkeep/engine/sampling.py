@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
 
 SMALLEST = 1e-30
 """The temperature below which logits divided by it may be more than float32 holds."""
@@ -102,10 +102,16 @@ class Sampler:
         return torch.empty_like(like).exponential_(1, generator=self.generator)
 
     def next(self, ids: Tensor, logits: Tensor) -> int:
-        """Return the token that follows ``ids`` (1, tokens), by ``logits`` (1, vocabulary)."""
+        """Return the token that follows ``ids`` (1, tokens), by ``logits`` (1, vocabulary). Raises KvkeepError if
+        nothing can be drawn, because the model computed NaN."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)
+            if not bool(scores.isfinite().all()):
+                raise KvkeepError(
+                    "The model computed logits that are not numbers, so no token can be drawn; check its files, or "
+                    "load it with weights float32."
+                )
             scores = scores / self.noise(scores)
         return int(scores.argmax())
 
