@@ -194,7 +194,7 @@ def test_another_tokenizer_rotation_or_budget_is_refused(tmp_path: Path) -> None
     with SessionFile(tmp_path / "s", writing=True) as file:
         parts = {name: file.tensor(name) for name in file.stored}
         file.save(parts, file.about | {"chunk": file.about["chunk"] + 1})
-    with pytest.raises(SessionError, match="start a new one"):
+    with pytest.raises(SessionError, match="Start a new session"):
         Conversation.resume(model, tokenizer(), tmp_path / "s")
 
 

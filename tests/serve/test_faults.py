@@ -142,7 +142,7 @@ def test_a_pass_that_finds_no_memory_fails_its_own_answers_alone(
         engine.step()
     for client in clients:
         assert isinstance(client.events[-1], KvkeepError)
-        assert "3 sessions (there was not enough memory)" in str(client.events[-1])
+        assert "processed 3 sessions at once failed (there was not enough memory)" in str(client.events[-1])
     run(engine)
     assert [*apart.ended.tokens] == alone(text(40, 9), 12, **tokens)
     again = [Client(engine, text(40, seed), 12, name=("me", str(seed))) for seed in range(3)]

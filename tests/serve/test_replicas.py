@@ -337,7 +337,7 @@ def test_proxies_that_a_cluster_has_are_told_as_they_are(
     told = said()
     assert "http://127.0.0.1:8123/v1" in told and "--host and --port do not change that" in told
     assert "do not change" not in said(host="0.0.0.0", port=8123)
-    with pytest.raises(UsageError, match="proxies that speak HTTP, which --certificate"):
+    with pytest.raises(UsageError, match="proxies that speak HTTP, and --certificate"):
         said(tls=tls)
     own.ssl_certfile, own.ssl_keyfile = "b.pem", "b.key"
     with pytest.raises(UsageError, match="HTTPS by other files"):

@@ -104,9 +104,7 @@ class SamplingOptions:
 
     max_tokens: MaxTokens = 128
     temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    seed: Annotated[int | None, Option(min=-(2**63), max=2**64 - 1, help="Random seed, for repeatable sampling.")] = (
-        None
-    )
+    seed: Annotated[int | None, Option(help="Random seed, for repeatable sampling.")] = None
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
