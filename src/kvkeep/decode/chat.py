@@ -36,11 +36,8 @@ class Last:
 
     sequence: list[int]
     """Ids of the prompt and the answer."""
-    """Ids of the prompt and the answer."""
     written: int
     """The number of ids that belong to the answer."""
-    """The number of ids that belong to the answer."""
-    """Why the answer ended, as in :class:`Generation`."""
     stopped: str
     """Why the answer ended, as in :class:`Generation`."""
 
@@ -230,7 +227,7 @@ class Conversation:
 
     def excess(self, question: str | None, limit: int) -> tuple[int, int]:
         """Return how many of the oldest turns must be removed so that the prompt has at most ``limit`` tokens, and its
-        length then. All turns are removed if fewer are not enough. question: the next question; None: the last answer
+        length then. If that is impossible, all removable turns are counted. question: the next question; None: the last answer
         continues."""
 
         def tokens(turns: int) -> int:
