@@ -227,8 +227,8 @@ class Conversation:
 
     def excess(self, question: str | None, limit: int) -> tuple[int, int]:
         """Return how many of the oldest turns must be removed so that the prompt has at most ``limit`` tokens, and its
-        length then. If that is impossible, all removable turns are counted. question: the next question; None: the last answer
-        continues."""
+        length then. If that is impossible, return all removable turns. question: the next question; None: the last
+        answer continues."""
 
         def tokens(turns: int) -> int:
             return self._tokens(self._without(turns), question)

@@ -223,7 +223,7 @@ class SessionFile:
         """Append the changes of ``parts`` (copied to the host one page at a time) and ``about`` (plain types). added:
         slots since the previous save, by which windows moved. After an error, the file is unchanged. anew: rewrite the
         file without its earlier data. Raises SessionError."""
-        writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # a copy: the caller keeps changing its notes
+        writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # the caller may change its notes
         assert isinstance(writer, Writer)
         try:
             try:
