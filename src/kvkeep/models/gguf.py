@@ -1,7 +1,8 @@
-"""The tensors of a GGUF file by the model's own names, each read when it is asked for.
+"""The tensors of a GGUF file by the model's names. Each is read on demand.
 
-Names and layouts are transformers' (``modeling_gguf_pytorch_utils``): a tensor processor of the family undoes what
-llama.cpp did to a tensor. One that only moves rows moves rows of codes; any other is applied to the values.
+Names and layouts are transformers' (``modeling_gguf_pytorch_utils``): the family's tensor processor reverts llama.cpp's
+change to a tensor. If a processor only permutes rows, the rows of codes are permuted. Any other processor is applied to
+the values.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Entry:
     """One tensor in the file."""
 
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     to: str
-    """The model's name of it."""
+    """The tensor's name in the model."""
     kind: str
-    """Of its blocks (Q4_1, F32)."""
+    """The kind of its blocks (Q4_1, F32)."""
     shape: tuple[int, ...]
-    """Rows first."""
+    """The shape, rows first."""
     offset: int
     """Bytes before it in the file."""
     size: int
-    """Bytes."""
+    """Bytes of the tensor."""
     packs: bool
     """Whether the model can use its codes as they are."""
 
@@ -52,7 +53,7 @@ class GgufTable:
     """The tensors of a file that the model has."""
 
     architecture: str
-    """As the file names it."""
+    """The architecture as named in the file."""
     entries: tuple[Entry, ...]
 
     def stored(self, file: Path, config: Any, keep: bool) -> dict[str, GgufTensor]:
@@ -119,12 +120,12 @@ class GgufTensor:
 
     file: Path
     to_name: str
-    """The model's name of it."""
+    """The tensor's name in the model."""
     parts: tuple[Entry, ...]
-    """More than one where the gates and ups of experts are one matrix."""
+    """The parts; several if the gates and ups of experts form one matrix."""
     family: _Family
     keep: bool
-    """Whether a matrix keeps its own bits."""
+    """Whether a matrix keeps the file's bits."""
 
     def __getitem__(self, index: Any) -> GgufTensor:
         return self
@@ -135,7 +136,7 @@ class GgufTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the file's tensor."""
+        """The shape of the tensor in the file."""
         return torch.Size(self.parts[0].shape)
 
     def dense(self) -> Tensor:

@@ -33,10 +33,10 @@ class Loaded:
     """A model and its tokenizer."""
 
     model: Any = field(repr=False)
-    """In eval mode."""
+    """The model, in eval mode."""
     tokenizer: Any = field(repr=False)
     name: str
-    """As requested."""
+    """The requested name."""
     source: str
     """A folder or a hub id."""
     weights: Weights | None = field(default=None, repr=False)
@@ -45,16 +45,16 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is."""
+    """The location of a model."""
 
     name: str
-    """As requested."""
+    """The requested name."""
     place: str
     """A folder or a hub id, which has the config and the tokenizer."""
     gguf: Path | None = None
     """The file with the weights; None: they are at ``place``."""
     revision: str | None = None
-    """Of a hub id."""
+    """The revision of a hub id."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class ModelDescription:
 
     config: Any
     dtype: torch.dtype
-    """Of activations and entries."""
+    """The dtype of activations and entries."""
     weights: Weights
-    """The format and the bytes of each of its weights."""
+    """The format and the bytes of each weight."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class AvailableModel:
     description: str
     licence: str
     fetched: bool
-    """Whether its GGUF file is here."""
+    """Whether the GGUF file is on this machine."""
     path: Path | None
-    """The folder of its converted copy; None: there is none yet."""
+    """The folder of the converted copy; None if there is none."""
     bytes_on_disk: int
-    """Of the GGUF file and the converted copy."""
+    """Bytes of the GGUF file and the converted copy."""
     tensors: dict[str, WeightTensor] | None
     """Each tensor as loaded with weights auto on a CPU; None until there is a converted copy."""
 

@@ -19,7 +19,7 @@ from kvkeep.models.model_names import FORMATS
 from kvkeep.units import size
 
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
-"""The kinds of blocks that kvkeep makes itself, by bits."""
+"""The kinds of blocks that kvkeep makes, by bits."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class WeightTensor:
     """One tensor in memory."""
 
     stored: str | None
-    """Its kind in a GGUF file (Q4_1); None elsewhere."""
+    """The kind in a GGUF file (Q4_1); None otherwise."""
     bits: int
-    """Of an element's code."""
+    """Bits of an element's code."""
     group: int | None
     """Elements that share a scale; None: there are no scales."""
     nbytes: int
@@ -41,13 +41,13 @@ class Weights:
     """The weights of a model."""
 
     requested: str
-    """The format, as the user named it."""
+    """The format named by the user."""
     tensors: dict[str, WeightTensor]
-    """By the model's names; a shared tensor is listed once."""
+    """Tensors by the model's names. A shared tensor is listed once."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

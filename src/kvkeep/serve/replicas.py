@@ -51,7 +51,7 @@ ENVIRONMENT = {
 """The required environment of the cluster's processes. The first variable adds the middleware to the proxies. With the
 second, Serve's controller kills a replica that fails its health check, instead of waiting an hour for its answers."""
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""The variable that requires a token. Without it, everyone who reaches the ports of the cluster's machines can run code there."""
+"""The variable that requires a token. Without it, everyone who reaches the cluster's ports can run code there."""
 NAME = "kvkeep"
 """The name of the application in the cluster."""
 DEFAULT_DRAIN_S = 3600.0
