@@ -29,10 +29,10 @@ from types import ModuleType
 from typing import Any, Unpack
 
 UNUSED = ("scipy", "sklearn")
-"""Optional packages that transformers imports for losses and for assisted decoding by several tokenizers."""
+"""Optional packages that transformers imports for losses and for assisted decoding with several tokenizers."""
 
 DEFERRED = ("transformers", "transformers.models", "transformers.processing_utils")
-"""Modules that read the files of all models. What is used of the last one is typing's Unpack."""
+"""Modules that read the files of all models. Only typing's Unpack is used from the last one."""
 
 _LOCK = threading.RLock()
 
@@ -111,7 +111,7 @@ def _undecorated(function: Any = None, *given: Any, **options: Any) -> Any:
 
 
 def _decide_distributed() -> None:
-    """Let transformers find no distributed torch: it keeps the answer."""
+    """Make transformers find no distributed torch; it caches the result."""
     import torch.distributed
     from transformers.utils.import_utils import is_torch_distributed_available
 

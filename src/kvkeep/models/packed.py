@@ -34,7 +34,7 @@ class Packed(nn.Module):
 
     @functools.cached_property
     def struct(self) -> KvMatrix:
-        """The matrix as the kernels take it; its tensors must outlive it."""
+        """The matrix as a struct for the kernels. Its tensors must outlive it."""
         return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -46,7 +46,7 @@ class Packed(nn.Module):
         return super()._apply(lambda tensor: tensor.to(device), recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {name: value for name, value in self.__dict__.items() if name != "struct"}
 
     def blocks(self) -> Blocks:
@@ -63,7 +63,7 @@ class Packed(nn.Module):
         return self.blocks().dense(dtype).to(self.data.device)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return some rows in float32, (n, inputs), without writing out the others. index: (n,)."""
+        """Return the rows at ``index`` (n,) in float32, (n, inputs). Other rows are not decoded."""
         if not self.native:
             return Blocks(self.kind, self.data[index].cpu()).dense().to(self.data.device)
         index = index.to(torch.int64).contiguous()
@@ -95,7 +95,7 @@ class PackedLinear(Packed):
         return multiplied(self, x, self.bias)
 
     def extra_repr(self) -> str:
-        """Return what a printed model says."""
+        """Return the text for a printed model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
     @property
@@ -105,7 +105,7 @@ class PackedLinear(Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """``nn.Embedding`` with packed weights, of which looked-up rows are written out. May share its matrix with the
+    """``nn.Embedding`` with packed weights. Only looked-up rows are decoded. It may share its matrix with the
     language-model head."""
 
     def __init__(self, matrix: Packed, scale: float = 1.0, padding_idx: int | None = None) -> None:
@@ -145,7 +145,7 @@ class _Product(torch.autograd.Function):
 
 
 def _packed(matrix: Blocks) -> Tensor:
-    """Return the panels of a matrix. Rows may lie apart, in the order that they are to have."""
+    """Return the panels of a matrix. Rows may lie apart, in their final order."""
     outputs, inputs = matrix.shape
     number, rows = KIND_NUMBERS[matrix.kind], matrix.rows.contiguous()
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)

@@ -25,7 +25,8 @@ from kvkeep.native.library import trim_memory
 
 @register_quantization_config("kvkeep")
 class Packing(QuantizationConfigMixin):
-    """Asks ``from_pretrained`` for packed weights of 4, 8 or 16 ``bits``; None: a GGUF file's own, else 16."""
+    """Requests packed weights of 4, 8 or 16 ``bits`` from ``from_pretrained``; None: the bits of a GGUF file, else
+    16."""
 
     def __init__(self, bits: int | None = None, **kwargs: Any) -> None:
         self.quant_method = "kvkeep"
@@ -55,11 +56,11 @@ class Packer(HfQuantizer):
         return param_name not in self.misshapen and param_name.removesuffix(".weight") in self.places
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what receives each matrix."""
+        """Return the operation that receives each matrix."""
         return _Pack(self)
 
     def pack(self, name: str, value: Tensor | GgufTensor, expected: Tensor) -> bool:
-        """Keep the matrix called ``name`` packed; return whether it has the shape of the one ``expected``."""
+        """Pack and store the matrix ``name``; return whether it has the shape of ``expected``."""
         if value.shape != expected.shape:
             self.misshapen.add(name)
             return False

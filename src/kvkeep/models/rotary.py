@@ -1,4 +1,4 @@
-"""Cosines and sines of positions by the native library: torch's own differ from one processor to another."""
+"""The native library's cosines and sines of positions; those of torch differ between processors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvkeep.native.library import kernels, library
 
 TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
-"""Positions at which a module's own cosines and sines are compared."""
+"""Positions at which the cosines and sines of a module are compared."""
 
 
 class Rotary:
@@ -23,11 +23,11 @@ class Rotary:
         self.module = module
         self.frequencies: dict[str, Tensor] = {}
         self.exact = True
-        """Whether all of them so far were computed here."""
+        """Whether all angles so far were computed here."""
 
     @property
     def dims(self) -> set[int]:
-        """How many channels of a head turn, in each kind that was asked for."""
+        """The number of rotated channels of a head, for each kind requested so far."""
         return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class Rotary:
 
 
 def replace_rotary(model: Any) -> None:
-    """Let the library compute the angles of those modules of ``model`` with which it agrees."""
+    """Replace those rotary modules of ``model`` with which the library agrees."""
     if library() is None:
         return
     for module in model.modules():
