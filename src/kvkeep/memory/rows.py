@@ -65,7 +65,7 @@ def _selected(data: Tensor, index: Tensor, home: Place | None = None) -> Tensor:
 
 
 def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
-    """Gather rows of ``data`` (..., rows, width) by lane and place, on its own device."""
+    """Gather rows of ``data`` (..., rows, width) by lane and place, on the device of ``data``."""
     return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
 
 

@@ -66,9 +66,9 @@ class Blocks:
 
 
 def quantised(weight: Tensor, bits: int) -> Blocks:
-    """Return ``weight`` (outputs, inputs) in 4 bits (by least and greatest of a group of 32) or 8 (by the greatest), or
-    in bfloat16 (16); in bfloat16 as well where its rows are no whole groups. Raises ModelError where a group has
-    weights that are too large for a scale or an offset in float16, or infinite or NaN."""
+    """Return ``weight`` (outputs, inputs) in ``bits`` bits: 4 (by minimum and maximum of a group of 32), 8 (by the
+    maximum), or 16 (bfloat16). If a row is not a whole number of groups, the result is in bfloat16 too. Raises
+    ModelError for a group with infinite or NaN weights, or too large ones for a float16 scale or offset."""
     if bits == 16 or weight.shape[1] % GROUP:
         return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
     step, encode = max(1, DECODED_ELEMENTS // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits

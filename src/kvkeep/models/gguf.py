@@ -57,8 +57,8 @@ class GgufTable:
     entries: tuple[Entry, ...]
 
     def stored(self, file: Path, config: Any, keep: bool) -> dict[str, GgufTensor]:
-        """Return the tensors of ``file`` by the model's names. config: the model's. keep: matrices in their own bits
-        where codes can hold them."""
+        """Return the tensors of ``file`` by the model's names. config: the model's config. keep: matrices keep the
+        file's bits where codes can hold them."""
         names = {one.name.removesuffix(".weight"): one.to for one in self.entries}
         family = _Family(_processor(self.architecture, config), names)
         parts: dict[str, list[Entry]] = {}
@@ -131,7 +131,7 @@ class GgufTensor:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | GgufTensor:
-        """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`blocks`)."""
+        """Return the values in ``dtype``, or the tensor itself if it will be packed (:meth:`blocks`)."""
         return self if self.keep and self.parts[0].packs else self.dense().to(dtype)
 
     @property
@@ -156,7 +156,7 @@ class GgufTensor:
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def blocks(self) -> Blocks:
-        """Return the file's own blocks, with rows in the model's order."""
+        """Return the file's blocks, with rows in the model's order."""
         (part,) = self.parts
         data = np.fromfile(self.file, np.uint8, part.size, offset=part.offset)
         if len(data) != part.size:
@@ -167,7 +167,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class _Family:
-    """What transformers does to tensors of one family."""
+    """The processing of tensors of one family by transformers."""
 
     processor: Any
     names: dict[str, str] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class _Family:
     """Orders that were found before, by name without the layer's number, and shape."""
 
     def order(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return the order of the file's rows in the model, None where they are not only moved."""
+        """Return the order of the file's rows in the model; None if the rows are not just permuted."""
         key = re.sub(r"\d+", "", name), shape
         if key not in self.orders:
             self.orders[key] = self._order(name, shape)

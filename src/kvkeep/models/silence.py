@@ -24,7 +24,7 @@ def without_warnings() -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Let kvkeep's own warnings go to the standard error of before the block, where no program handles them."""
+    """Send kvkeep's unhandled warnings to the previous standard error."""
     logger = standard.getLogger("kvkeep")
     if logger.hasHandlers():
         yield
@@ -40,7 +40,7 @@ def _shown() -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence transformers within the block; kvkeep's own warnings are still shown."""
+    """Silence transformers within the block; kvkeep's warnings are still shown."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(standard.ERROR + 1)
