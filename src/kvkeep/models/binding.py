@@ -98,8 +98,8 @@ AttentionInterface.register(NAME, attention_forward)
 
 
 def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function registered with transformers: SDPA's, and none where a cache's attention is causal and nothing
-    but padding before a row is masked, which it knows itself."""
+    """The mask function registered with transformers: SDPA's mask, or None for a cache whose attention is causal and
+    masks only left padding, because the cache knows that padding."""
     attender = current_attender()
     if getattr(attender, "packed", False):
         return None  # each session's attention has a mask of its own
@@ -216,7 +216,7 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 
 
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the text that ``generate`` begins with to what its cache has read."""
+    """Compare the text that ``generate`` begins with to the text that its cache has read."""
     hooks: Hooks | None = getattr(kwargs.get("past_key_values"), "hooks", None)
     cache: Reading | None = None if hooks is None else hooks.single
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:

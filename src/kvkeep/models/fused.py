@@ -139,7 +139,7 @@ class FusedLayer:
         return address_of(self.struct)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {name: value for name, value in self.__dict__.items() if name not in ("struct", "address")}
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ class FusedLayers:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {"layers": self.layers}
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Small weights: linear layers and embeddings whose weights are blocks of a GGUF file, or bfloat16.
+"""Packed weights: linear layers and embeddings whose weights are blocks of a GGUF file, or bfloat16.
 
-Where the native library runs, a matrix lies in its panels (native/panels.h) and is multiplied by it: inputs are rounded
-to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the library a matrix is
-kept as rows of blocks, written out in bfloat16 and multiplied by torch.
+If the native library runs, a matrix is stored in the library's panels (native/panels.h), and the library multiplies it.
+Inputs are rounded to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the
+library, a matrix is stored as rows of blocks, decoded to bfloat16 and multiplied by torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Packed(nn.Module):
         return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move to another device; codes keep their dtype, and panels become rows where the library is not."""
+        """Move to another device. Codes keep their dtype; panels become rows if the library does not run there."""
         self.__dict__.pop("struct", None)  # its pointers
         device = fn(torch.empty(0, dtype=torch.bfloat16, device=self.data.device)).device
         if self.native and device.type != "cpu":
@@ -132,7 +132,7 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """:func:`multiplied`, with a gradient for ``x`` and none for the weights, which are written out for it."""
+    """:func:`multiplied`, with a gradient only for ``x``. The backward pass decodes the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:

@@ -15,9 +15,9 @@ TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 
 
 class Rotary:
-    """The forward of a module of rotary embeddings, in place of its own. Frequencies of the kinds default, linear and
-    llama3 are computed here in double precision: a power that torch computes in single precision has other bits on
-    another processor. Those of other kinds are the module's."""
+    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3 are
+    computed here in double precision, because torch's single-precision powers differ between processors. Frequencies of
+    other kinds are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -86,14 +86,14 @@ def _agrees(ours: Rotary, kind: str | None) -> bool:
 
 
 def _parameters(module: Any, kind: str | None) -> dict[str, Any]:
-    """Return what the config says of a module's angles."""
+    """Return the config's parameters of a module's angles."""
     stated = getattr(module.config, "rope_parameters", None) or {}
     return stated if kind is None else stated.get(kind, {})
 
 
 def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
-    """Return the frequencies of ``parameters`` without what single precision made of ``stated``, the module's own;
-    None where those are of another kind."""
+    """Return the frequencies of ``parameters`` in double precision; None if ``stated``, the module's frequencies, are
+    of another kind."""
     count, theta = len(stated), parameters.get("rope_theta")
     if theta is None:
         return None
@@ -105,7 +105,7 @@ def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
 
 
 def _scaled(parameters: dict[str, Any], frequency: float) -> float:
-    """Return a frequency as its kind scales it; one of an unknown kind as it is."""
+    """Return a frequency scaled by its kind; unchanged for an unknown kind."""
     kind, factor = parameters.get("rope_type"), parameters.get("factor", 1.0)
     if kind == "linear":
         return float(frequency / factor)

@@ -1,4 +1,4 @@
-"""Silences transformers' progress bars and warnings: while a model loads, and where a person reads along."""
+"""Silences transformers' progress bars and warnings while a model loads, and while a user reads the output."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def _complete(text: str) -> str:
-    """Return a text of whole characters: JSON's escapes can write half of one."""
+    """Return the text, if all characters are complete. JSON escapes can encode half of one."""
     if any("\ud800" <= one <= "\udfff" for one in text):
         raise _wrong("it contains half a character (a lone surrogate)")
     return text
