@@ -56,7 +56,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,  # in transformers' own order, because other packages wrap attention functions
+    dropout: float = 0.0,  # in transformers' order, because other packages wrap attention functions
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -102,7 +102,7 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
     masks only left padding, because the cache knows that padding."""
     attender = current_attender()
     if getattr(attender, "packed", False):
-        return None  # each session's attention has a mask of its own
+        return None  # each session's attention has a separate mask
     if getattr(attender, "masks_itself", False) and kwargs.get("mask_function") is causal_mask_function:
         return None
     return sdpa_mask(*args, **kwargs)

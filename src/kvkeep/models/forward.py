@@ -56,7 +56,7 @@ class Hooks(Attender, Protocol):
 
 
 class Reading(Protocol):
-    """How a cache reads a text: prompts in chunks."""
+    """The state of a cache that reads a text; prompts are read in chunks."""
 
     observes: bool
     """Whether every query may influence the choice of entries."""
