@@ -11,21 +11,21 @@ from kvkeep.errors import KvkeepError
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many of the first ids are the same."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((number for number, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 class CachedText:
-    """A cache, also one of transformers' own, and the token ids that it has processed."""
+    """A cache (also one of transformers' caches), and the token ids that it has processed."""
 
     def __init__(self, cache: Cache, ids: Sequence[int] = ()) -> None:
         self.cache, self.ids = cache, list(ids)
 
     def align(self, prompt: Sequence[int], crops: bool = True) -> None:
-        """Crop the cache to its common prefix with ``prompt`` (a template may close an answer differently from how it
-        was generated), less the last prompt token. Without ``crops`` it is reset instead: what a lossy cache keeps
-        depends on all that it has read."""
+        """Crop the cache to its common prefix with ``prompt``, without the last prompt token. The two may differ
+        because a template can close an answer in another way than the model did. Without ``crops`` the cache is reset
+        instead: the entries of a lossy cache depend on all tokens that it has read."""
         surplus = self.cache.get_seq_length() - common_prefix(self.ids, prompt[:-1])
         try:
             if surplus and not crops:
@@ -37,11 +37,12 @@ class CachedText:
         self.settle(prompt)
 
     def settle(self, sequence: Sequence[int]) -> None:
-        """Note that the cache holds the first tokens of ``sequence``, as many as its length."""
+        """Note that the cache holds the first tokens of ``sequence``, up to the cache's length."""
         self.ids = list(sequence[: self.cache.get_seq_length()])
 
     def recover(self, known: int) -> None:
-        """Undo an unfinished step; where that is impossible, reset the cache. known: what it had processed before."""
+        """Undo an unfinished step; reset the cache if that is impossible. known: the number of tokens before the
+        step."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.abandon()

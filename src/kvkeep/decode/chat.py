@@ -1,4 +1,4 @@
-"""A conversation on one cache: each turn reads only tokens that the cache does not hold."""
+"""A conversation on one cache. Each turn reads only the tokens that the cache does not hold."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
 SUMMARISE = "Summarise our conversation so far in a few sentences: names, facts, and what was decided."
-"""What the model is asked for where a summary takes the place of turns."""
+"""The request to the model for a summary, which then replaces turns."""
 SUMMARISED = "What have we talked about so far?"
-"""The question that the summary then answers: a template may want questions and answers to take turns."""
+"""The question before the summary, because a template may require that questions and answers alternate."""
 
 _END = re.compile(r"(?<!\d)[.!?\u2026][\"'\u2019\u201d)*]*(?=\s|$)|[\u3002\uff01\uff1f][\u300d\u300f]*")
-"""The end of a sentence, with the quotes, brackets and asterisks that close there; a point after a number may be a
-list's."""
+"""The end of a sentence, with the closing quotes, brackets and asterisks. A point after a number may belong to a
+list."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """The last answer. sequence: ids of its prompt and itself; written: how many of them are its own; stopped: why it
-    ended, as of a :class:`Generation`."""
+    """The last answer."""
 
     sequence: list[int]
+    """Ids of the prompt and the answer."""
     written: int
+    """The number of ids that belong to the answer."""
     stopped: str
+    """Why the answer ended, as in :class:`Generation`."""
 
 
 class Conversation:
-    """Messages, the cache (also one of transformers' own), and the token ids it has processed."""
+    """Messages, their cache (also one of transformers' caches), and the token ids that the cache has processed."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
-        self.last: Last | None = None  # None too where messages were changed since
-        self._forgot = False  # since it was saved
+        self.last: Last | None = None  # None also if the messages have changed
+        self._forgot = False  # whether messages were forgotten after the last save
 
     def __repr__(self) -> str:
         return f"Conversation(turns={self.turns}, tokens={len(self.ids)}, cache={self.cache!r})"
@@ -64,22 +66,22 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system prompt."""
+        """The system prompt; None without one."""
         return self.messages[0]["content"] if self._head else None
 
     @property
     def turns(self) -> int:
-        """The number of questions that were answered."""
+        """The number of answered questions."""
         return (len(self.messages) - len(self._head)) // 2
 
     @property
     def positions(self) -> int | None:
-        """How many tokens the model can read and write with this cache; None where its positions do not run out."""
+        """The number of tokens that the model can read and generate with this cache; None: no limit."""
         return positions_of(self.model, self.cache)
 
     @property
     def used(self) -> int:
-        """How many tokens the conversation has, be they in the cache or to be read again."""
+        """The number of tokens of the conversation, in the cache or to be read again."""
         if self.last is not None:
             return len(self.last.sequence)
         return self._tokens(self.messages, None) if self.turns else len(self.ids)
@@ -88,8 +90,8 @@ class Conversation:
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
-        """Continue the conversation saved at a path, or in a session that is open for writing. Raises SessionError,
-        also for other sessions."""
+        """Continue the conversation saved at a path, or in a session open for writing. Raises SessionError, also for a
+        session that is not a conversation."""
         tokenizer_print = fingerprint_of_tokenizer(tokenizer)
         session = load_session(where, model, tokenizer_print)
         path = where.path if isinstance(where, SessionFile) else where
@@ -107,15 +109,15 @@ class Conversation:
         return talk
 
     def save(self, where: Where) -> None:
-        """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError. Where
-        something was forgotten, the file is written anew, so that it has nothing of it."""
+        """Save to a path, or to a session open for writing, as one transaction. Raises SessionError. If messages were
+        forgotten, the file is rewritten without them."""
         self.check_savable()
         ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._last_notes()}
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), anew=self._forgot)
         self._forgot = False
 
     def _last_notes(self) -> dict[str, Any] | None:
-        """Return what a session has of the last answer beside the ids that the cache has read."""
+        """Return the part of the last answer that a session stores in addition to the cached ids."""
         last, known = self.last, len(self.ids)
         if last is None or last.sequence[:known] != self.ids:
             return None
@@ -132,13 +134,13 @@ class Conversation:
     # -- turns --------------------------------------------------------------------------------------
 
     def prompt(self, question: str) -> list[int]:
-        """Return all token ids up to the place where the answer to ``question`` starts."""
+        """Return all token ids up to the start of the answer to ``question``."""
         return self._encoded(self.messages, question)
 
     def answer(self, question: str, prompt: list[int] | None = None, **options: Unpack[GenerateOptions]) -> Generation:
-        """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`) and remember both.
+        """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`), and append both to the messages.
 
-        After an error or interrupt the conversation is as before the question.
+        After an error or interrupt, the conversation is as before the question.
         """
         prompt = self.prompt(question) if prompt is None else prompt
         result = self._generate(prompt, **options)
@@ -147,8 +149,8 @@ class Conversation:
         return result
 
     def retry(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Answer the last question again, in place of its answer, which remains after an error or interrupt. Raises
-        UsageError where there is none."""
+        """Answer the last question again, and replace its answer. After an error or interrupt, the old answer remains.
+        Raises UsageError if there is none."""
         prompt = self.last_prompt()
         if self._lossy:
             self._read_again()
@@ -158,8 +160,8 @@ class Conversation:
         return result
 
     def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
-        """Continue the last answer, which was cut off, and return the new part. Raises UsageError if there is none,
-        or if the model ended it."""
+        """Continue the last answer, which was cut off; return the new part. Raises UsageError if there is no answer, or
+        if the model ended it."""
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, **options)
         written = result.sequence[len(last.sequence) - last.written :]
@@ -181,12 +183,12 @@ class Conversation:
         return self.last
 
     def last_prompt(self) -> list[int]:
-        """Return all token ids up to the place where the last answer starts. Raises UsageError where there is none."""
+        """Return all token ids up to the start of the last answer. Raises UsageError if there is none."""
         self._check_turns()
         return encode(self.tokenizer, self.messages[:-1])
 
     def undo(self) -> str:
-        """Forget the last question and its answer; return the question. Raises UsageError where there is none."""
+        """Forget the last question and its answer; return the question. Raises UsageError if there is none."""
         if not self.turns:
             raise UsageError("There is nothing to undo: the conversation has no question.")
         question = self.messages[-2]["content"]
@@ -210,53 +212,54 @@ class Conversation:
         self.past.settle(result.sequence)
         return result
 
-    # -- what was said and in what it is kept ---------------------------------------------------------
+    # -- messages and cache -----------------------------------------------------------------------------
 
     def set_system(self, text: str | None) -> None:
-        """Have another system prompt, or none, from the next answer on: it is the beginning of what the model reads, so
-        all of it is read again. Raises UsageError where the model's template takes none."""
+        """Replace or remove the system prompt. The prompt starts the text, so the model reads the whole conversation
+        again. Raises UsageError if the model's template takes no system prompt."""
         head: Messages = [] if text is None else [{"role": "system", "content": text}]
         self._encoded(head, "?")
         self._changed([*head, *self.messages[len(self._head) :]])
 
     def use(self, cache: Cache) -> None:
-        """Keep the conversation in ``cache``, which has processed what the one before has, or nothing yet."""
+        """Continue the conversation in ``cache``, which has read the same tokens as the previous cache, or none."""
         self.past = CachedText(cache, self.ids[: cache.get_seq_length()])
 
     def excess(self, question: str | None, limit: int) -> tuple[int, int]:
-        """Return how many of the oldest turns have to go so that the prompt for ``question`` (None: that in which the
-        last answer goes on) has at most ``limit`` tokens, all where that is not enough; and how many it has then."""
+        """Return how many of the oldest turns must be removed so that the prompt has at most ``limit`` tokens, and its
+        length then. If that is impossible, return all removable turns. question: the next question; None: the last
+        answer continues."""
 
         def tokens(turns: int) -> int:
             return self._tokens(self._without(turns), question)
 
         low, high = 0, max(0, self.turns - (question is None))
-        while low < high:  # by halves: each look encodes the conversation
+        while low < high:  # binary search: each step encodes the conversation
             middle = (low + high) // 2
             low, high = (low, middle) if tokens(middle) <= limit else (middle + 1, high)
         return low, tokens(low)
 
     def forget(self, turns: int) -> None:
-        """Forget the oldest ``turns``."""
+        """Forget the oldest ``turns`` turns."""
         self._changed(self._without(turns))
 
     def summarised(self, turns: int, question: str | None) -> int:
-        """Return how many tokens the prompt for ``question`` (None: that in which the last answer goes on) has, with an
-        empty summary in the place of the oldest ``turns``."""
+        """Return the length of the prompt in tokens with an empty summary in place of the oldest ``turns`` turns.
+        question: the next question; None: the last answer continues."""
         return self._tokens(self._with_summary(turns, ""), question)
 
     def summary_prompt(self, turns: int) -> list[int]:
-        """Return all token ids up to the place where a summary of the oldest ``turns`` starts."""
+        """Return all token ids up to the start of a summary of the oldest ``turns`` turns."""
         head = self._head
         return self._encoded(self.messages[: len(head) + 2 * turns], SUMMARISE)
 
     def summarise(
         self, turns: int, question: str | None = None, limit: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Put a summary of the oldest ``turns``, which the model writes, in their place. After an error or interrupt
-        the conversation is as before. Of a summary that was cut its whole sentences are taken. limit: the most tokens
-        that the prompt for ``question``, as of :meth:`excess`, may have then. Raises UsageError where the model writes
-        no summary, or one that is too long for that."""
+        """Replace the oldest ``turns`` turns by a summary that the model writes. After an error or interrupt, the
+        conversation is as before. A summary that was cut off keeps its complete sentences. limit: the maximum number of
+        tokens of the prompt then; ``question`` as in :meth:`excess`. Raises UsageError if the model writes no summary,
+        or one that is too long."""
         result = self._generate(self.summary_prompt(turns), **options)
         if result.stopped == "interrupted":
             self._crop()
@@ -296,13 +299,13 @@ class Conversation:
             raise UsageError("There is no answer yet; ask a question first.")
 
     def _changed(self, messages: Messages) -> None:
-        """Have other ``messages``, and nothing in the cache or in what is saved of those that are gone."""
+        """Replace the messages; remove the others from the cache and from what is saved."""
         self.messages, self.last, self._forgot = list(messages), None, True
         self._crop()
 
     def _crop(self) -> None:
-        """Have in the cache only what the conversation shares with what it has read. What a lossy one keeps depends on
-        all that it has read, so where that was more, it reads again."""
+        """Crop the cache to the tokens that it shares with the conversation. A lossy cache that has read more is reset
+        instead, because its entries depend on all tokens that it has read."""
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
         shared = max((common_prefix(self.ids, ids) for ids in texts), default=0)
@@ -321,7 +324,7 @@ class Conversation:
 
 
 def whole_sentences(text: str) -> str:
-    """Return a text up to the end of its last whole sentence; all of it where it has none."""
+    """Return a text up to the end of its last complete sentence, or all of it if it has none."""
     *_, end = (0, *(one.end() for one in _END.finditer(text)))
     return (text[:end] if end else text).strip()
 
@@ -331,7 +334,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _last(notes: Any, ids: Sequence[int]) -> Last | None:
-    """Return the last answer as a session has it; None where it has none."""
+    """Return the last answer from a session's notes, or None."""
     if not isinstance(notes, dict):
         return None
     ahead, written, stopped = (notes.get(name) for name in ("ahead", "written", "stopped"))

@@ -36,43 +36,46 @@ from kvkeep.stores.readers.round import RoundStatistics
 SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
-"""What of transformers' modes writes one text token by token; drafts do not change it."""
+"""The modes of transformers that generate one text token by token. Drafts do not change it."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill. ``reconstruction_s``: seconds of reading the text a second time to
-    choose the entries that stay. They are part of the prefill, or of decoding if the text exceeded the budget then."""
+    """Seconds and tokens per second of prefill and decoding. The first new token counts as prefill."""
 
     prefill_tokens: int
+    """Prompt tokens that the cache did not hold."""
     prefill_s: float
     decode_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     reconstruction_s: float = 0.0
+    """Seconds of reading the text a second time to choose the resident entries. They are part of the prefill, or of
+    decoding if the text exceeded the budget then."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer with its memory and timing. ``tokens``: new token ids; ``stopped``: "eos", "length", "positions" (the
-    model has no more), "ended" (the caller's condition) or "interrupted"; ``rounds``: those of draft and verify."""
+    """An answer with its memory and timing."""
 
     text: str
     tokens: list[int]
+    """New token ids."""
     prompt_tokens: int
     stopped: str
+    """"eos", "length", "positions" (the model has no more), "ended" (the caller's condition) or "interrupted"."""
     method: str
     exactness: str
     memory: Memory
     timing: Timing
     sequence: list[int] = field(repr=False)
     rounds: RoundStatistics | None = None
+    """Statistics of the rounds of draft and verify."""
 
 
 @dataclass(eq=False)
 class _Caller:
-    """The callbacks of :func:`generate`'s caller. criteria: stopping criteria of the model's generation_config."""
+    """The callbacks of :func:`generate`'s caller."""
 
     prompt: list[int]
     tokenizer: Any
@@ -80,10 +83,12 @@ class _Caller:
     interrupted: Callable[[], bool]
     ended: Callable[[str], bool] | None
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    """Stopping criteria of the model's generation_config."""
     _reported: int = 0
 
     def progress(self, done: int) -> None:
-        """Report ``done`` prompt tokens, each number once. Raises KeyboardInterrupt if interrupted before the last."""
+        """Report ``done`` prompt tokens, each number once. Raises KeyboardInterrupt if interrupted before the last
+        token."""
         if self._reported < done <= len(self.prompt):
             self._reported = done
             if self.on_progress is not None:
@@ -92,7 +97,7 @@ class _Caller:
             raise KeyboardInterrupt
 
     def check(self, tokens: Sequence[int]) -> str:
-        """Return why an answer ends with ``tokens``; an empty string: it continues."""
+        """Return the reason why an answer ends with ``tokens``; an empty string if it continues."""
         ended = self.ended is not None and self.ended(self.text(tokens))
         if self.interrupted():
             return "interrupted"
@@ -101,18 +106,18 @@ class _Caller:
         return "ended" if ended else ""
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text, without special ones."""
+        """Decode tokens without special ones."""
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 class _Follower(StoppingCriteria):
-    """Hands an answer the tokens that transformers' own loop chooses, and ends the loop with the answer."""
+    """Passes the tokens that transformers' loop chooses to an answer, and ends the loop with the answer."""
 
     def __init__(self, answer: Answer, caller: _Caller) -> None:
         self._answer, self._caller = answer, caller
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return, for the one row, whether it stops."""
+        """Return whether the only row stops, (1,)."""
         answer, prompt = self._answer, len(self._caller.prompt)
         self._caller.progress(prompt)
         for token in input_ids[0, prompt + len(answer.tokens) :].tolist():
@@ -122,7 +127,7 @@ class _Follower(StoppingCriteria):
 
 
 def room_after(count: int, positions: int | None) -> int:
-    """Return how many tokens fit after a prompt of ``count`` tokens within ``positions`` (None: no limit). Raises
+    """Return the number of tokens that fit after ``count`` prompt tokens within ``positions`` (None: no limit). Raises
     UsageError if none fits."""
     if positions is None:
         return 2**31
@@ -135,9 +140,9 @@ def room_after(count: int, positions: int | None) -> int:
 
 
 def positions_of(model: Any, cache: Cache) -> int | None:
-    """Return how many tokens the model can read and write with this cache; None: there is no limit."""
+    """Return the number of tokens that the model can read and generate with this cache; None: no limit."""
     if isinstance(cache, KeepCache) and cache.positions is not None:
-        return None  # positions are within the cache
+        return None  # the cache limits its positions
     return ModelGeometry.from_config(model.config).max_positions
 
 
@@ -172,14 +177,14 @@ def generate(
     copies: int | None = None,
     written: int = 0,
 ) -> Generation:
-    """Continue ``prompt`` (all token ids, those already in ``cache`` included) by up to ``max_new_tokens``.
+    """Continue ``prompt`` (all token ids, including those in ``cache``) by up to ``max_new_tokens``.
 
     Args:
         on_text: receives pieces of text as they are decoded.
         on_progress: receives the number of prompt tokens read; all are reported before the first piece of text.
         interrupted: called between chunks and between tokens; True stops.
         ended: called with the new text after each token; True stops.
-        ignore_eos: do not stop at the end-of-sequence token.
+        ignore_eos: continue after the end-of-sequence token.
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
@@ -203,7 +208,7 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
+    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples by itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
         cache,
@@ -238,7 +243,7 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
 
 
 def _check_mode(model: Any, sampled: bool) -> None:
-    """Raise UsageError where the model's own generation_config asks for beams, or for another search."""
+    """Raise UsageError if the model's generation_config asks for beams or another search."""
     config = copy(model.generation_config)
     config.do_sample = sampled
     mode = config.get_generation_mode()
@@ -266,8 +271,8 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
 
 
 def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
-    """Return the sampler for the options of a ``call`` of transformers' ``generate`` and the model's generation_config.
-    Raises UsageError if the cache has read another text, or the prompt is too long for it."""
+    """Return the sampler for a ``call`` of transformers' ``generate`` and the model's generation_config. Raises
+    UsageError if the cache has read another text, or if the prompt is too long for it."""
     stream = call["past_key_values"].stream
     if stream.length:
         check_text(stream, ids, ids.shape[1] - stream.length)
@@ -290,7 +295,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
 
 
 def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
-    """Let a scheduler write the answer."""
+    """Run a scheduler until the answer is complete."""
     scheduler, cache, complete = Scheduler(model, packed=False), answer.cache, False
     scheduled = scheduler.add(answer)
     try:
@@ -306,7 +311,7 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
 
 
 def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
-    """Let transformers' loop write the answer, for transformers' caches and its prompt lookup; return the tokens."""
+    """Run transformers' loop for the answer, with transformers' caches and prompt lookup; return the tokens."""
     cache = answer.cache
     if isinstance(cache, KeepCache):
         cache.stream.on_progress = caller.progress
@@ -321,12 +326,12 @@ def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict
 
 
 def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -> Timing:
-    """Return the timing of an answer to a prompt of which ``fresh`` tokens were read, from ``start`` on."""
+    """Return the timing of an answer. fresh: prompt tokens that were read; start: the time when reading began."""
     prefill, decode = answer.first_at - start, answer.last_at - answer.first_at
     rates = fresh / prefill, (len(answer.tokens) - 1) / decode if decode else 0.0
     return Timing(fresh, prefill, decode, *rates, reconstruction_s)
 
 
 def _reconstruction_s(cache: Cache) -> float:
-    """Return the seconds so far in which a cache's text was read again."""
+    """Return the seconds so far of reading a cache's text again."""
     return cache.meter.reconstruction_s if isinstance(cache, KeepCache) else 0.0

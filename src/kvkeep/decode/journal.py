@@ -1,15 +1,15 @@
 """The journal: an append-only file of checksummed records, with one writer.
 
-A record is a header of 32 bytes (kind, length, BLAKE2b of the payload, CRC-32 of the header) and its payload:
+A record has a header of 32 bytes (kind, length, BLAKE2b of the payload, CRC-32 of the header) and a payload:
 
-* a *page* holds bytes; it counts once a turn that follows it is complete;
-* a *lease* numbers a writer: a turn of a lower number than the last lease is void. It has 16 random bytes, the
-  writer's mark, and one byte more where it says that this writer has ended;
+* a *page* holds bytes; it is valid after the next complete turn;
+* a *lease* numbers a writer: a turn with a lower number than the last lease is void. A lease has 16 random bytes, the
+  writer's mark. One more byte says that the writer has ended;
 * a *turn* is the commit, written after everything before it was flushed to the disk.
 
-A process that is killed leaves a record that is cut short, which is cut off; a record that is whole and wrong is
-damage, and refused. The writer holds a lock that the system frees with its process, and checks its lease before every
-turn, for places where a lock reaches no further than a machine.
+A killed process leaves a truncated record, which is cut off. A complete record with wrong bytes is damage, and is
+refused. The writer holds a lock, which the system releases when the process ends. It also checks its lease before every
+turn, because a lock may not reach beyond one machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvkeep.files import write_whole
 
 try:
     import fcntl
-except ImportError:  # Windows: leases alone keep writers apart
+except ImportError:  # Windows: only leases keep writers apart
     fcntl = None  # type: ignore[assignment]
 
 MAGIC = b"kvkeep4\n"
@@ -40,13 +40,13 @@ _PAGE, LEASE, _TURN = b"page", b"leas", b"turn"
 NUMBER = struct.Struct("<Q")
 MARK = 16
 """Bytes of a writer's mark."""
-_LOCK_TIMEOUT_S = 0.1  # another process may hold the lock for a moment to look whether anyone does
+_LOCK_TIMEOUT_S = 0.1  # another process may hold the lock briefly to check whether the file is in use
 
 Pieces = Iterable[Any]  # objects with bytes
 
 
 def digest_of(pieces: Pieces) -> bytes:
-    """Return 16 bytes that stand for the bytes of ``pieces``, one after the other."""
+    """Return a 16-byte BLAKE2b digest of the concatenated bytes of ``pieces``."""
     digest = blake2b(digest_size=16)
     for piece in pieces:
         digest.update(piece)
@@ -54,9 +54,12 @@ def digest_of(pieces: Pieces) -> bytes:
 
 
 class Journal:
-    """A journal that is read. turns: the payload of every turn; pages: length and digest of each page by its place;
-    end: where the last turn ends; mark: of the last writer; released: it has ended. Raises SessionError for a file that
-    is missing, no journal, or damaged."""
+    """A journal open for reading.
+
+    turns: payloads of all turns; pages: length and digest of each page by its offset; end: the offset after the last
+    turn; mark: the last writer's mark; released: whether that writer has ended. Raises SessionError for a file that is
+    missing, is not a journal, or is damaged.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
@@ -90,11 +93,11 @@ class Journal:
 
     @property
     def closed(self) -> bool:
-        """Whether the file was closed."""
+        """Whether the file is closed."""
         return self._file.closed
 
     def page(self, place: int) -> bytes:
-        """Return the payload of the page at ``place``. Raises SessionError unless it is what was written."""
+        """Return the payload of the page at offset ``place``. Raises SessionError if its digest differs."""
         length, digest = self.pages[place]
         data = self._read(place + HEADER.size, length)
         if digest_of([data]) != digest:
@@ -109,7 +112,7 @@ class Journal:
         return data
 
     def _scan(self) -> None:
-        """Read all records but the payloads of pages."""
+        """Read all records except the payloads of pages."""
         self.turns: list[bytes] = []
         self.pages: dict[int, tuple[int, bytes]] = {}
         self.end = self.lease = 0
@@ -135,7 +138,7 @@ class Journal:
                     self.lease = max(self.lease, number)
                     self.mark = payload[NUMBER.size :][:MARK]
                     self.released = len(payload) > NUMBER.size + MARK
-                elif number == self.lease:  # else of a writer that another one had followed
+                elif number == self.lease:  # else a later writer had followed
                     self.turns.append(payload[NUMBER.size :])
                     self.pages |= pending
                     self.end, pending = place + HEADER.size + length, {}
@@ -143,14 +146,14 @@ class Journal:
         self.released &= place == size
 
     def _header(self, place: int, size: int) -> tuple[bytes, int, bytes] | None:
-        """Return kind, length and digest of the record at ``place``, None where it is cut short."""
+        """Return kind, length and digest of the record at ``place``; None if it is truncated."""
         raw = self._read(place, HEADER.size)
         if len(raw) < HEADER.size:
             return None
         kind, length, digest, check = HEADER.unpack(raw)
         if zlib.crc32(raw[:-4]) != check or kind not in (_PAGE, LEASE, _TURN):
             if not any(raw) and not any(self._read(place, size - place)):
-                return None  # after a power cut: room for a record whose bytes never arrived
+                return None  # after a power failure: space for a record whose bytes were never written
             raise damaged(self.path)
         if kind != _PAGE and length < NUMBER.size:
             raise damaged(self.path)
@@ -158,9 +161,9 @@ class Journal:
 
 
 class Writer(Journal):
-    """The only writer of a journal, which is made where there is none; what follows the last turn is cut off. A file
-    that was never given a turn is gone again when it is closed. Raises SessionError where another one writes, or the
-    file cannot be written."""
+    """The only writer of a journal. It creates a missing file, and cuts off everything after the last turn. A file
+    without any turn is removed on close. Raises SessionError if another program writes, or if the file cannot be
+    written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
@@ -168,7 +171,7 @@ class Writer(Journal):
             self._file = _locked(self.path)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        self._named = True  # the file is at its path
+        self._named = True  # whether the file is at its path
         self._start()
         try:
             self._begin()
@@ -178,7 +181,8 @@ class Writer(Journal):
 
     @classmethod
     def _on(cls, path: Path, file: FileIO, lease: int) -> Self:
-        """Return a writer of an empty open file that is to be at ``path``. lease: the last one there."""
+        """Return a writer of an empty open file that will be moved to ``path``. lease: the last lease of the file
+        there."""
         writer = cls.__new__(cls)
         writer.path, writer._file, writer._named = path, file, False
         writer._scan()
@@ -187,7 +191,7 @@ class Writer(Journal):
         return writer
 
     def _begin(self) -> None:
-        """Append a lease to the last turn."""
+        """Append a lease after the last turn."""
         self._known = {digest: place for place, (_, digest) in self.pages.items()}
         self._fresh: list[int] = []
         self.lease += 1
@@ -218,7 +222,7 @@ class Writer(Journal):
         self._file.close()
 
     def add(self, pieces: list[Any], digest: bytes) -> int:
-        """Return the place of a page with the bytes of ``pieces``, which is appended unless it is there."""
+        """Return the offset of a page with the bytes of ``pieces``; append the page if the file does not have it."""
         if digest not in self._known:
             if not self._fresh:
                 self._check_lease()
@@ -229,7 +233,7 @@ class Writer(Journal):
         return self._known[digest]
 
     def commit(self, payload: bytes) -> None:
-        """Append a turn: ``payload`` and the pages added before it count from here on. Raises SessionError if another
+        """Append a turn, which makes ``payload`` and the pages added before it valid. Raises SessionError if another
         writer has followed."""
         os.fsync(self._file.fileno())
         self._check_lease()
@@ -239,7 +243,7 @@ class Writer(Journal):
         self.end, self._fresh, self._owns = self._place, [], False
 
     def undo(self) -> None:
-        """Take back what was added since the last turn."""
+        """Remove everything added after the last turn."""
         for place in self._fresh:
             del self._known[self.pages.pop(place)[1]]
         self._fresh, self._place = [], self.end
@@ -249,11 +253,11 @@ class Writer(Journal):
         self._owns = False
 
     def rewrite(self, fill: Callable[[Self], None]) -> None:
-        """Replace the file by one that ``fill`` writes and commits to, as a whole or not at all."""
+        """Replace the file, as one transaction, by one that ``fill`` writes and commits."""
         made: list[Self] = []
 
         def write(file: IO[bytes]) -> None:
-            for earlier in made:  # this may be called twice
+            for earlier in made:  # write may run twice
                 earlier._file.close()
             copy = FileIO(os.dup(file.fileno()), "r+")
             lock(copy)
@@ -270,10 +274,10 @@ class Writer(Journal):
         self._file.close()
         self.__dict__ = made[0].__dict__
         self._named = True
-        sync_name(self.path)  # before a turn goes to the new file
+        sync_name(self.path)  # before a turn is written to the new file
 
     def _record(self, kind: bytes, pieces: list[Any], digest: bytes | None = None) -> int:
-        """Write a record and return the length of its payload."""
+        """Write a record; return the length of its payload."""
         length = sum(memoryview(piece).nbytes for piece in pieces)
         fields = (kind, length, digest or digest_of(pieces))
         head = HEADER.pack(*fields, 0)[:-4]
@@ -289,7 +293,8 @@ class Writer(Journal):
         self._place = self._file.tell()
 
     def _check_lease(self) -> None:
-        """Raise SessionError unless the file is at its path, with this writer's lease and nothing behind its own."""
+        """Raise SessionError unless the file is at its path, has this writer's lease, and ends with this writer's
+        records."""
         if not self._named:
             return
         length = os.fstat(self._file.fileno()).st_size
@@ -318,7 +323,8 @@ def open_for_writing(path: Path) -> bool:
 
 
 def _locked(path: Path) -> FileIO:
-    """Open ``path``, which is made where it is not, and lock it. Raises OSError, and SessionError where another has."""
+    """Open ``path``, create it if missing, and lock it. Raises OSError; SessionBusy if another program holds the
+    lock."""
     until = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+")
@@ -338,22 +344,22 @@ def _locked(path: Path) -> FileIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # it was replaced or removed meanwhile
+        file.close()  # another process replaced or removed it
 
 
 def lock(file: FileIO, *, shared: bool = False) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError where another one has."""
+    """Lock an open file until it is closed. Raises BlockingIOError if another program holds the lock."""
     if fcntl is not None:
         try:
             fcntl.flock(file.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
-        except OSError:  # a file system without locks: leases alone keep writers apart
+        except OSError:  # a file system without locks: only leases keep writers apart
             return
 
 
 def sync_name(path: Path) -> None:
-    """Flush a file's name to the disk, where folders can be flushed."""
+    """Flush a file's name to the disk, if the system can flush folders."""
     with suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -371,12 +377,12 @@ def is_at(file: FileIO, path: Path) -> bool:
 
 
 def damaged(path: Path) -> SessionDamaged:
-    """Return the error for a file that is not as it was written."""
+    """Return the error for a file whose bytes differ from those written."""
     return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
 
 
 def _foreign(path: Path, start: bytes, more: bytes) -> SessionError:
-    if start[:6] == MAGIC[:6] or b'"kvkeep":' in more:  # formats before this one were safetensors
+    if start[:6] == MAGIC[:6] or b'"kvkeep":' in more:  # earlier formats were safetensors
         return SessionError(f"The session '{path}' was saved by another version of kvkeep; start a new one.")
     return SessionError(f"'{path}' is not a session of kvkeep; name another file.")
 

@@ -14,8 +14,8 @@ Messages = list[dict[str, str]]
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``; raises UsageError if there is none to read, EmptyText
-    if the file is empty."""
+    """Return the text of a file, or of standard input for ``-``. Raises UsageError if there is no readable text,
+    EmptyText if the file is empty."""
     try:
         data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -33,15 +33,15 @@ def read_text(path: str) -> str:
 
 
 def standard_input() -> IO[bytes]:
-    """Return standard input as bytes; raises UsageError where it is closed."""
+    """Return standard input as bytes. Raises UsageError if it is closed."""
     if sys.stdin is None or sys.stdin.closed:
         raise UsageError("Standard input is closed, so there is nothing to read from it; redirect it from a file.")
     return sys.stdin.buffer
 
 
 def check_text(text: str, name: str) -> str:
-    """Return ``text``, called ``name`` in the error. Raises UsageError where it has bytes that are not UTF-8, as the
-    command line and the environment hand them on (PEP 383)."""
+    """Return ``text``; ``name`` is its name in the error. Raises UsageError for bytes that are not UTF-8, which the
+    command line and the environment pass as surrogates (PEP 383)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,7 +50,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
-    """Return the first ``limit`` tokens of ``text`` as text, and how many tokens the whole has."""
+    """Return the first ``limit`` tokens of ``text`` as text, and the number of tokens of the whole text."""
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
     count = len(encoded.input_ids)
     return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)
@@ -59,9 +59,9 @@ def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
     """Return the token ids of a conversation up to the next answer.
 
-    Models with a chat template get it; base models (and ``raw``) get the contents as plain text. Special tokens that a
-    message spells out are text within a template, and end no turn. Raises UsageError for text that is not UTF-8, and
-    where the model's template does not take the conversation.
+    A model with a chat template gets the filled template. A base model (and ``raw``) gets the contents as plain text.
+    If a message within a template contains the name of a special token, the name is encoded as text and ends no turn.
+    Raises UsageError for text that is not UTF-8, and if the model's template rejects the conversation.
     """
     for message in messages:
         check_text(message["content"], "the prompt")
@@ -72,7 +72,7 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
         if spelt:
             return _as_text(tokenizer, messages, spelt)
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template is code of the model and raises anything
+    except Exception as error:  # a template is code from the model and may raise anything
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         system = any(message["role"] == "system" for message in messages)
         remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
@@ -81,12 +81,12 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
 
 
 def written_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of an answer's text, to continue it; special tokens that it spells out are text."""
+    """Return the token ids of an answer's text, to continue it. Names of special tokens in it are encoded as text."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
 
 def _spelt(tokenizer: Any, messages: Messages) -> list[str]:
-    """Return the special tokens that messages spell out, each once."""
+    """Return the names of special tokens that occur in messages, each once."""
     pattern = _special(tokenizer)
     if pattern is None:
         return []
@@ -95,14 +95,15 @@ def _spelt(tokenizer: Any, messages: Messages) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _special(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return what finds a tokenizer's special tokens in a text, None if it has none."""
+    """Return a pattern of the names of a tokenizer's special tokens; None if it has none."""
     names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
-    """Return the token ids of a conversation whose messages spell special tokens out. While the template is filled in,
-    a character of private use that no message has stands for each; what lies between them is encoded as ever."""
+    """Return the token ids of a conversation whose messages contain names of special tokens. The template is filled
+    with a placeholder for each name: a private-use character that occurs in no message. The text between placeholders
+    is encoded as usual."""
     joined = "".join(message["content"] for message in messages)
     free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in joined)
     marks = dict(zip(spelt, free, strict=False))
@@ -119,8 +120,8 @@ def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
 
 
 def question(text: str | None, prompt: str | None) -> Messages:
-    """Return the user's message about ``text``, if any. Raises UsageError where there is neither, or a prompt that is
-    not UTF-8."""
+    """Return the user's message with ``text`` (if any) and ``prompt``. Raises UsageError if both are empty, or if the
+    prompt is not UTF-8."""
     check_text(prompt or "", "the prompt")
     parts = [part for part in (text, prompt) if part and part.strip()]
     if not parts:

@@ -1,8 +1,8 @@
-"""Sessions: a cache saved to a file and continued without reading its tokens again.
+"""Sessions: a cache is saved to a file, and continued later without reading its tokens again.
 
-The file (:mod:`~kvkeep.decode.session_file`) holds the resident entries of every layer, the checkpoint's rows, ids and
-positions, and beside them the method, the budget, the lengths and the fingerprints of model and tokenizer. A save
-appends what changed since the one before.
+The file (:mod:`~kvkeep.decode.session_file`) holds the resident entries of every layer, and the checkpoint's rows, ids
+and positions. It also holds the method, the budget, the lengths, and the fingerprints of model and tokenizer. A save
+appends the changes after the previous save.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ _PAST: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Session:
-    """A cache and what has to be saved with it."""
+    """A cache, and the data saved with it."""
 
     cache: KeepCache
     ids: list[list[int]]
-    """Of the tokens that the cache holds, by row."""
+    """Ids of the tokens in the cache, by row."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """JSON of the program."""
+    """JSON data of the program."""
     tokenizer: str | None = None
-    """The fingerprint of the tokenizer that made the ids, if one did."""
+    """The fingerprint of the tokenizer that made the ids; None if there was none."""
 
 
 Where = str | os.PathLike[str] | SessionFile
-"""A path, or a session that is open for writing."""
+"""A path, or a session open for writing."""
 
 
 def save_session(where: Where, session: Session, *, anew: bool = False) -> None:
-    """Save ``session``, as a whole or not at all: what changed since the save before is appended. A link is followed;
-    the file keeps its mode. anew: the file has nothing then of what was saved before and is not any more.
+    """Save ``session`` as one transaction: append the changes after the previous save. A link is followed; the file
+    keeps its mode. anew: rewrite the file without data of earlier saves.
 
     Raises SessionError if the cache cannot be saved, another program has the session open, or the file cannot be
-    written; the turns saved before then remain.
+    written. Earlier turns then remain saved.
     """
     about, parts = _described(session)
     with nullcontext(where) if isinstance(where, SessionFile) else SessionFile(where, writing=True) as file:
@@ -80,7 +80,7 @@ def save_session(where: Where, session: Session, *, anew: bool = False) -> None:
 
 
 def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Rows]]:
-    """Return what is saved of a session: plain types, and tensors by name."""
+    """Return the saved data of a session: plain types, and tensors by name."""
     cache = session.cache
     check_savable(cache)
     if any(len(row) != cache.get_seq_length() for row in session.ids):
@@ -114,9 +114,8 @@ def check_savable(cache: Cache) -> None:
 
 
 def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
-    """Return the session that was saved, ready to be continued with ``model``. tokenizer: the fingerprint of the one
-    that the ids have to be of; None: of any. cache: an empty one of its kind (:func:`request_of`), which is filled;
-    None: one is made.
+    """Return the saved session, ready to continue with ``model``. tokenizer: the required fingerprint of the ids'
+    tokenizer; None: any. cache: an empty cache of the right kind (:func:`request_of`) to fill; None: a new one is made.
 
     Everything in the file is checked before it is used. Raises SessionError for a file that is not a session, is
     damaged (SessionDamaged), or was saved with another model or tokenizer.
@@ -128,8 +127,8 @@ def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: 
 
 
 def request_of(file: SessionFile, model: Any, tokenizer: str | None = None) -> Request:
-    """Return what a cache has to be for what was saved to be continued with ``model``, which is read and not run, and
-    no tensor of the file is. Raises as :func:`load_session`."""
+    """Return the cache request that a saved session needs to continue with ``model``. The model is not run, and no
+    tensor of the file is read. Raises as :func:`load_session`."""
     with naming(file):
         return _request(file, model, tokenizer)
 
@@ -141,14 +140,14 @@ def _loaded(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepCac
 
 @contextmanager
 def naming(file: SessionFile) -> Iterator[None]:
-    """Say of which session an error is."""
+    """Name the session in errors raised within the block."""
     if file.about is None:
         raise empty(file.path)
     try:
         yield
     except SessionError as error:
         raise type(error)(f"The session '{file.path}' cannot be continued: {error}") from error.__cause__
-    except KvkeepError as error:  # a method or folder that this machine does not have
+    except KvkeepError as error:  # this machine lacks a method or a folder
         raise SessionError(f"The session '{file.path}' cannot be continued here: {error}") from error
 
 

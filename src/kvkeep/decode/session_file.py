@@ -1,9 +1,9 @@
-"""The file of a session: its tensors by name as pages of a :class:`~kvkeep.decode.journal.Journal`.
+"""The file of a session: tensors by name, as pages of a :class:`~kvkeep.decode.journal.Journal`.
 
-A tensor is a row of spans along the axis on which it may grow; each span is a page. A save compares the spans that the
-file has with the tensor, keeps those that are the same, and appends the rest. So a tensor that grew takes its new rows,
-one that was cropped is written from there on, and one that changed as a whole is written anew. When more of the file is
-dead than alive, it is written anew.
+A tensor is a sequence of spans along the axis on which it may grow; each span is a page. A save compares the spans in
+the file with the tensor, keeps the equal ones, and appends the rest. So a tensor that grew adds its new rows, a cropped
+one is written from the first change, and one that changed completely is rewritten. The file is rewritten when it has
+more dead bytes than live ones.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvkeep.errors import SessionError
 from kvkeep.memory.rows import Rows
 
 NAME_OF_IDS = "session.ids"
-"""The tensor of the tokens' ids."""
+"""The name of the tensor of token ids."""
 PAGE_BYTES = 1 << 17
-"""Bytes of a full page, one row at least."""
+"""Bytes of a full page; a page has at least one row."""
 SLACK_BYTES = 1 << 16
 """Dead bytes that are always allowed."""
 
@@ -49,14 +49,14 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A tensor in a file: its shape and dtype."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, part: Tensor | Rows) -> TensorForm:
-        """Return the form of a tensor, or of all rows of a store, which has some."""
+        """Return the form of a tensor, or of all rows of a store with at least one row."""
         if isinstance(part, Tensor):
             return cls(tuple(part.shape), part.dtype)
         _, row = next(part.read(part.first, part.first + 1))
@@ -64,12 +64,12 @@ class TensorForm:
 
     @property
     def axis(self) -> int:
-        """Where such a tensor grows, if it does: entries are before their width."""
+        """The axis along which such a tensor may grow: entries come before their width."""
         return len(self.shape) - (2 if len(self.shape) > 2 else 1)
 
     @property
     def rows(self) -> int:
-        """Its length along that axis; 1 for a single number."""
+        """The length along that axis; 1 for a scalar."""
         return self.shape[self.axis] if self.shape else 1
 
     @property
@@ -87,7 +87,7 @@ class TensorForm:
 
 
 class PageSpan(NamedTuple):
-    """Rows of a tensor: ``rows`` of the page at ``place``, behind its first ``skip``."""
+    """A span of a tensor: ``rows`` rows of the page at offset ``place``, after its first ``skip`` rows."""
 
     rows: int
     place: int
@@ -101,11 +101,13 @@ class _StoredTensor:
 
 
 class SessionFile:
-    """A session on disk. about: the JSON beside the tensors, None before the first turn; stored: shapes and dtypes by
-    name; turns: how often it was saved; created, saved: seconds since 1970.
+    """A session on disk.
 
-    writing: open it for writing, which one program at a time can; shared: programs of several machines use the file.
-    Raises SessionError, also where another program writes.
+    about: the JSON data beside the tensors, None before the first turn; stored: shapes and dtypes by name; turns: the
+    number of saves; created, saved: seconds since 1970.
+
+    writing: open for writing, which only one program can do at a time; shared: programs on several machines use the
+    file. Raises SessionError, also if another program writes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, writing: bool = False, shared: bool = False) -> None:
@@ -126,22 +128,22 @@ class SessionFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; another program may write to it."""
+        """Close the file, so that another program may write to it."""
         self._journal.close()
 
     def follows(self, other: SessionFile) -> bool:
-        """Return whether nobody has written to a shared session since ``other``, which is closed, did."""
+        """Return whether ``other``, now closed, was the last writer of this shared session."""
         journal = self._journal
         return isinstance(journal, SharedWriter) and journal.before == other._journal.mark
 
     @property
     def mark(self) -> str:
-        """What its last writer is known by, as no other one is."""
+        """The unique mark of the last writer."""
         return self._journal.mark.hex()
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the file is closed."""
         return self._journal.closed
 
     def remove(self) -> None:
@@ -153,7 +155,7 @@ class SessionFile:
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path of the file."""
         return str(self._journal.path)
 
     @property
@@ -162,7 +164,7 @@ class SessionFile:
         return {name: stored.form for name, stored in self._table.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor. Raises SessionError where its bytes are not what was written."""
+        """Read one tensor. Raises SessionError if its bytes differ from those written."""
         stored = self._table[name]
         form, start = stored.form, 0
         tensor = torch.empty(form.shape, dtype=form.dtype)
@@ -173,7 +175,7 @@ class SessionFile:
         return tensor
 
     def _fold(self) -> None:
-        """Apply all turns, one after the other."""
+        """Apply all turns in order."""
         self.about: Any = None
         self.turns, self.created, self.saved = 0, time.time(), time.time()
         self._notes: Any = {}
@@ -197,7 +199,7 @@ class SessionFile:
         return _StoredTensor(TensorForm(tuple(shape), dtype), [*before, *(PageSpan(*map(int, span)) for span in spans)])
 
     def _check(self, stored: _StoredTensor) -> None:
-        """Raise ValueError unless the spans are as long as the tensor, so that no more is allocated than was stored."""
+        """Raise ValueError unless the spans have the tensor's length, so that no more is allocated than was stored."""
         form = stored.form
         if any(type(size) is not int or size < 0 for size in form.shape):
             raise ValueError("a shape")
@@ -218,10 +220,10 @@ class SessionFile:
     def save(
         self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any], added: int = 0, *, anew: bool = False
     ) -> None:
-        """Append what ``parts`` (copied to the host a page at a time) and ``about`` (plain types) have that the file
-        has not. added: slots since the save before, by which windows moved. After an error the file is what it was.
-        anew: write the file anew, without what it had before. Raises SessionError."""
-        writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # not what goes on being changed
+        """Append the changes of ``parts`` (copied to the host one page at a time) and ``about`` (plain types). added:
+        slots since the previous save, by which windows moved. After an error, the file is unchanged. anew: rewrite the
+        file without its earlier data. Raises SessionError."""
+        writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # the caller may change its notes
         assert isinstance(writer, Writer)
         try:
             try:
@@ -243,8 +245,7 @@ class SessionFile:
                     raise unwritable(writer.path, error) from error
 
     def copy(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to a file of its own, which must not be there. Raises SessionError, also where a page is
-        damaged."""
+        """Copy the session to a new file. Raises SessionError if the file exists, or if a page is damaged."""
         if self.about is None:
             raise empty(self.path)
         with SessionFile(path, writing=True) as twin:
@@ -297,7 +298,7 @@ class SessionFile:
         return json.dumps(turn | {"notes": notes, "about": rest}, separators=(",", ":")).encode()
 
     def _wasteful(self) -> bool:
-        """Return whether more of the file is dead than alive, or it is in many more pages than it needs."""
+        """Return whether the file has more dead bytes than live ones, or many more pages than it needs."""
         journal, places = self._journal, {span.place for stored in self._table.values() for span in stored.spans}
         living = sum(HEADER.size + journal.pages[place][0] for place in places) + len(journal.turns[-1])
         needed = sum(-(-stored.form.rows // stored.form.page_rows) for stored in self._table.values())
@@ -329,7 +330,7 @@ def empty(path: str) -> SessionError:
 
 
 def _kept(part: Tensor | Rows, form: TensorForm, before: _StoredTensor, writer: Writer, added: int) -> list[PageSpan]:
-    """Return the spans of ``before`` that ``part`` begins with: the first ones, or those of a window that moved on."""
+    """Return the spans that ``part`` shares with ``before``: the first ones, or those of a window that moved."""
     if (before.form.dtype, before.form.row_bytes) != (form.dtype, form.row_bytes) or not form.shape:
         return []
     moved = added + before.form.rows - form.rows
@@ -352,7 +353,7 @@ def _kept(part: Tensor | Rows, form: TensorForm, before: _StoredTensor, writer: 
 
 
 def _same(part: Tensor | Rows, form: TensorForm, start: int, span: PageSpan, writer: Writer) -> bool:
-    """Return whether the rows of ``part`` from ``start`` on are those of ``span``."""
+    """Return whether the rows of ``part`` from ``start`` equal those of ``span``."""
     length, digest = writer.pages[span.place]
     current = digest_of([_bytes(part, form, start, span.rows)])
     if length == span.rows * form.row_bytes:
@@ -371,7 +372,7 @@ def _rows(journal: Journal, form: TensorForm, span: PageSpan) -> Tensor:
 
 
 def _bytes(part: Tensor | Rows, form: TensorForm, start: int, rows: int) -> Any:
-    """Return the bytes of some rows, copied only if they are not contiguous on the host."""
+    """Return the bytes of some rows. They are copied only if they are not contiguous on the host."""
     if isinstance(part, Tensor):
         found = part.detach().narrow(form.axis, start, rows) if form.shape else part.detach()
     else:
@@ -381,7 +382,8 @@ def _bytes(part: Tensor | Rows, form: TensorForm, start: int, rows: int) -> Any:
 
 
 def _beyond(notes: Any, before: Any) -> dict[str, Any]:
-    """Return what :func:`_with` needs to make ``notes`` of ``before``: of lists, what follows the part they share."""
+    """Return the changes with which :func:`_with` makes ``notes`` from ``before``. A list has the items after the
+    shared part."""
     changes: dict[str, Any] = {}
     for name, value in notes.items():
         old = before.get(name)

@@ -1,7 +1,8 @@
 """Checks of a session's tensors against the cache that restores them.
 
-:func:`check_tensors` runs before tensors are read: names, shapes and dtypes of entries, checkpoint rows, ids and
-positions. :func:`check_restored` runs after: each part holds what the file has, and all indices are in range.
+:func:`check_tensors` runs before tensors are read. It checks names, shapes and dtypes of entries, checkpoint rows, ids
+and positions. :func:`check_restored` runs afterwards. It checks that each part holds the tensors of the file, and that
+all indices are in range.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _ENTRIES = re.compile(r"layer\.\d+\.(resident\.(\d+\.)?)?(keys|values)|checkpoin
 
 
 def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
-    """Raise ShapeError unless ``shares`` are entries of each full layer's lanes, no more on average than ``cache``
-    has."""
+    """Raise ShapeError unless ``shares`` has entries for each full layer's lanes, on average at most those of
+    ``cache``."""
     layers = cache.geometry.full_layers
     if not cache.reading or len(shares) != len(layers):
         raise ShapeError("it has shares of the budget, and such a cache has none")
@@ -51,7 +52,7 @@ def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
 
 
 def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
-    """Raise ShapeError unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
+    """Raise ShapeError unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens in
     ``past["rows"]`` rows."""
     length, rows = past["length"], past["rows"]
     if length and not rows:
@@ -81,7 +82,7 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict
 
 
 def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:
-    """Check entries of a layer; other tensors are checked by the part that restores them."""
+    """Check entries of a layer. The part that restores another tensor checks it."""
     layer, state = cache.geometry.layers[number], cache.holdings[number]
     if isinstance(state, Layer):
         if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
@@ -116,7 +117,7 @@ def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Tensor
 
 
 def _check_first(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[str, Any]) -> None:
-    """Check the first rows of a checkpoint: equal within a layer; residuals end at the last token."""
+    """Check the first rows of a checkpoint: they are equal within a layer, and residuals end at the last token."""
     names = {name for name, _ in cache.checkpoint_rows()}
     names |= {name.removeprefix("checkpoint.") for name in stored if name == "checkpoint.residual.0"}
     if set(past["first"]) != names:
@@ -136,7 +137,7 @@ def _check_first(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[
 
 
 def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) -> None:
-    """Raise ShapeError unless ``cache`` holds what the file has and all its indices are in range."""
+    """Raise ShapeError unless ``cache`` holds the tensors of the file and all its indices are in range."""
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
         raise ShapeError(f"its layers are not of {length} tokens")
@@ -167,7 +168,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
 
 
 def _check_dtype(cache: KeepCache, tensors: Mapping[str, TensorForm]) -> None:
-    """Raise ShapeError unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
+    """Raise ShapeError unless all entries have one dtype: the model's, or a 16-bit one if it ran under autocast."""
     model_dtype = next(cache.model.parameters()).dtype
     found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}
     if len(found) > 1 or any(

@@ -1,4 +1,4 @@
-"""A folder of sessions by name, within a quota of bytes and an age."""
+"""A folder of named sessions, limited by a quota of bytes and an age."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.models.folders import data_folder
 SUFFIX = ".session"
 DAY_S = 86400.0
 UNSAVED = "its first turn was never saved"
-"""The problem of a session whose program ended before."""
+"""The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 _NAME = re.compile(rf"({_PART}/)?{_PART}")
 
@@ -31,41 +31,41 @@ class SessionInfo:
 
     name: str
     path: str
-    """Of its file."""
+    """The path of the session's file."""
     bytes: int
-    """Of its file."""
+    """Bytes of the session's file."""
     used: float
-    """When it was last saved or opened for writing, in seconds since 1970."""
+    """The time of the last save or opening for writing, in seconds since 1970."""
     held: bool
     """Whether a program has it open for writing."""
     problem: str | None = None
-    """Why it cannot be read; the fields below then have their defaults."""
+    """The reason why it cannot be read; the fields below then have their defaults."""
     created: float | None = None
-    """Seconds since 1970."""
+    """The time of creation, in seconds since 1970."""
     turns: int = 0
-    """How often it was saved."""
+    """The number of saves."""
     tokens: int = 0
-    """In the cache."""
+    """Tokens in the cache."""
     family: str | None = None
-    """Of the model."""
+    """The model's family."""
     method: str | None = None
     budget: str | None = None
     mark: str = ""
-    """Of the file's last writer."""
+    """The mark of the file's last writer."""
 
 
 def sessions_folder(named: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of sessions that was named, or this user's."""
+    """Return the named folder of sessions, or this user's default."""
     return data_folder() / "sessions" if named is None else Path(named)
 
 
 class SessionStore:
-    """Sessions by name in ``folder``, which is made with the first of them.
+    """Sessions by name in ``folder``, which is created with the first session.
 
-    A name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. quota: bytes of all sessions
-    together; age: seconds since a session was used; None: no limit. Both are kept by :meth:`evict`. shared: programs of
-    several machines have the folder, whose locks need not reach from one to the other.
-    Raises SessionError, and UsageError for a name that cannot be one.
+    A name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. quota: the maximum bytes of
+    all sessions; age: the maximum seconds since a session was used; None: no limit. :meth:`evict` enforces both.
+    shared: programs on several machines use the folder; its locks need not reach from one machine to another. Raises
+    SessionError, and UsageError for an invalid name.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SessionStore:
         self.folder, self.quota, self.age, self.shared = Path(folder), quota, age, shared
 
     def path(self, name: str) -> Path:
-        """Return where the session of this name is, or would be."""
+        """Return the path of the session of this name, whether or not it exists."""
         if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
             raise UsageError(
                 f"'{name}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' and "
@@ -89,7 +89,7 @@ class SessionStore:
         return self.folder / f"{name}{SUFFIX}"
 
     def check_folder(self) -> None:
-        """Raise UsageError where no session can be made in the folder, which need not be there yet."""
+        """Raise UsageError if no session can be created in the folder. The folder need not exist yet."""
         folder = self.folder.absolute()
         there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -99,15 +99,15 @@ class SessionStore:
             SharedWriter.check_folder(folder)
 
     def open(self, name: str) -> SessionFile:
-        """Return the session, which is made where there is none, open for writing: nobody else can write to it."""
+        """Return the session open for writing; create it if missing. Other programs cannot write to it meanwhile."""
         return SessionFile(self._place(name), writing=True, shared=self.shared)
 
     def read(self, name: str) -> SessionFile:
-        """Return the session as it was last saved, open for reading, whoever writes to it."""
+        """Return the session as last saved, open for reading; another program may be writing to it."""
         return SessionFile(self._file(self._existing(name)))
 
     def sessions(self, owner: str | None = None) -> list[SessionInfo]:
-        """Return all sessions, or those of one owner, last used first."""
+        """Return all sessions, or those of one owner; the last used first."""
         found = []
         for path in self._paths(owner):
             with suppress(FileNotFoundError):  # another program removed it
@@ -115,30 +115,30 @@ class SessionStore:
         return sorted(found, key=lambda info: (-info.used, info.name))
 
     def info(self, name: str) -> SessionInfo:
-        """Return what is known about one session."""
+        """Return the facts about one session."""
         return self._info(self._existing(name))
 
     def remove(self, name: str) -> None:
-        """Remove a session that nobody has open for writing, also one that cannot be read."""
+        """Remove a session, even one that cannot be read. Raises SessionBusy if a program has it open for writing."""
         if not self._removed(self._existing(name)):
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> list[str]:
-        """Remove sessions older than the age, and then the least recently used ones until all are within the quota;
-        never one that is open for writing. Return their names."""
+        """Remove sessions older than the age, then the least recently used ones until the rest is within the quota.
+        Sessions open for writing remain. Return the names of the removed sessions."""
         known, now, gone = self._by_use(), time.time(), list[str]()
         total = sum(size for _, size, _ in known)
         for used, size, path in known:
             old = self.age is not None and now - used > self.age
             if old or (self.quota is not None and total > self.quota):
-                with suppress(SessionError):  # one that cannot be removed keeps no other one
+                with suppress(SessionError):  # if one cannot be removed, continue with the others
                     if self._removed(path):
                         total -= size
                         gone.append(self._name(path))
         return gone
 
     def over_quota(self) -> list[str]:
-        """Return the names of the least recently used sessions, open or not, without which the others are within the
+        """Return the names of the least recently used sessions, open or not, whose removal brings the rest within the
         quota."""
         known, gone = self._by_use(), list[str]()
         total = sum(size for _, size, _ in known)
@@ -150,16 +150,16 @@ class SessionStore:
         return gone
 
     def _by_use(self) -> list[tuple[float, int, Path]]:
-        """Return when each session was used, its bytes and its path, the least recently used first."""
+        """Return time of use, bytes and path of each session, the least recently used first."""
         known: list[tuple[float, int, Path]] = []
         for path in self._paths():
-            with suppress(OSError):  # another program was first
+            with suppress(OSError):  # another program removed it
                 facts = self._file(path).stat()
                 known.append((facts.st_mtime, facts.st_size, path))
         return sorted(known)
 
     def set_aside(self, name: str) -> str:
-        """Rename a session that cannot be read, so that a new one can have its name; return its own."""
+        """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
         path, (owner, slash, word) = self._existing(name), name.rpartition("/")
         for number in itertools.count(1):
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
@@ -172,12 +172,12 @@ class SessionStore:
         raise AssertionError
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Copy a session, as it was last saved, to a file of its own, every page checked."""
+        """Copy a session, as last saved, to a new file. Every page is checked."""
         with self.read(name) as file:
             file.copy(path)
 
     def add(self, path: str | os.PathLike[str], name: str) -> None:
-        """Copy a file with a session into the store, every page checked."""
+        """Copy a session file into the store. Every page is checked."""
         with SessionFile(path) as file:
             file.copy(self._place(name))
 
@@ -188,7 +188,7 @@ class SessionStore:
         return path
 
     def _place(self, name: str) -> Path:
-        """Return the path of a session, in a folder that is there."""
+        """Return the path of a session; create its folder if missing."""
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -197,14 +197,14 @@ class SessionStore:
         return path
 
     def _file(self, path: Path) -> Path:
-        """Return where the file of a session is: at ``path``, or where a writer has left it that was killed while it
-        took it (or is about to put it back)."""
+        """Return the current path of a session's file: ``path``, or the taken file of a writer that was killed (or is
+        about to put it back)."""
         if not self.shared or path.is_file():
             return path
         return next(iter(left_of(path)), path)
 
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
-        """Yield the place of each session, once."""
+        """Yield the path of each session, once."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
         found = [path for pattern in patterns for path in self.folder.glob(pattern)]
         if self.shared:
@@ -223,7 +223,7 @@ class SessionStore:
         return info_of(self._file(path), self._name(path))
 
     def _removed(self, path: Path) -> bool:
-        """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
+        """Remove a file unless it is open for writing; return whether it was removed. Raises SessionError."""
         if open_for_writing(self._file(path)):
             return False
         try:
@@ -235,7 +235,7 @@ class SessionStore:
             except SessionError:
                 if open_for_writing(path):
                     return False
-                path.unlink(missing_ok=True)  # damaged, or no session
+                path.unlink(missing_ok=True)  # damaged, or not a session
         except OSError as error:
             raise SessionUnwritable(
                 f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
@@ -249,7 +249,7 @@ class SessionStore:
 
 
 def info_of(path: Path, name: str) -> SessionInfo:
-    """Return what is known about the session in a file. Raises OSError where there is none."""
+    """Return the facts about the session in a file. Raises OSError if the file is missing."""
     facts = path.stat()
     common = (name, str(path), facts.st_size, facts.st_mtime, open_for_writing(path))
     try:

@@ -1,16 +1,16 @@
-"""A journal in a folder that several machines share, each of which may lose its lock while it pauses.
+"""A journal in a folder that several machines share. Each machine may lose its lock while it pauses.
 
-A lock keeps writers apart, as it does on one machine. Over a network it can be lost: a server gives up the lock of a
-machine that it has not heard of, which goes on later, after a pause of any length, wherever it was. What stops that one
-is that a name can be renamed once. A writer *takes* the file by moving it to ``.taken/``, beside, under a name of its
-own, reads what was committed, appends its lease, and links the file to its place, which fails where there is one.
-Unless the writer before it has said that it ended, that one may still write to the file that it has open; then a copy
-of what was committed gets the name. A writer looks after every turn whether its file is still at its place. As a file
-is taken before it is read, either the turn is in what was read, or its writer finds the file gone, and is refused.
-Nothing depends on a clock.
+A lock keeps writers apart, as on one machine. Over a network a lock can be lost: a server releases the lock of a
+machine that does not respond. That machine may resume later, after a pause of any length, at any point of its program.
+It is stopped because a name can be renamed only once. A writer *takes* the file in these steps: it moves the file to
+``.taken/`` beside it, under a unique name; it reads the committed turns; it appends its lease; and it links the file to
+its place, which fails if a file is there. If the previous writer has not recorded its end, it may still write to its
+open file. Then a copy of the committed turns gets the name instead. After every turn, a writer checks that its file is
+still at its place. The file is taken before it is read, so there are two cases: the reader saw the turn, or the turn's
+writer finds its file gone and is refused. The protocol uses no clock.
 
-A writer that ends between the two leaves a file in ``.taken/``, which the next one takes in its turn. Several
-that take a session in the same moment need the lock; a folder without locks is refused.
+A writer that ends between taking and linking leaves a file in ``.taken/``, which the next writer takes. Writers that
+take a session at the same moment need the lock, so a folder without locks is refused.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ except ImportError:  # Windows
 
 _TRIES, _EACH_S = 20, 0.005
 TAKEN = ".taken"
-"""The folder of files that were taken, beside the sessions; empty but for moments, so that looking into it is cheap."""
+"""The folder of taken files, beside the sessions. It is empty except for moments, so listing it is cheap."""
 _SCANS = 2
-"""A name that is changed while a folder is listed may be missing in the list."""
+"""The number of listings: a listing may miss a name that changes during it."""
 _COPY_BYTES = 1 << 20
 
 
 class SharedWriter(Writer):
-    """The writer of a journal in a shared folder. before: the mark of the writer before it. Raises SessionError as
+    """The writer of a journal in a shared folder. before: the previous writer's mark. Raises SessionError as
     :class:`~kvkeep.decode.journal.Writer` does, and SessionBusy for a turn if another writer has followed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._named, self.before = Path(os.path.realpath(path)), False, b""
         try:
             for _ in range(_TRIES):
-                with suppress(FileNotFoundError, FileExistsError, BlockingIOError):  # another one was first
+                with suppress(FileNotFoundError, FileExistsError, BlockingIOError):  # another writer was first
                     self._open()
                     return
                 time.sleep(_EACH_S)
@@ -61,11 +61,11 @@ class SharedWriter(Writer):
 
     @staticmethod
     def check_folder(folder: Path) -> None:
-        """Raise UsageError for a folder in which no file can be locked, or linked from one folder to another."""
+        """Raise UsageError for a folder where files cannot be locked, or linked from one folder to another."""
         name = folder / TAKEN / f".links-{secrets.token_hex(8)}"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            name.parent.mkdir(exist_ok=True, mode=0o700)  # it stays: others may be checking, too
+            name.parent.mkdir(exist_ok=True, mode=0o700)  # never removed: other programs may be checking, too
             name.touch()
             try:
                 if fcntl is not None:
@@ -82,7 +82,7 @@ class SharedWriter(Writer):
             ) from error
 
     def _open(self) -> None:
-        """Take the file, or make it. Raises OSError where another one is at it."""
+        """Take the file, or create it. Raises OSError if another writer is taking it."""
         left = [self.path] if self.path.exists() else left_of(self.path)
         place = left[0] if left else self._name()
         self._file = FileIO(str(place), "r+" if left else "x+")
@@ -97,18 +97,18 @@ class SharedWriter(Writer):
             raise
 
     def _name(self) -> Path:
-        """Return a name for a file that is to be linked to its place; nobody else has it."""
+        """Return a unique name for a file that will be linked to its place."""
         name = temporary_name(self.path)
         name.unlink(missing_ok=True)
         return name
 
     def _taken(self, place: Path) -> Path:
-        """Move the file at ``place`` to a name of one's own, and return that. Raises FileNotFoundError if it is not the
-        one that is open."""
+        """Move the file at ``place`` to a unique name in ``.taken/``; return that name. Raises FileNotFoundError if it
+        is not the open file."""
         taken = self.path.parent / TAKEN / f"{self.path.name}.{secrets.token_hex(8)}"
         try:
             os.rename(place, taken)
-        except FileNotFoundError:  # the one, or the folder
+        except FileNotFoundError:  # the file or the folder
             taken.parent.mkdir(exist_ok=True, mode=0o700)
             os.rename(place, taken)
         if not is_at(self._file, taken):
@@ -117,8 +117,8 @@ class SharedWriter(Writer):
         return taken
 
     def _put(self, file: Path, taken: Path) -> None:
-        """Link ``file`` to its place, and forget the name ``own``. Raises FileExistsError where there is one; the name
-        then stays where that one is not of a later lease."""
+        """Link ``file`` to its place, and remove the name ``taken``. Raises FileExistsError if a file is at the place;
+        then ``taken`` remains if its lease is later."""
         try:
             os.link(file, self.path)
         except FileExistsError:
@@ -128,14 +128,14 @@ class SharedWriter(Writer):
         taken.unlink(missing_ok=True)
 
     def _placed(self) -> None:
-        """Check that no other file is of a later lease, now that this one is in its place: one that was on its way.
-        Raises FileExistsError."""
+        """Check that no other taken file has this lease or a later one, after this file was put in its place. Raises
+        FileExistsError."""
         self._named = True
         for name in left_of(self.path):
             if _lease_of(name) >= self.lease:
                 self._taken(self.path).unlink()
                 raise FileExistsError
-            name.unlink(missing_ok=True)  # of a writer that ended between its link and this
+            name.unlink(missing_ok=True)  # left by a writer that ended between link and removal
         sync_name(self.path)
 
     def _make(self, name: Path) -> None:
@@ -151,7 +151,7 @@ class SharedWriter(Writer):
         taken = file = self._taken(place)
         try:
             try:
-                self._start()  # what was committed before it was taken
+                self._start()  # the turns committed before the file was taken
                 self.before = self.mark
                 if not self.released:
                     file = self._copy()
@@ -166,7 +166,7 @@ class SharedWriter(Writer):
         self._placed()
 
     def _copy(self) -> Path:
-        """Go on with a copy of what was committed, and return its name."""
+        """Switch to a copy of the committed turns; return its name."""
         name = self._name()
         copy = FileIO(str(name), "x+")
         try:
@@ -184,12 +184,12 @@ class SharedWriter(Writer):
         return name
 
     def commit(self, payload: bytes) -> None:
-        """Append a turn. Raises SessionBusy if another writer has followed, however long this one has paused."""
+        """Append a turn. Raises SessionBusy if another writer has followed, even after a long pause of this one."""
         super().commit(payload)
         self._check_lease()
 
     def rewrite(self, fill: Callable[[Self], None]) -> None:
-        """Replace the file by one that ``fill`` writes and commits to, as a whole or not at all."""
+        """Replace the file, as one transaction, by one that ``fill`` writes and commits."""
         self._check_lease()
         name = self._name()
         fresh = FileIO(str(name), "x+")
@@ -212,7 +212,7 @@ class SharedWriter(Writer):
         sync_name(self.path)
 
     def close(self) -> None:
-        """Release the session: say that this writer has ended, or remove what was never given a turn."""
+        """Release the session: record that this writer has ended, or remove a file without any turn."""
         if self._file.closed:
             return
         with suppress(OSError, SessionError):
@@ -225,26 +225,26 @@ class SharedWriter(Writer):
         self._file.close()
 
     def remove(self) -> None:
-        """Remove the file, and release it. Raises OSError if it is another writer's."""
+        """Remove the file, and release it. Raises OSError if another writer has taken it."""
         self._unlink()
         self._file.close()
 
     def _unlink(self) -> None:
-        """Remove the file. Raises FileNotFoundError if it is another writer's."""
+        """Remove the file. Raises FileNotFoundError if another writer has taken it."""
         self._taken(self.path).unlink()
-        for name in left_of(self.path):  # of those that ended in the middle: it would come back
+        for name in left_of(self.path):  # left by writers that ended early: it would reappear
             name.unlink(missing_ok=True)
 
 
 def left_of(path: Path) -> list[Path]:
-    """Return files of a session that were taken, and not put in their place yet, or never; that with the last lease
+    """Return the taken files of a session that are not in their place, now or ever; the one with the last lease
     first."""
     found = {name for _ in range(_SCANS) for place, name in left_in(path.parent) if place == path}
     return sorted(found, key=_lease_of, reverse=True)
 
 
 def left_in(folder: Path) -> list[tuple[Path, Path]]:
-    """Return the place of each file of ``folder`` that was taken, and where it is."""
+    """Return place and current path of each taken file of ``folder``."""
     try:
         names = os.listdir(folder / TAKEN)
     except (FileNotFoundError, NotADirectoryError):
@@ -253,13 +253,13 @@ def left_in(folder: Path) -> list[tuple[Path, Path]]:
 
 
 def forget_taken(folder: Path) -> None:
-    """Remove the folder of files that were taken, if it is empty; whoever takes one makes it."""
+    """Remove the folder of taken files if it is empty. A writer that takes a file creates it again."""
     with suppress(OSError):
         (folder / TAKEN).rmdir()
 
 
 def _lease_of(path: Path) -> int:
-    """Return the number of a file's last lease; 0 for one that is gone or damaged."""
+    """Return the number of a file's last lease; 0 if the file is missing or damaged."""
     try:
         with Journal(path) as file:
             return file.lease

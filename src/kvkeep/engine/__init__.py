@@ -1,1 +1,1 @@
-"""One answer as it is written, the pass that reads for one session or many, and the rounds that verify drafts."""
+"""The engine: one answer, the forward pass for one or several sessions, and the rounds that verify drafts."""

@@ -1,4 +1,4 @@
-"""One answer while it is written: what the model reads for it, and the tokens and text that result."""
+"""One answer while it is generated: the tokens that the model reads for it, and the resulting tokens and text."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler, Sampling
 
 Reads = Generator[Read, Tensor, None]
-"""Yields what the model is to read, and receives the logits (keep, vocabulary) of the last tokens."""
+"""Yields the tokens that the model reads next, and receives the logits (keep, vocabulary) of the last of them."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What to generate."""
+    """A request for one answer."""
 
     prompt: Sequence[int]
     """All token ids before the answer."""
     max_tokens: int
     sampling: Sampling | Sampler = field(default_factory=Sampling)
-    """How tokens are chosen: settings, or the sampler made from them."""
+    """Sampling settings, or the sampler made from them."""
     stops: Sequence[str] = ()
     """Strings that end the answer and are not part of it."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens are reported with each token; None: no log-probabilities."""
+    """The number of likeliest tokens reported with each token; None: no log-probabilities."""
     written: int = 0
-    """How many of the prompt's last tokens belong to the answer, which continues; their text is not reported."""
+    """The number of the prompt's last tokens that belong to the answer, which continues. Their text is not reported."""
     copies: bool = True
-    """Drafts may be copied from the text (for methods that draft)."""
+    """Whether drafts may be copied from the text (for methods that draft)."""
 
 
 @dataclass(frozen=True)
@@ -46,32 +46,32 @@ class TokenLogprob:
 
     token: int
     text: str
-    """Its part of the answer's text. If several tokens form one character, the last token has it. Text that a stop
-    string cuts off belongs to no token."""
+    """The token's part of the answer's text. If several tokens form one character, the last token has it. Text that a
+    stop string cuts off belongs to no token."""
     logprob: float
     top: tuple[tuple[int, str, float], ...]
-    """The likeliest tokens: id, own text, log-probability."""
+    """The likeliest tokens: id, text, log-probability."""
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Some text of an answer, and the log-probabilities of the tokens since the last piece."""
+    """A piece of an answer's text, and the log-probabilities of the tokens since the last piece."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def end_ids(model: Any) -> list[int]:
-    """Return the ids that end a text of a model."""
+    """Return the model's end-of-sequence ids."""
     stated = getattr(model.generation_config, "eos_token_id", None)
     return [] if stated is None else torch.as_tensor(stated).flatten().tolist()
 
 
 class Answer:
-    """The answer to ``ask``, written into ``cache``, which holds the first tokens of the prompt already.
+    """Generates the answer to ``ask`` in ``cache``, which already holds the first tokens of the prompt.
 
-    ends: ids that end a text. listener: called with each piece of text; None: no text is made. check: called with all
-    tokens after each new one; returns the reason to end, or an empty string.
+    ends: end-of-sequence ids. listener: called with each piece of text; None: no text is decoded. check: called with
+    all tokens after each new one; returns the reason to end, or an empty string.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Answer:
         self.ask, self.cache, self.ends, self.listener, self.check = ask, cache, frozenset(ends), listener, check
         self._tokenizer = tokenizer
         self.known = cache.get_seq_length()
-        """Tokens of the prompt that the cache already held."""
+        """The number of prompt tokens that the cache already held."""
         self.tokens: list[int] = []
-        """Ids of the answer, including one that ends the text."""
+        """Ids of the answer, including an end-of-sequence token."""
         self.text = ""
         self.reason = ""
-        """Why the answer ended: "eos", "stop", "length", or what ``check`` returned; empty until then."""
+        """The reason why the answer ended: "eos", "stop", "length", or the result of ``check``; empty until then."""
         self.first_at = self.last_at = 0.0
-        """When the first and the last token were chosen, by ``time.perf_counter()``."""
+        """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
         self._pieces = Pieces(tokenizer, ask.prompt[len(ask.prompt) - ask.written :] if listener else ())
         self._stops = Stops(ask.stops)
         self._pending: list[TokenLogprob] = []  # tokens whose text is not fully reported
-        self._shown = 0  # characters of their text that are reported
+        self._shown = 0  # reported characters of their text
 
     def reads(self) -> Reads:
-        """Read the tokens of the prompt that the cache does not hold, then write until the answer ends."""
+        """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
         logits = yield Read(self.cache, prompt[self.known :])
         if isinstance(sampler, Sampling):
@@ -118,7 +118,7 @@ class Answer:
             logits = yield Read(self.cache, self.tokens[-1:])
 
     def _rounds(self, prompt: Tensor, logits: Tensor, sampler: Sampler) -> Reads:
-        """Write in rounds of draft and verify."""
+        """Generate in rounds of draft and verify."""
         self.cache.compress()
         limit = prompt.shape[1] + self.ask.max_tokens
         rounds = Rounds(self.cache, prompt, sampler, self._taken, limit, copies=self.ask.copies)
@@ -134,7 +134,7 @@ class Answer:
             self.cache.stream.abandon()
 
     def _taken(self, row: int, token: int, logits: Tensor) -> bool:
-        """Take a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""
+        """Add a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""
         self.take(token, logits[row])
         return bool(self.reason)
 
@@ -163,7 +163,8 @@ class Answer:
         self._report(self._stops.add(text))
 
     def _logprob(self, token: int, text: str, logits: Tensor, top: int) -> TokenLogprob:
-        """Return the log-probabilities of a token that was chosen by ``logits`` (vocabulary,)."""
+        """Return the log-probability of a token chosen by ``logits`` (vocabulary,), with those of the ``top`` likeliest
+        tokens."""
         logs = logits.float().log_softmax(-1)
         best = logs.topk(top)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -180,13 +181,13 @@ class Answer:
                 self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + rest)
             self._report(self._stops.add(rest))
             self._report("" if self._stops.met else self._stops.rest())
-        if self._stops.met:  # only the first pending token can have begun before the stop string
+        if self._stops.met:  # only the first pending token can begin before the stop string
             self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
         if self._pending:
             self.listener(TextPiece("", tuple(self._pending)))
 
     def _report(self, text: str) -> None:
-        """Report some text, with the tokens whose text is complete by then."""
+        """Report some text, and the tokens whose text is now complete."""
         if not text or self.listener is None:
             return
         self.text += text

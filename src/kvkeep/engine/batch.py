@@ -1,8 +1,8 @@
-"""One forward pass for many sessions: their new tokens packed into one row, attention by each session's own cache.
+"""One forward pass for several sessions: their new tokens are packed into one row; each cache does its attention.
 
-Weights are read once for all of them. Everything but attention treats tokens one by one, and attention goes by sessions
-(:mod:`kvkeep.hooks`). Where products do not depend on the number of rows, as with the native library in bfloat16,
-logits are those of each session alone to the last bit.
+The pass reads the weights once for all sessions. Attention runs per session (:mod:`kvkeep.hooks`); every other
+operation treats tokens independently. Where matrix products do not depend on the number of rows, as with the native
+library in bfloat16, the logits equal those of a separate pass to the last bit.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 
 CHUNK = 512
-"""Tokens of a prompt that one pass reads, if the method allows any number."""
+"""The number of prompt tokens that one pass reads, if the method allows any number."""
 SHORT_CHUNK = 128
-"""Tokens of a prompt that one pass reads while other sessions write and wait for the pass. A smaller number would make
-each token of the prompt more expensive."""
+"""The number of prompt tokens that one pass reads while other sessions generate and wait for it. A smaller number would
+make each prompt token more expensive."""
 
 
 @dataclass(eq=False)
 class Read:
-    """Tokens that the model reads next for one session, after those that its cache holds."""
+    """Tokens that the model reads next for one session. They follow the tokens in its cache."""
 
     cache: KeepCache
     ids: Sequence[int]
     keep: int = 1
     """The number of last tokens whose logits are returned."""
     cut: bool = False
-    """More of the same text follows."""
+    """Whether more of the same text follows."""
     first: int | None = None
     """The position of the first token; None: the cache's next position."""
 
 
 class Batch(Cache):
-    """One cache for a row of tokens: it passes each read's tokens to the cache of that read."""
+    """One cache for a row of tokens. It passes the tokens of each read to that read's cache."""
 
     def __init__(self, reads: Sequence[Read]) -> None:
         super().__init__(layers=[])
@@ -56,38 +56,40 @@ class Batch(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """By layer, as masks are chosen by it."""
+        """Whether each layer has a sliding window; transformers chooses masks by it."""
         return [layer.kind == "sliding" for layer in self.geometry.layers]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: every token of the row has a position of its own."""
+        """Return 0: every token of the row has its position."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the length of the row and offset 0. No mask is used."""
+        """Return the row's length and offset 0. No mask is used."""
         return query_length, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Give each session its keys and values, (1, kv_heads, row, dim) of all."""
+        """Pass each session its part of the keys and values, each (1, kv_heads, row, dim)."""
         self.hooks.update(layer_idx, key_states, value_states)
         return key_states, value_states
 
 
 def can_pack(cache: KeepCache) -> bool:
-    """Return whether a cache can share a pass with others. A cache that runs the model itself cannot, nor can one whose
-    layers hold a state other than keys and values."""
+    """Return whether a cache can share a pass with others. A cache that runs the model itself cannot. A cache whose
+    layers hold a state other than keys and values cannot either."""
     again = cache.checkpoint is not None and cache.checkpoint.replays
     return not (again or cache.stream.pass_hooks) and not cache.geometry.other_layers
 
 
 @torch.no_grad()
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
-    """Run the model once over all ``reads``, and return the logits (keep, vocabulary) of each read's last tokens. For a
-    read that fails, return its exception; its cache is then as before. If the model itself runs out of memory or raises
-    another RuntimeError, every read fails. All other errors of the model are raised, and so is torch.AcceleratorError,
-    because a device is lost."""
+    """Run the model once over all ``reads``; return the logits (keep, vocabulary) of each read's last tokens.
+
+    A failed read returns its exception, and its cache is as before. If the model itself runs out of memory or raises
+    another RuntimeError, every read fails. Other errors of the model are raised; torch.AcceleratorError is always
+    raised, because the device is lost.
+    """
     bind(model)
     batch = Batch(reads)
     ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
@@ -108,9 +110,9 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 
 
 def _shared_error(error: Exception, sessions: int) -> KvkeepError:
-    """Return the error for each of the ``sessions`` whose common pass ended with ``error``."""
+    """Return the error for each of the ``sessions`` whose shared pass failed with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
-    why = "there was not enough memory" if short else type(error).__name__  # its words may be those of a prompt
+    why = "there was not enough memory" if short else type(error).__name__  # the message may contain text of a prompt
     shared = KvkeepError(
         f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry."
     )
@@ -120,8 +122,8 @@ def _shared_error(error: Exception, sessions: int) -> KvkeepError:
 
 @torch.no_grad()
 def forward_one(model: Any, read: Read) -> Tensor | Exception:
-    """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of any failure.
-    Raises torch.AcceleratorError only."""
+    """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
+    Raises only torch.AcceleratorError."""
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
     first = cache.get_seq_length() if read.first is None else read.first
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
@@ -142,15 +144,15 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
 
 
 def chunk_size(cache: KeepCache) -> int:
-    """Return how many tokens of a prompt one pass reads into a cache."""
+    """Return the number of prompt tokens that one pass reads into a cache."""
     chunk: int = cache.stream.chunk
     free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
     return CHUNK if free else chunk
 
 
 def short_chunk_size(cache: KeepCache) -> int:
-    """Return how many tokens of a prompt one pass reads while other sessions write. The chunk is shortened only if the
-    answer does not depend on how the text is cut, and no pass rebuilds evicted entries."""
+    """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
+    normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
     stored = cache.checkpoint
     cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)

@@ -1,11 +1,11 @@
-"""Prompt lookup: drafts copied from behind an earlier occurrence of the last tokens (Saxena, 2023)."""
+"""Prompt lookup: drafts are copied from the text after an earlier occurrence of the last tokens (Saxena, 2023)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 GRAM = 3
-"""Tokens that must match."""
+"""The number of tokens that must match."""
 
 
 class Lookup:
@@ -13,8 +13,8 @@ class Lookup:
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # trigram: index behind its last occurrence
-        self._source: int | None = None  # index behind the previous occurrence of the last trigram
+        self._after: dict[tuple[int, ...], int] = {}  # trigram: index after its last occurrence
+        self._source: int | None = None  # index after the previous occurrence of the last trigram
         for token in tokens:
             self.add(token)
 
@@ -26,7 +26,8 @@ class Lookup:
         self._after[gram] = len(self._tokens)
 
     def run(self, length: int) -> list[int]:
-        """Return the ``length`` tokens after the previous occurrence, or none. A copy that reaches the end repeats."""
+        """Return the ``length`` tokens after the previous occurrence, or an empty list. A copy that reaches the end
+        repeats."""
         if self._source is None:
             return []
         period = len(self._tokens) - self._source

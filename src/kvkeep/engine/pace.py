@@ -1,14 +1,14 @@
-"""The number of drafts, from measured times of rounds and the acceptance rate."""
+"""Chooses the number of drafts from the measured times of rounds and the acceptance rate."""
 
 from __future__ import annotations
 
 FORGET = 0.9
-"""Weight of earlier rounds at each new one."""
+"""The weight of earlier rounds when a new one is recorded."""
 
 
 class Acceptance:
-    """The acceptance rate of a draft whose predecessors were accepted, recent rounds weighted most. ``right`` and
-    ``wrong``: initial counts."""
+    """The acceptance rate of a draft whose predecessors were accepted. Recent rounds weigh most. ``right``, ``wrong``:
+    initial counts."""
 
     def __init__(self, right: float, wrong: float) -> None:
         self.right, self.wrong = right, wrong
@@ -19,13 +19,13 @@ class Acceptance:
         self.wrong = FORGET * self.wrong + (accepted < drafted)
 
     def tokens(self, drafted: int) -> float:
-        """Return the expected tokens of a round: the sum of a^i for i = 0..``drafted``."""
+        """Return the expected number of tokens of a round: the sum of a^i for i = 0..``drafted``."""
         chance = min(self.right / (self.right + self.wrong), 0.995)
         return (1 - chance ** (drafted + 1)) / (1 - chance)
 
 
 class Pace:
-    """Chooses the number of drafts with the most tokens a second."""
+    """Chooses the number of drafts that gives the most tokens per second."""
 
     def __init__(self) -> None:
         self.drafts, self.copies = Acceptance(8, 1), Acceptance(4, 1)
@@ -40,13 +40,13 @@ class Pace:
         self._pass = verifying_s if self._pass is None else FORGET * self._pass + (1 - FORGET) * verifying_s
 
     def length(self, longest: int) -> int:
-        """Return how many tokens to draft, ``longest`` at most."""
+        """Return the number of tokens to draft, at most ``longest``."""
         if self._step is None or self._pass is None:
             return min(8, longest)
         return max(range(1, longest + 1), key=self._rate, default=0)
 
     def prefers_copies(self, copied: int, drafted: int) -> bool:
-        """Return whether verifying ``copied`` tokens found in the text gives more tokens a second than drafting."""
+        """Return whether verifying ``copied`` tokens from the text gives more tokens per second than drafting."""
         if self._step is None or self._pass is None:
             return False
         return self.copies.tokens(copied) / self._pass > self._rate(drafted)

@@ -1,23 +1,23 @@
-"""Tokens to text, piece by piece, and the strings that end an answer."""
+"""Decodes tokens to text piece by piece, and finds the strings that end an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 LONGEST_PART = 8
-"""Tokens after which half a character is shown as it is: no character has more than four bytes."""
+"""The number of tokens after which an incomplete character is shown: a character has at most four bytes."""
 
 
 class Pieces:
-    """The text of an answer as its tokens arrive. A character of several tokens is returned with the last of them.
+    """The text of an answer, decoded as its tokens arrive. The last token of a character returns the character.
     written: tokens of the answer whose text was returned earlier."""
 
     def __init__(self, tokenizer: Any, written: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._line = [*written]  # ids of the line: only this is decoded again
-        self._given = len(self._text().rstrip(_INCOMPLETE)) if written else 0  # characters of it that were given
+        self._line = [*written]  # ids of the current line; only this line is decoded again
+        self._given = len(self._text().rstrip(_INCOMPLETE)) if written else 0  # characters of the line already returned
 
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens, and return the text that they complete."""
@@ -31,7 +31,7 @@ class Pieces:
         return fresh
 
     def rest(self) -> str:
-        """Return the remaining text, complete or not."""
+        """Return the remaining text, even if its last character is incomplete."""
         fresh, self._line, self._given = self._text()[self._given :], [], 0
         return fresh
 
@@ -40,8 +40,8 @@ class Pieces:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return each token's part of the text. Where several tokens make one character, the last of them has it."""
-    texts, start, given = [], 0, 0  # ids from start are decoded together, and those before ``given`` have their texts
+    """Return each token's part of the text. If several tokens form one character, the last token has it."""
+    texts, start, given = [], 0, 0  # ids from start are decoded together; those before ``given`` have their texts
 
     def text(stop: int) -> str:
         return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -53,20 +53,20 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             texts.append("")
             continue
         texts.append(so_far[len(known) :])
-        # The token before stays in view: some tokenizers drop the space at the start of what they decode.
+        # Keep the previous token in the context: some tokenizers drop the space at the start of a text.
         start, given = given, stop
     return texts
 
 
 class Stops:
-    """Text up to the first stop string. Text arrives in parts; an end that could begin a stop string is held back."""
+    """Text up to the first stop string. Text arrives in parts; an end that could begin a stop string is withheld."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._waiting = [one for one in strings if one], ""
         self.met = False
 
     def add(self, text: str) -> str:
-        """Return the text that precedes every stop string; set ``met`` when one of them is found."""
+        """Return the text before the first stop string; set ``met`` if there is one."""
         text = self._waiting + text
         starts = [start for one in self._strings if (start := text.find(one)) >= 0]
         if starts:
@@ -77,11 +77,11 @@ class Stops:
         return text[: len(text) - withheld]
 
     def rest(self) -> str:
-        """Return the text that was held back; no stop string followed."""
+        """Return the withheld text, after which no stop string followed."""
         text, self._waiting = self._waiting, ""
         return text
 
 
 def _begun(text: str, string: str) -> int:
-    """Return how many characters of ``string`` the end of ``text`` begins with, fewer than all."""
+    """Return the length of the longest proper prefix of ``string`` that ``text`` ends with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

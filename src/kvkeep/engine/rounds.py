@@ -1,15 +1,15 @@
-"""Draft and verify: the output of the unbounded cache, token for token, mostly at the speed of a bounded one.
+"""Draft and verify: the exact output of the unbounded cache, mostly at the speed of a bounded one.
 
-A round: the bounded cache drafts a run of tokens; one exact pass reads the last token and the whole run, so evicted
-entries are recalled once for all of them. Drafts that equal the choice of the exact pass are accepted, and its choice
-replaces the first that differs. It is speculative decoding (Leviathan et al., arXiv:2211.17192) in which a model is its
-own draft, as in TriForce (arXiv:2404.11912), MagicDec (arXiv:2408.11049) and QuantSpec
-(arXiv:2502.10424); here for any model, any drafting method and any checkpoint.
+In a round, the bounded cache drafts a run of tokens. One exact pass then reads the last token and the whole run, so
+evicted entries are recalled once for all of them. A draft is accepted if it equals the choice of the exact pass. That
+choice replaces the first draft that differs. This is speculative decoding (Leviathan et al., arXiv:2211.17192) in which
+a model drafts for itself, as in TriForce (arXiv:2404.11912), MagicDec (arXiv:2408.11049) and QuantSpec
+(arXiv:2502.10424). Here it works with any model, any drafting method and any checkpoint.
 
-Sampling: a sample is argmax(p / noise) with exponential noise, which is how ``torch.multinomial`` draws one. Draft and
-exact pass use the same noise at the same position. So the output is argmax(p / noise) of the exact p: a sample of
-exactly its distribution, whatever the draft was (Daliri et al., arXiv:2408.07978), and with the same seed it is the
-token of transformers' own sampling.
+Sampling: a sample is argmax(p / noise) with exponential noise, as in ``torch.multinomial``. The draft and the exact
+pass use the same noise at the same position. So the output is argmax(p / noise) of the exact p. Whatever the draft was,
+it is a sample of exactly that distribution (Daliri et al., arXiv:2408.07978). With the same seed it is the token of
+transformers' sampling.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from kvkeep.stores.readers.round import RoundStatistics
 
 
 class RoundInput(NamedTuple):
-    """What the model reads next for a round; the fields are arguments of the model."""
+    """The model's next input in a round. The fields are arguments of the model."""
 
     input_ids: Tensor
     """(rows, n)"""
     attention_mask: Tensor | None
-    """Over past and new tokens, (rows, slots); None without padding."""
+    """Mask of past and new tokens, (rows, slots); None without padding."""
     position_ids: Tensor
     """(rows, n)"""
 
 
 RoundInputs = Generator[RoundInput, Tensor, None]
-"""Yields what the model reads next, and receives its logits (rows, n, vocabulary)."""
+"""Yields the model's next input, and receives its logits (rows, n, vocabulary)."""
 
 
 def next_input(rounds: RoundInputs, logits: Tensor) -> RoundInput | None:
-    """Send logits to ``rounds``, and return the next input; None after the last round."""
+    """Send ``logits`` to ``rounds``; return the next input, or None after the last round."""
     try:
         return rounds.send(logits)
     except StopIteration:
@@ -52,10 +52,10 @@ def next_input(rounds: RoundInputs, logits: Tensor) -> RoundInput | None:
 
 
 class Rounds:
-    """The rounds of one answer, after its prompt was read into ``cache``. The caller runs the model.
+    """The rounds of one answer. ``cache`` has read the prompt; the caller runs the model.
 
     prompts: (rows, tokens). add: called for each new token with its row, the token and the logits (rows, vocabulary)
-    that it was chosen by; returns whether it is the row's last. limit: the most tokens of a row; None: no limit.
+    that chose it; returns whether it is the row's last. limit: the maximum number of tokens of a row; None: no limit.
     copies: drafts may be copied from the text.
     """
 
@@ -75,14 +75,14 @@ class Rounds:
         self.rows, self.prompt = prompts.shape
         self.longest = min(cache.round.tail, self.stream.chunk) - 1
         spare = 2 * self.longest + 2
-        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, spare)], 1)  # grows; drafts follow the length
+        self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, spare)], 1)  # grows; drafts follow the tokens
         self.lengths = [self.prompt] * self.rows
         self.finished = [False] * self.rows
         self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
         self.pace, self.done = Pace(), RoundStatistics()
         self.cache_round, cache.round.statistics = cache.round, self.done
-        self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by number of the new token
-        self.mask: Tensor | None = None  # (rows, slots), where some are padding
+        self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by index of the new token
+        self.mask: Tensor | None = None  # (rows, slots); None without padding
         self.positions = torch.zeros(self.rows, dtype=torch.long)
 
     def start(self, logits: Tensor, mask: Tensor | None) -> None:
@@ -133,7 +133,7 @@ class Rounds:
         self._learn(drafts, copied, copies, right, kept, active, drafted - begin, end - drafted)
 
     def _max_drafts(self) -> int:
-        """Return the most drafts: one less than the tokens that every row has room for."""
+        """Return the maximum number of drafts; each row needs space for one more token."""
         shortest = min(length for length, done in zip(self.lengths, self.finished, strict=True) if not done)
         longest = self.longest
         if self.limit is not None:
@@ -143,7 +143,7 @@ class Rounds:
         return max(0, longest)
 
     def _draft(self, count: int) -> Generator[RoundInput, Tensor, Tensor]:
-        """Draft ``count`` tokens of each row from the resident entries."""
+        """Draft ``count`` tokens for each row from the resident entries."""
         rows = torch.arange(self.rows)
         last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
         drafts = last[:, :0]
@@ -155,7 +155,7 @@ class Rounds:
         return drafts
 
     def _copied_drafts(self) -> Tensor | None:
-        """Return drafts copied from the text, (rows, longest), if every unfinished row has some."""
+        """Return drafts copied from the text, (rows, longest); None unless every unfinished row has some."""
         if not self.lookups or not self.longest:
             return None
         runs = [
@@ -165,12 +165,12 @@ class Rounds:
         return torch.tensor(runs, device=self.tokens.device) if all(runs) else None
 
     def _note_drafts(self, drafts: Tensor) -> None:
-        """Write drafts behind the tokens, for the logits processors."""
+        """Write drafts after each row's tokens, for the logits processors."""
         for row, length in enumerate(self.lengths):
             self.tokens[row, length : length + drafts.shape[1]] = drafts[row]
 
     def _input(self, ids: Tensor, before: int) -> RoundInput:
-        """Return the input for ``ids`` (rows, n), which come ``before`` drafts after the tokens."""
+        """Return the input for ``ids`` (rows, n), which follow the tokens and ``before`` drafts."""
         positions = self.positions[:, None] + torch.arange(before, before + ids.shape[1], device=ids.device)
         mask = self.mask
         if mask is not None:
@@ -218,7 +218,7 @@ class Rounds:
         drafting_s: float,
         verifying_s: float,
     ) -> None:
-        """Record seconds and acceptance of the round; copies are judged also where they were not used."""
+        """Record the round's times and acceptance. Copies are also judged in rounds that did not use them."""
         count, done = drafts.shape[1], self.done
         mean = sum(n for n, live in zip(right, active, strict=True) if live) // sum(active)
         self.pace.record(0 if copies else count, drafting_s, verifying_s)
@@ -242,8 +242,10 @@ class Rounds:
     # -- choosing tokens ----------------------------------------------------------------------------
 
     def _choose(self, logits: Tensor, drafts: int, ahead: int = 0) -> Tensor:
-        """Return the token that follows at each of the last ``drafts`` + 1 positions, (rows, positions), from logits
-        (rows, positions, vocabulary); ``ahead``: drafts before the first of them."""
+        """Return the next token at each of the last ``drafts`` + 1 positions, (rows, positions).
+
+        logits: (rows, positions, vocabulary). ahead: the number of drafts before the first position.
+        """
         if not self.sampler.processors and not self.sampler.sampled:
             return logits.argmax(-1)
         columns = []
@@ -265,14 +267,15 @@ class Rounds:
         return scores
 
     def _noise(self, like: Tensor, ahead: int) -> Tensor:
-        """Return the noise of each row's token ``ahead`` of the next; drawn once for each, in order."""
+        """Return the noise of each row's token that comes ``ahead`` tokens after the next. Noise is drawn once per
+        token, in order."""
         numbers = [length - self.prompt + ahead for length in self.lengths]
         oldest = min(number for number, done in zip(numbers, self.finished, strict=True) if not done) - ahead
         for number in [number for number in self.noise if number < oldest]:
             del self.noise[number]
         for number in range(max(self.noise, default=oldest - 1) + 1, max(numbers) + 1):
             self.noise[number] = self.sampler.noise(like)
-        rows = [self.noise.get(number, like)[row] for row, number in enumerate(numbers)]  # finished rows: anything
+        rows = [self.noise.get(number, like)[row] for row, number in enumerate(numbers)]  # finished rows: any value
         return torch.stack(rows)
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of one answer are chosen: by its own settings and noise, independent of other answers."""
+"""Chooses the tokens of one answer by its settings and noise, independent of other answers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from transformers.generation import (
 from kvkeep.errors import KvkeepError, UsageError
 
 SMALLEST = 1e-30
-"""The temperature below which logits divided by it may be more than float32 holds."""
+"""The smallest temperature for TemperatureLogitsWarper; below it, logits / temperature may overflow float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings as OpenAI and transformers have them. temperature: 0 is greedy. top_k: 0 is all. seed: None draws one,
-    so the answer cannot be repeated. presence, frequency: what is taken off the logits of tokens already written, once
-    and for each time."""
+    """Sampling settings, as in OpenAI's API and transformers."""
 
     temperature: float = 0.0
+    """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
+    """0 is all tokens."""
     min_p: float = 0.0
     repetition: float = 1.0
     presence: float = 0.0
+    """Subtracted once from the logit of each token already generated."""
     frequency: float = 0.0
+    """Subtracted from a token's logit for each of its occurrences in the answer."""
     seed: int | None = None
+    """None: a random seed, so the answer cannot be repeated."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -54,11 +57,11 @@ class Sampling:
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn, not the likeliest taken."""
+        """Whether tokens are sampled; otherwise the likeliest token is chosen."""
         return self.temperature > 0
 
     def sampler(self, prompt: int, device: torch.device) -> Sampler:
-        """Return what chooses an answer's tokens; ``prompt``: the tokens before the answer."""
+        """Return the sampler of an answer. prompt: the number of tokens before the answer."""
         noise = None
         if self.sampled:
             seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -66,7 +69,7 @@ class Sampling:
         return Sampler(self._processors(prompt), self.sampled, noise)
 
     def _processors(self, prompt: int) -> LogitsProcessorList:
-        """Return what turns logits into scores, in transformers' order."""
+        """Return the logits processors, in transformers' order."""
         found: list[LogitsProcessor] = []
         if self.repetition != 1.0:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
@@ -87,23 +90,23 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Chooses the tokens of an answer: the likeliest one, or argmax(p / noise) with exponential noise, as
-    ``torch.multinomial`` draws a sample."""
+    """Chooses the tokens of an answer: the likeliest, or argmax(p / noise) with exponential noise, as in
+    ``torch.multinomial``."""
 
     processors: LogitsProcessorList
-    """Turn logits into scores."""
+    """Convert logits to scores."""
     sampled: bool = False
-    """Tokens are drawn; else the likeliest is taken."""
+    """Whether tokens are sampled; otherwise the likeliest token is chosen."""
     generator: torch.Generator | None = None
-    """Of the noise; None: torch's own."""
+    """Generates the noise; None: torch's default generator."""
 
     def noise(self, like: Tensor) -> Tensor:
-        """Return new noise, of the shape of probabilities."""
+        """Return new noise, with the shape of the probabilities."""
         return torch.empty_like(like).exponential_(1, generator=self.generator)
 
     def next(self, ids: Tensor, logits: Tensor) -> int:
-        """Return the token that follows ``ids`` (1, tokens), by ``logits`` (1, vocabulary). Raises KvkeepError if
-        nothing can be drawn, because the model computed NaN."""
+        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises KvkeepError if the
+        model computed NaN, because no token can be sampled then."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)
@@ -117,7 +120,7 @@ class Sampler:
 
 
 class _Written(LogitsProcessor):
-    """Takes ``presence`` off every token that the answer has, and ``frequency`` for each time that it has it."""
+    """Subtracts ``presence`` from the logit of every token in the answer, and ``frequency`` for each occurrence."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -129,8 +132,8 @@ class _Written(LogitsProcessor):
 
 
 class _Tiny(LogitsProcessor):
-    """Divides by a temperature of any smallness: the likeliest tokens get 0, in float64, and no other one overflows but
-    to minus infinity."""
+    """Divides by a temperature of any size, in float64. The likeliest tokens get 0; the others can overflow only to
+    minus infinity."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature

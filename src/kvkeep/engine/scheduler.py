@@ -1,8 +1,8 @@
 """The scheduler: it runs answers in steps, decides whose turn it is, and cuts prompts into chunks.
 
-A step reads one token, or one verifying run, of every answer that is being written, and one chunk of one prompt;
-prompts take turns. A prompt is cut into the same chunks as in a session that runs alone, or into shorter ones if the
-answer cannot depend on it. So an answer does not depend on other sessions.
+A step reads one token, or one verifying run, for every answer in generation, and one chunk of one prompt. Prompts take
+turns. A prompt is cut into the same chunks as in a separate session, or into shorter ones if the answer cannot depend
+on them. So an answer does not depend on other sessions.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class ScheduledAnswer:
     def __init__(self, answer: Answer, shared: bool) -> None:
         self.answer, self.shared = answer, shared
         self._reads = answer.reads()
-        self._chunks: deque[int] = deque()  # sizes of the chunks that are not read yet
+        self._chunks: deque[int] = deque()  # sizes of the unread chunks
         self._want(next(self._reads))
 
     def _want(self, read: Read) -> None:
-        """Cut what the answer reads next into chunks; the first one takes the remainder."""
+        """Cut the answer's next read into chunks; the first one takes the remainder."""
         chunk = chunk_size(read.cache) if self.shared else read.cache.stream.chunk
         count, rest = divmod(len(read.ids), chunk)
         self._wanted, self._chunks = read, deque(([rest] if rest else []) + [chunk] * count)
 
     @property
     def writes(self) -> bool:
-        """Whether its prompt has been read and it is being written."""
+        """Whether the prompt has been read and the answer is in generation."""
         return bool(self.answer.tokens)
 
     def shorten(self) -> None:
-        """Shorten the next chunk where that is allowed, because other answers wait for it."""
+        """Shorten the next chunk if that is allowed, because other answers wait for it."""
         chunks, part = self._chunks, short_chunk_size(self._wanted.cache)
         if chunks[0] > part:
             chunks[0] -= part
@@ -46,7 +46,7 @@ class ScheduledAnswer:
 
     @property
     def ends_turn(self) -> bool:
-        """Whether the next chunk completes the tokens that one prompt may read before another prompt's turn."""
+        """Whether the next chunk completes the prompt's turn: ``CHUNK`` tokens, before another prompt's turn."""
         left = sum(self._chunks)
         return -(-(left - self._chunks[0]) // CHUNK) < -(-left // CHUNK)
 
@@ -59,7 +59,8 @@ class ScheduledAnswer:
         return Read(read.cache, read.ids[start : start + chunks[0]], read.keep if last else 0, not last)
 
     def give(self, result: Tensor | Exception) -> bool:
-        """Take the logits of a chunk; return whether the answer is complete. Raises the exception of a failed pass."""
+        """Pass on the logits of a chunk; return whether the answer is complete. Raises the exception of a failed
+        pass."""
         if isinstance(result, Exception):
             raise result
         self._chunks.popleft()
@@ -72,7 +73,7 @@ class ScheduledAnswer:
         return False
 
     def close(self) -> None:
-        """End the answer where it is. Raises KvkeepError where an unfinished round cannot be undone."""
+        """End the answer at its current token. Raises KvkeepError if an unfinished round cannot be undone."""
         self._reads.close()
 
 
@@ -83,13 +84,13 @@ class Result:
     scheduled: ScheduledAnswer
     read: Read
     logits: Tensor | Exception
-    """Of its last tokens, (keep, vocabulary); or the exception of its pass."""
+    """Logits of the chunk's last tokens, (keep, vocabulary), or the exception of its pass."""
 
 
 class Scheduler:
-    """Reads for the ``answers`` of one model, in steps.
+    """Runs the ``answers`` of one model, in steps.
 
-    packed: answers share a pass where they can. Otherwise each has a pass of its own, with chunks of its cache's size.
+    packed: answers share a pass where they can. Otherwise each has a separate pass, with chunks of its cache's size.
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:
@@ -103,12 +104,12 @@ class Scheduler:
         return scheduled
 
     def remove(self, scheduled: ScheduledAnswer) -> None:
-        """Remove an answer, and end it where it is."""
+        """Remove an answer, and end it at its current token."""
         self.answers.remove(scheduled)
         scheduled.close()
 
     def step(self) -> list[Result]:
-        """Read once for every answer whose turn it is. The caller passes each result to :meth:`ScheduledAnswer.give`.
+        """Run one read of every answer whose turn it is. The caller passes each result to :meth:`ScheduledAnswer.give`.
         Raises as :func:`~kvkeep.engine.batch.forward` does."""
         turn = self._turn()
         reads = [scheduled.next() for scheduled in turn]
@@ -126,7 +127,7 @@ class Scheduler:
         return [Result(scheduled, reads[number], results[number]) for number, scheduled in enumerate(turn)]
 
     def _turn(self) -> list[ScheduledAnswer]:
-        """Return the answers of the next step: all that are being written, and one that reads its prompt."""
+        """Return the answers of the next step: all in generation, and one that reads its prompt."""
         writing = [one for one in self.answers if one.writes]
         reading = [one for one in self.answers if not one.writes]
         if reading and writing:

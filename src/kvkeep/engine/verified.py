@@ -1,4 +1,4 @@
-"""Rounds of draft and verify (:mod:`~kvkeep.engine.rounds`) for transformers' own ``generate``."""
+"""Rounds of draft and verify (:mod:`~kvkeep.engine.rounds`) for transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def verified(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode in rounds: ``model.generate(..., past_key_values=cache, custom_generate=kvkeep.verified)``.
 
-    ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. Greedy and sampling, batches
-    with left padding, logits processors, stopping criteria, streamers; ``prompt_lookup_num_tokens`` of 0 keeps it from
-    copying drafts from the text. transformers 5.23 passes neither streamer nor tokenizer to a ``custom_generate``:
-    ``listener`` is the streamer, and in place of ``stop_strings`` pass
+    ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. It supports greedy decoding
+    and sampling, batches with left padding, logits processors, stopping criteria and streamers.
+    ``prompt_lookup_num_tokens=0`` disables drafts copied from the text. transformers 5.23 passes neither streamer nor
+    tokenizer to a ``custom_generate``: pass the streamer as ``listener``, and instead of ``stop_strings`` pass
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. ``cache.round.statistics`` counts rounds and drafts.
     Raises UsageError for unsupported options.
     """
@@ -57,7 +57,7 @@ def verified(
         raise UsageError("A streamer takes one text, not a batch; leave the streamer out.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not synchronise with other processes; leave out synced_gpus.")
-    if listener is not None:  # transformers' generate passes the prompt to its own streamer only
+    if listener is not None:  # transformers' generate passes the prompt only to the streamer given to it
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     cache.compress()
@@ -79,10 +79,11 @@ def verified(
 
 
 class _Output:
-    """What transformers' ``generate`` makes of the tokens: it streams them, asks its criteria, and returns them with
-    their logits and scores. rounds: which choose the tokens, set before the first."""
+    """Handles new tokens as transformers' ``generate`` does: streams them, checks its criteria, and returns them with
+    their logits and scores."""
 
     rounds: Rounds
+    """The rounds that choose the tokens; set before the first token."""
 
     def __init__(
         self, processor: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, streamer: Any
@@ -92,7 +93,7 @@ class _Output:
         self.reported: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by row: logits and scores of its tokens
 
     def add(self, row: int, token: int, logits: Tensor) -> bool:
-        """Take a row's next token, chosen by ``logits`` (rows, vocabulary); return whether it is the last."""
+        """Add a row's next token, chosen by ``logits`` (rows, vocabulary); return whether it is the last."""
         tokens = self.rounds.tokens[:, : self.rounds.lengths[row]]
         if self.wanted:
             raw = logits.to(copy=True, dtype=torch.float32)
@@ -103,7 +104,7 @@ class _Output:
         return bool(self.criteria(tokens, None)[row])
 
     def result(self) -> Tensor | GenerateDecoderOnlyOutput:
-        """Return the sequences, padded at the right where rows finished earlier."""
+        """Return the sequences. Rows that finished earlier are padded at the right."""
         if self.streamer is not None:
             self.streamer.end()
         rounds, config = self.rounds, self.config

@@ -1,1 +1,1 @@
-"""Memory: rows of tensors that arrive in order, where they live, what came in, and how many bytes that is."""
+"""Memory: rows of tensors in order of arrival, their places, the ledger of tokens, and measured bytes."""

@@ -18,7 +18,7 @@ class Extent:
     """The sizes of one layer."""
 
     lanes: int
-    """KV heads of all rows."""
+    """The number of KV heads of all rows."""
     slots: int
     key_dim: int
     """Elements of one key."""
@@ -26,7 +26,8 @@ class Extent:
     """Elements of one value."""
 
     def entries(self, keys: Tensor | None, values: Tensor | None, lanes: int | None = None) -> int:
-        """Return n of keys and values (lanes, n, dim), which must have one floating dtype. lanes: by default all."""
+        """Return the number n of entries of keys and values (lanes, n, dim), which must share a floating dtype. lanes:
+        default all."""
         count = keys.shape[1] if keys is not None and keys.ndim == 3 else 0
         lanes = self.lanes if lanes is None else lanes
         fits("keys", keys, (lanes, count, self.key_dim))
@@ -52,7 +53,7 @@ def fits(what: str, tensor: Tensor | None, sizes: Sequence[int | None], dtype: t
 
 
 def fits_each(what: str, tensors: Sequence[Tensor], like: Sequence[Tensor], sizes: Sequence[int | None]) -> None:
-    """Raise ShapeError unless ``tensors`` are as ``like``, their first axes as ``sizes``."""
+    """Raise ShapeError unless ``tensors`` match ``like``, except for their first axes, which are ``sizes``."""
     if len(tensors) != len(like):
         raise ShapeError(f"there are {len(tensors)} parts of '{what}'")
     for tensor, one in zip(tensors, like, strict=True):

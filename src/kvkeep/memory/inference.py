@@ -1,4 +1,4 @@
-"""Tensors that can be written later, also when made under ``torch.inference_mode``."""
+"""Tensors that can be written later, even if made under ``torch.inference_mode``."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without its graph; a copy of it if it was made in inference mode."""
+    """Return ``tensor`` without its graph, or a copy if it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()

@@ -1,4 +1,4 @@
-"""The ledger: ids and positions of all tokens, from which everything else can be rebuilt."""
+"""The ledger: ids and positions of all tokens, from which all other data can be rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.memory.rows import Buffer
 class Ledger:
     """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    ``records`` False: only their number, for caches that rebuild nothing.
+    If ``records`` is False, it records only their number, for caches that rebuild nothing.
     """
 
     def __init__(self, records: bool = True) -> None:
@@ -21,7 +21,7 @@ class Ledger:
         self.positions = Buffer()
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
-        self.device = torch.device("cpu")  # of the last tokens
+        self.device = torch.device("cpu")  # device of the last tokens
         # Of the forward pass in progress; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
@@ -50,7 +50,7 @@ class Ledger:
         self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
 
     def keep(self, start: int, counts: list[int]) -> None:
-        """Keep the first ``counts`` slots of each row from slot ``start`` on; shorter rows are padded."""
+        """Keep the first ``counts`` slots of each row after slot ``start``; shorter rows are padded."""
         stop = start + max(counts)
         self.truncate(stop)
         visible = self.visible
@@ -82,8 +82,8 @@ class Ledger:
         return self._by_lane[heads]
 
     def unpadded(self, lse: Tensor, heads: int) -> Tensor:
-        """Return a log-sum-exp of the last queries, (lanes, heads of a lane, queries), by which what padding attends to
-        does not count."""
+        """Return a log-sum-exp of the last queries, (lanes, heads of a lane, queries), that excludes the queries of
+        padding."""
         if (visible := self.visible_by(heads)) is None:
             return lse
         return lse.masked_fill(~visible[..., -lse.shape[2] :].squeeze(1), float("inf"))

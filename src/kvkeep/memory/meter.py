@@ -17,28 +17,27 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def storage_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of the storages of ``tensors``, more than theirs for views of larger ones."""
+    """Return the bytes of the storages of ``tensors``. A view of a larger tensor has a larger storage."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @dataclass
 class Meter:
-    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging and of reading a text once
-    more."""
+    """Counts a cache's temporary bytes and peaks, and its seconds of merging and of reading a text again."""
 
     workspace: int = 0
     """Bytes of temporary tensors of recall: rebuilt pages, residuals between layers."""
     peak_workspace: int = 0
     peak_cache: int = 0
-    """The peak of resident, compressed and pending entries together, in bytes."""
+    """The peak of the sum of resident, compressed and pending entries, in bytes."""
     merging_s: float = 0.0
-    """Seconds of merging entries; on a GPU, of launching that work."""
+    """Seconds of merging entries; on a GPU, seconds of launching that work."""
     reconstruction_s: float = 0.0
-    """Seconds of reading a text once more, to choose the entries that stay."""
+    """Seconds of reading a text again, to choose the resident entries."""
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Count the seconds that the block takes as merging."""
+        """Count the seconds of the block as merging."""
         start = time.perf_counter()
         try:
             yield
@@ -82,7 +81,7 @@ class Memory:
     peak_workspace_bytes: int = 0
     """The peak of temporary tensors of recall."""
     process_bytes: int | None = None
-    """Memory of the whole process, the model included; None where the system does not say."""
+    """Memory of the whole process, including the model; None if the system does not report it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""

@@ -1,3 +1,3 @@
-"""The names of places of checkpoints, which need no torch to be looked at."""
+"""The names of places of checkpoints, in a module that does not import torch."""
 
 PLACES = ("device", "host", "disk")

@@ -17,7 +17,7 @@ from kvkeep.models.folders import cache_folder
 
 
 class Device:
-    """Memory of the device the model runs on."""
+    """Memory of the model's device."""
 
     name = "device"
 
@@ -51,7 +51,7 @@ class Disk:
     name = "disk"
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        # Not the system's temporary folder: that is often memory.
+        # The system's temporary folder is often in memory, so it is not used.
         self.folder = Path(folder) if folder is not None else cache_folder() / "checkpoints"
         try:
             if folder is None:
@@ -89,7 +89,7 @@ Place = Device | Host | Disk
 
 
 def place(name: str, device: torch.device, folder: str | os.PathLike[str] | None = None) -> Place:
-    """Return the place called ``name``; ``folder`` is for ``disk`` only."""
+    """Return the place ``name``. Only ``disk`` uses ``folder``."""
     if name == "device":
         return Device(device)
     if name == "host":

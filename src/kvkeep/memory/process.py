@@ -1,4 +1,4 @@
-"""What a process holds in memory, by the system's own account."""
+"""The memory of a process, as the system reports it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class ProcessMemory:
     """Bytes of a process in memory."""
 
     pss: int
-    """Private memory, and this process's share of memory that others map as well."""
+    """Private memory, and this process's share of memory that other processes also map."""
     anonymous: int
     """Memory without a file."""
     mapped: int
     """Memory of mapped files: the model's and checkpoints'."""
 
     def __sub__(self, other: ProcessMemory) -> ProcessMemory:
-        """Return what is held above ``other``."""
+        """Return the difference to ``other``."""
         return ProcessMemory(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
 
 
 def current_process_memory(rollup: Path = Path("/proc/self/smaps_rollup")) -> ProcessMemory:
-    """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
-    say."""
+    """Return the memory of this process, after returning freed memory to the system. Raises KvkeepError if the system
+    does not report it."""
     gc.collect()
     trim_memory()
     try:
@@ -39,8 +39,8 @@ def current_process_memory(rollup: Path = Path("/proc/self/smaps_rollup")) -> Pr
 
 
 def resident_now(statm: Path = Path("/proc/self/statm")) -> int | None:
-    """Return the bytes of this process that are in memory (its resident set, mapped files included), None where the
-    system does not say. It costs microseconds, and :func:`current_process_memory` milliseconds."""
+    """Return the resident set of this process in bytes, including mapped files; None if the system does not report it.
+    This takes microseconds; :func:`current_process_memory` takes milliseconds."""
     try:
         return int(statm.read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -48,7 +48,7 @@ def resident_now(statm: Path = Path("/proc/self/statm")) -> int | None:
 
 
 def process_memory_of(rollup: Path) -> ProcessMemory:
-    """Return what a process holds by its ``smaps_rollup``. Raises OSError where there is none."""
+    """Return a process's memory from its ``smaps_rollup``. Raises OSError if the file is missing."""
     lines = rollup.read_text().splitlines()[1:]
     size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return ProcessMemory(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])

@@ -34,22 +34,22 @@ class Rows(Protocol):
     length: int
 
     def append(self, rows: Tensor) -> None:
-        """Append ``rows``; the oldest beyond the capacity are dropped."""
+        """Append ``rows``; drop the oldest rows beyond the capacity."""
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (slot, view) pieces that together are the rows ``start``..``stop``, in order."""
+        """Yield (slot, view) pieces of the rows ``start``..``stop``, in order."""
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
         """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
 
     def advance(self) -> None:
-        """Note that somebody wrote the next row where :meth:`append` would have."""
+        """Count the next row, which the caller wrote at the place where :meth:`append` would have."""
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on."""
+        """Remove the rows from slot ``length`` on."""
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index`` (repeats and reorders allowed)."""
+        """Replace the batch by the rows of ``index`` (repeats and reorders allowed)."""
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +65,7 @@ def _selected(data: Tensor, index: Tensor, home: Place | None = None) -> Tensor:
 
 
 def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
-    """Gather rows of ``data`` (..., rows, width) by lane and place, on its own device."""
+    """Gather rows of ``data`` (..., rows, width) by lane and place, on the device of ``data``."""
     return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
 
 
@@ -81,7 +81,7 @@ class _OneTensor:
         self.data: Tensor | None = None
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; memory stays allocated, and overwritten rows are not restored."""
+        """Remove the rows from slot ``length`` on. Memory stays allocated, and overwritten rows are not restored."""
         self.length = min(self.length, length)
         self.first = min(self.first, self.length)
 
@@ -97,7 +97,7 @@ class _OneTensor:
 class Buffer(_OneTensor):
     """One contiguous tensor, grown by whole blocks, so that most appends copy only the new rows.
 
-    ``limit``: rows it may never exceed (the static cache); it is then allocated whole at the first append.
+    ``limit``: the maximum number of rows (the static cache). The first append then allocates all of them.
     """
 
     def __init__(self, block: int = BLOCK, limit: int | None = None) -> None:
@@ -224,7 +224,7 @@ class PagedRows:
         self.length = 0
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
-        self.changes = 0  # how often the pages became others
+        self.changes = 0  # number of changes of the list of pages
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -246,8 +246,7 @@ class PagedRows:
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
 
     def next_row(self) -> tuple[Tensor, int] | None:
-        """Return the page that the next row goes to, and its place there; None where a page has to be allocated
-        first."""
+        """Return the page and index of the next row; None if a page has to be allocated first."""
         if not self.pages or not self.starts[-1] <= self.length < self._allocated:
             return None
         return self.pages[-1], self.length - self.starts[-1]
@@ -276,7 +275,7 @@ class PagedRows:
         return picked
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on, and free the pages that hold none."""
+        """Remove the rows from slot ``length`` on, and free the empty pages."""
         self.length = min(self.length, length)
         while self.pages and self.starts[-1] >= self.length:
             self.pages.pop()

@@ -1,4 +1,4 @@
-"""Rows whose first blocks several owners hold once."""
+"""Rows whose first blocks several owners share in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvkeep.memory.rows import BLOCK, Buffer, concatenated
 
 
 class SharedRows:
-    """Rows (..., **rows**, dim) that begin with whole blocks which nobody changes, so that others may hold them too;
-    behind them a :class:`~kvkeep.memory.rows.Buffer` of its own. As long as nothing is shared it is that buffer.
+    """Rows (..., **rows**, dim) in two parts: whole blocks that never change, so that several owners can share them,
+    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer.
 
-    head: the blocks that do not change, in order, a tensor each. tail: the rows behind them.
+    head: the unchanging blocks in order, one tensor each. tail: the rows after them.
     """
 
     first = 0
@@ -27,8 +27,8 @@ class SharedRows:
         self.tail = Buffer(block, limit)
 
     def share(self, other: SharedRows, length: int) -> None:
-        """Hold the first ``length`` rows of ``other`` in this one, which is empty: whole blocks once for both, the rest
-        copied."""
+        """Take over the first ``length`` rows of ``other``; this store must be empty. Whole blocks are shared; the rest
+        is copied."""
         other.freeze(length)
         self.head = other.head[: length // self.block]
         self.length = self.settled
@@ -36,7 +36,7 @@ class SharedRows:
             self.append(rows)
 
     def freeze(self, length: int) -> None:
-        """Let the whole blocks of the first ``length`` rows be ones that do not change."""
+        """Make the whole blocks of the first ``length`` rows unchanging."""
         count = length // self.block - len(self.head)
         if count <= 0:
             return
@@ -49,12 +49,12 @@ class SharedRows:
 
     @property
     def settled(self) -> int:
-        """How many rows do not change."""
+        """The number of rows that never change."""
         return len(self.head) * self.block
 
     @property
     def batch(self) -> int:
-        """Rows of the batch, 0 before the first append."""
+        """Rows of the batch; 0 before the first append."""
         return next((len(part) for part in (*self.head, self.tail.data) if part is not None), 0)
 
     def append(self, rows: Tensor) -> None:
@@ -66,7 +66,7 @@ class SharedRows:
         self.length += 1
 
     def view(self) -> Tensor:
-        """Return all rows as one tensor, which is a copy where there are blocks that do not change."""
+        """Return all rows as one tensor. It is a copy if there are unchanging blocks."""
         return concatenated(self, 0, self.length) if self.head else self.tail.view()
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -83,7 +83,7 @@ class SharedRows:
         return data.flatten(0, -3)[lane.to(data.device), slot.to(data.device)]
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; what is left of a block is copied."""
+        """Remove the rows from slot ``length`` on; the rest of a truncated block is copied."""
         if length < self.settled:
             blocks, rest = divmod(length, self.block)
             cut, self.head, self.tail = self.head[blocks], self.head[:blocks], Buffer(self.block)
@@ -93,7 +93,7 @@ class SharedRows:
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``; nothing is shared then."""
+        """Replace the batch by the rows of ``index``; then nothing is shared."""
         if self.head:
             data, self.head, self.tail = self.view(), [], Buffer(self.block)
             self.tail.append(data.index_select(0, index.to(data.device)))

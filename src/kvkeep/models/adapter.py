@@ -1,10 +1,10 @@
-"""Keys and values from residuals, by the model's own modules, for any transformers decoder.
+"""Computes keys and values from residuals with the model's modules, for any transformers decoder.
 
-KV-Direct (arXiv:2603.19664, Eqs. 13-14) rebuilds K = R_p RMSNorm(h) W_k and V = RMSNorm(h) W_v. Models
-differ in every symbol of that: fused projections, norms on the heads, LayerNorm, latent attention,
-rotary tables by layer type. So nothing is re-implemented here: a layer runs with a cache that records its
-keys and values and then stops it. Before first use each capability is compared with a plain forward pass of
-the model; a difference is a refusal that names family and layer.
+KV-Direct (arXiv:2603.19664, Eqs. 13-14) rebuilds K = R_p RMSNorm(h) W_k and V = RMSNorm(h) W_v. Models differ in every
+symbol: fused projections, norms on the heads, LayerNorm, latent attention, rotary tables by layer type. So nothing is
+re-implemented here: a layer runs with a cache that records its keys and values and then stops the layer. Before first
+use, each capability is compared with a plain forward pass. If they differ, the adapter refuses, naming family and
+layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Take:
 
 
 class Adapter:
-    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence."""
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. It has no state of a sequence."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
@@ -53,7 +53,7 @@ class Adapter:
             self._rotary is not None and "layer_type" in inspect.signature(type(self._rotary).forward).parameters
         )
         self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
-        """Whether its attention caches latents, which are smaller than its keys and values."""
+        """Whether attention caches latents, which are smaller than its keys and values."""
         self._checked: dict[str, str | None] = {}
         self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
@@ -87,7 +87,7 @@ class Adapter:
         return self._project_by_layer(layer_idx, hidden, positions)
 
     def advance(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Return the residual leaving layer ``layer_idx`` for ``hidden`` entering it.
+        """Return the residual after layer ``layer_idx`` for the residual ``hidden`` before it.
 
         ``cache`` receives the layer's new keys and values and computes its attention (an Attender).
         """
@@ -95,7 +95,7 @@ class Adapter:
         return output[0] if isinstance(output, tuple) else output
 
     def layer_type(self, layer_idx: int) -> str:
-        """Return the type of a layer's rotary embedding, "" if all layers share one."""
+        """Return the type of a layer's rotary embedding; "" if all layers share one."""
         return str(self.config.layer_types[layer_idx]) if self._rotary_by_type else ""
 
     def angles(self, layer_idx: int, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,15 +106,15 @@ class Adapter:
         return (cos * scale).to(like.dtype), (sin * scale).to(like.dtype)
 
     def turn(self, layer_idx: int, keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return cached ``keys`` (batch, kv_heads, n, dim) moved by the positions of ``angles``. Rotary
-        position embeddings only: R(p + by) = R(by) R(p)."""
+        """Return cached ``keys`` (batch, kv_heads, n, dim) rotated by ``angles``. Rotary position embeddings only: R(p
+        + by) = R(by) R(p)."""
         rotate = sys.modules[type(self.layers[layer_idx].self_attn).__module__].apply_rotary_pos_emb
         return rotate(keys[:, :1], keys, *angles)[1]
 
     def ahead(self, layer_idx: int, queries: Tensor, by: Tensor, positions: int) -> Tensor:
-        """Return ``queries`` (batch, heads, n, key_dim) as they would be on average if they were asked ``by`` (n,)
-        positions later or from one of the ``positions`` that begin there: float32. As :meth:`turn`, a rotation is
-        linear in its cosines and sines, so that the mean of rotations is the rotation by their means."""
+        """Return the mean of ``queries`` (batch, heads, n, key_dim) at the ``positions`` positions that begin ``by``
+        (n,) later, float32. A rotation is linear in its cosines and sines, as in :meth:`turn`, so the mean of rotations
+        is the rotation by their means."""
         queries = queries.float()
         moved = self.turn(layer_idx, queries, self.angles(layer_idx, queries, by[None]))
         later = self.angles(layer_idx, queries, torch.arange(positions, device=queries.device)[None])
@@ -202,7 +202,7 @@ class Adapter:
 
     @torch.no_grad()
     def _compare(self, capability: str, layers: list[int]) -> str | None:
-        """Return how the adapter differs from the model on a few tokens, None if it does not."""
+        """Return the difference between adapter and model on a few tokens; None if they agree."""
         count = 8
         device = next(self.decoder.parameters()).device
         generator = torch.Generator().manual_seed(1)
@@ -230,7 +230,7 @@ class Adapter:
         return None
 
     def _there_and_back(self, index: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
-        """Compare projection at late positions, turned back, with that at early ones."""
+        """Compare projection at late positions, rotated back, with projection at early ones."""
         keys, values = self.project(index, hidden, positions + 1000)
         angles = self.angles(index, keys, positions.new_full(positions.shape, -1000))
         return (self.turn(index, keys, angles), values), cache.layers[index]
@@ -254,8 +254,8 @@ class _PlainAttention:
 
 
 def _aside(attender: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` in a context of its own, where ``attender`` computes attention, hidden from the forward pass
-    in progress and from hooks that capture layer outputs."""
+    """Call ``function`` in a separate context where ``attender`` computes attention. The forward pass in progress, and
+    hooks that capture layer outputs, do not see the call."""
     context = Context()
     context.run(set_attender, attender)
     return context.run(function, *args, **kwargs)

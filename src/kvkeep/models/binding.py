@@ -28,9 +28,10 @@ from kvkeep.models.forward import Hooks, Reading, current_attender, current_prob
 
 NAME = "kvkeep"
 PREPARE = "prepare_inputs_for_generation"
-"""What transformers' ``generate`` calls before each pass, with the whole text: passes get the new tokens alone."""
+"""The method that transformers' ``generate`` calls before each pass with the whole text. Passes get only the new
+tokens."""
 _DROPS_CACHES = ("phi3", "phi4_multimodal", "phimoe")
-"""Families whose ``generate`` drops the cache once a text outgrows the model's first rotary frequencies, and reads the
+"""Families whose ``generate`` drops the cache when a text outgrows the model's first rotary frequencies, and reads the
 whole text again without a budget."""
 _ALONG_SEQUENCE = (
     "input_ids",
@@ -42,7 +43,7 @@ _ALONG_SEQUENCE = (
     "per_layer_inputs",
 )
 _LOCK = threading.RLock()
-"""Of binding and unbinding: threads may make a model's first caches at once."""
+"""The lock of binding and unbinding: threads may create a model's first caches at the same time."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
 _GOES_ON = "Call reset() before another text, or use one cache for each text."
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
@@ -55,7 +56,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,  # in transformers' own order, because other packages wrap attention functions
+    dropout: float = 0.0,  # in transformers' order, because other packages wrap attention functions
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -97,11 +98,11 @@ AttentionInterface.register(NAME, attention_forward)
 
 
 def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function registered with transformers: SDPA's, and none where a cache's attention is causal and nothing
-    but padding before a row is masked, which it knows itself."""
+    """The mask function registered with transformers: SDPA's mask, or None for a cache whose attention is causal and
+    masks only left padding, because the cache knows that padding."""
     attender = current_attender()
     if getattr(attender, "packed", False):
-        return None  # each session's attention has a mask of its own
+        return None  # each session's attention has a separate mask
     if getattr(attender, "masks_itself", False) and kwargs.get("mask_function") is causal_mask_function:
         return None
     return sdpa_mask(*args, **kwargs)
@@ -130,8 +131,8 @@ class Binding:
             setattr(model, PREPARE, partial(_prepare, model))
 
     def stream(self) -> Adapter:
-        """Register streamed attention and the hooks of the layers' residuals: all of it, or after an error or an
-        interrupt none."""
+        """Register streamed attention and the hooks of the layers' residuals. After an error or an interrupt, none of
+        them remains."""
         if self.adapter is not None:
             return self.adapter
         model, layers = self.model, layers_of(self.decoder)
@@ -215,7 +216,7 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 
 
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the text that ``generate`` begins with to what its cache has read."""
+    """Compare the text that ``generate`` begins with to the text that its cache has read."""
     hooks: Hooks | None = getattr(kwargs.get("past_key_values"), "hooks", None)
     cache: Reading | None = None if hooks is None else hooks.single
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
@@ -233,8 +234,8 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_text(cache: Reading, ids: Tensor, cut: int | None) -> None:
-    """Raise UsageError where ``generate`` begins with another text than ``cache`` has read. cut: how many of ``ids``
-    transformers takes for new; None where it passes all of them on."""
+    """Raise UsageError if ``generate`` begins with a text that ``cache`` has not read. cut: the number of ``ids`` that
+    transformers regards as new; None if it passes all of them."""
     read, text, length = cache.length, cache.text, ids.shape[1]
     if cut is not None and cut <= 0:
         raise UsageError(f"The cache already holds {read} tokens, and this text has {length}. {_GOES_ON}")
@@ -251,9 +252,9 @@ def check_text(cache: Reading, ids: Tensor, cut: int | None) -> None:
 
 
 def digest_text(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
-    """Return how many tokens there are, and a number for each row of ``ids``, which another text has with a chance of
-    2**-64. known: of the first tokens, which are not read again. ``generate`` waits for the device at every token
-    anyway."""
+    """Return the number of tokens, and a digest of each row of ``ids``; another text has the same digest with
+    probability 2**-64. known: the result for the first tokens, which are then skipped. ``generate`` waits for the
+    device at every token anyway."""
     length = ids.shape[1]
     start, before = known or (0, [0] * len(ids))
     mixed = ids[:, start:].long() * 0x1E3779B97F4A7C15
@@ -270,7 +271,7 @@ def _before_decoder(
     given = dict(zip(names, args, strict=False)) | kwargs
     hooks: Hooks | None = getattr(given.get("past_key_values"), "hooks", None)
     if torch.compiler.is_compiling() and (hooks is None or not hooks.streams):
-        return None  # stock caches are compiled whole
+        return None  # stock caches are compiled as a whole
     return _open(decoder, given, hooks)
 
 
@@ -297,7 +298,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
 
 
 def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Tensor, keep: int) -> dict[str, Any]:
-    """Run the chunks of a long input before the last; return the arguments of the pass that is left."""
+    """Run all chunks of a long input but the last; return the arguments of the last pass."""
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]

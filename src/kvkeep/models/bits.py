@@ -1,4 +1,4 @@
-"""Whether a model's bits depend on how many rows it reads at once: found by trial."""
+"""Tests whether a model's bits depend on the number of rows that it reads at the same time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from kvkeep.models.packed import Packed
 from kvkeep.native.library import library
 
 TRIAL_ROWS = (2, 3, 7, 13)
-"""Rows of a trial, which products take in other ways than one: in tiles, and written out first."""
+"""Rows of a trial. Products compute them in other ways than one row: in tiles, or written out first."""
 
 
 @torch.no_grad()
 def row_independent(model: Any) -> bool:
-    """Return whether a token's logits have the same bits alone as in a batch, whatever the other rows: then those of a
-    verifying pass, a chunk of a prompt and a batch are those of one token at a time, where attention is the kernel's.
-    Tried once for each model, on tokens without a past, where all its products are the kernels': torch chooses its own
-    by shape, and a trial does not meet all of them. float32 on a CPU never is."""
+    """Return whether a token's logits have the same bits in any batch as in a single row.
+
+    If so, and if the kernel computes attention, a verifying pass, a chunk of a prompt and a batch have the bits of
+    single tokens. Each model is tried once, on tokens without a past, and only if kernels compute all its products:
+    torch chooses its products by shape, and a trial cannot cover all shapes. The result is never true for float32 on a
+    CPU.
+    """
     known: bool | None = getattr(model, "_kvkeep_row_independent", None)
     if known is None and not _by_kernels(model):
         known = model._kvkeep_row_independent = False
@@ -35,7 +38,8 @@ def row_independent(model: Any) -> bool:
 
 
 def _by_kernels(model: Any) -> bool:
-    """Return whether kernels multiply all matrices, as they do packed ones; other parameters are added or looked up."""
+    """Return whether kernels multiply all matrices, as they do packed ones. Other parameters are only added or looked
+    up."""
     if library() is None or model.device.type != "cpu":
         return False
     for module in model.modules():

@@ -16,7 +16,7 @@ from kvkeep.errors import ModelError
 from kvkeep.extras import optional
 
 HALF_MAXIMUM = 65504.0
-"""The greatest number in float16, in which scales and offsets are kept."""
+"""The greatest number in float16, the dtype of scales and offsets."""
 DECODED_ELEMENTS = 1 << 22
 """Elements that are decoded or quantised at a time: the steps take several times their memory."""
 
@@ -26,11 +26,11 @@ class Kind:
     """A kind of block."""
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     group: int | None
-    """Elements that share a scale; None without."""
+    """Elements that share a scale; None without scales."""
     elements: int
-    """Of a block."""
+    """Elements of a block."""
     size: int
     """Bytes of a block in a file."""
     packed: int
@@ -47,7 +47,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
+        """The shape of the matrix, (outputs, inputs)."""
         about = KINDS[self.kind]
         return len(self.rows), self.rows.shape[1] // about.size * about.elements
 
@@ -61,14 +61,14 @@ class Blocks:
         return made
 
     def __getitem__(self, index: Tensor | slice) -> Blocks:
-        """Return some rows, or all in another order."""
+        """Return the rows at ``index``."""
         return Blocks(self.kind, self.rows[index])
 
 
 def quantised(weight: Tensor, bits: int) -> Blocks:
-    """Return ``weight`` (outputs, inputs) in 4 bits (by least and greatest of a group of 32) or 8 (by the greatest), or
-    in bfloat16 (16); in bfloat16 as well where its rows are no whole groups. Raises ModelError where a group has
-    weights that are too large for a scale or an offset in float16, or infinite or NaN."""
+    """Return ``weight`` (outputs, inputs) in ``bits`` bits: 4 (by minimum and maximum of a group of 32), 8 (by the
+    maximum), or 16 (bfloat16). If a row is not a whole number of groups, the result is in bfloat16 too. Raises
+    ModelError for a group with infinite or NaN weights, or too large ones for a float16 scale or offset."""
     if bits == 16 or weight.shape[1] % GROUP:
         return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
     step, encode = max(1, DECODED_ELEMENTS // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
@@ -77,8 +77,8 @@ def quantised(weight: Tensor, bits: int) -> Blocks:
 
 
 def _finite(rows: Tensor, bits: int) -> Tensor:
-    """Return ``rows``, whose scales and offsets are finite in float16. The spread of a group is at most twice its
-    greatest, and a scale the 15th part of it: of 4 bits the offset is what overflows first."""
+    """Return ``rows``, after a check that their scales and offsets are finite in float16. The spread of a group is at
+    most twice its maximum, and a 4-bit scale is a 15th of the spread. So with 4 bits the offset overflows first."""
     limit = HALF_MAXIMUM * 127 if bits == 8 else HALF_MAXIMUM
     greatest = rows.abs().amax()
     if not greatest.isfinite():
@@ -133,6 +133,6 @@ KINDS = {
     "Q5_K": Kind(5, 32, 256, 176, 180),
     "Q6_K": Kind(6, 16, 256, 210, 210),
 }
-"""The kinds whose bits are kept; every other becomes bfloat16."""
+"""The kinds whose codes are kept. Every other kind becomes bfloat16."""
 GROUP = 32
-"""Elements that share a scale, where kvkeep quantises itself."""
+"""Elements that share a scale, where kvkeep quantises."""

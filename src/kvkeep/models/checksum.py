@@ -18,8 +18,8 @@ def sha256(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read again only if the system's facts of it changed: archives and copies keep the
-    time of modification, so that of the last change and the file's number count, too."""
+    """Return the SHA-256 of a file. The file is read again only if its metadata changed. Archives and copies keep the
+    modification time, so the time of the last change and the inode number count, too."""
     memory, key, stat = cache_folder() / "gguf" / "checksums.json", str(path.resolve()), path.stat()
     facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     known = _known(memory)

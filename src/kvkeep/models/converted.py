@@ -1,6 +1,6 @@
-"""Converted copies: tokenizer, config and table of tensors of a GGUF file, which take seconds to read from it.
+"""Converted copies of a GGUF file's tokenizer, config and table of tensors, which take seconds to read from the file.
 
-Weights stay in the file, and are read from there at every load.
+Weights remain in the file; every load reads them from there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TABLE = "tensors.json"
 
 
 def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
-    """Return the folder with the converted copy of ``gguf``, making it the first time.
+    """Return the folder with the converted copy of ``gguf``; create it the first time.
 
-    The copy is named by the file's checksum and moved into place whole. Sizes and checksums of its files are compared
-    every time, and a copy that differs is converted again. Raises ModelError for a file that cannot be read or lacks a
-    weight, or a cache folder that cannot be written.
+    The copy is named by the file's checksum and moved into place when complete. Every call compares the sizes and
+    checksums of its files, and converts a differing copy again. Raises ModelError for a file that cannot be read or
+    lacks a weight, or a cache folder that cannot be written.
     """
     folder = copy_folder(gguf.name, remembered_sha256(gguf))
     if _intact(folder):
@@ -48,13 +48,13 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
             try:
                 os.rename(fresh, folder)
             except OSError:
-                if not _intact(folder):  # else another process was first
+                if not _intact(folder):  # another process may have created it
                     raise
     return folder
 
 
 def copy_folder(name: str, checksum: str) -> Path:
-    """Return the folder of the converted copy of a GGUF file, which may not exist."""
+    """Return the folder of a GGUF file's converted copy. The folder may not exist."""
     return cache_folder() / "converted" / f"{Path(name).stem}-{checksum[:16]}"
 
 

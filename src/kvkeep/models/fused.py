@@ -1,10 +1,10 @@
-"""Decoder layers in two kernel calls: one before attention, and one after it.
+"""Runs a decoder layer in two kernel calls: one before attention, and one after it.
 
-A step of a small model is mostly the overhead of some forty operations a layer. For layers laid out like Llama's, with
-packed weights, the kernels do all that lies between residual and attention, by the same chains as the modules alone
-(native/layer.h), so that keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
-assumed of a family: each layer is compared with its own modules on random residuals first, and one that differs, or
-whose modules are hooked, runs as transformers wrote it.
+A step of a small model is mostly the overhead of some forty operations per layer. For layers laid out like Llama's,
+with packed weights, the kernels compute everything between residual and attention. They use the same chains as the
+modules (native/layer.h), so keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
+assumed of a family: each layer is first compared with its modules on random residuals. A layer that differs, or whose
+modules are hooked, runs as in transformers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _GATES: dict[int, Callable[[Tensor], Tensor]] = {
     SILU: functional.silu,
     GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
 }
-"""By the library's numbers of activations."""
+"""Activations by their numbers in the library."""
 
 
 class FusedNorm:
-    """The forward of an RMSNorm by the kernel. weight: what is multiplied with, (width,) float32."""
+    """The forward of an RMSNorm by the kernel. weight: the factors, (width,) float32."""
 
     def __init__(self, norm: nn.Module, offset: float) -> None:
         self.norm = norm
@@ -64,10 +64,10 @@ class FusedNorm:
 
 
 class FusedLayer:
-    """The forward of a decoder layer, in place of its own."""
+    """Replaces the forward of a decoder layer."""
 
     def __init__(self, layer: Any) -> None:
-        """Raise AttributeError or TypeError where the layer is laid out otherwise."""
+        """Raise AttributeError or TypeError if the layer has another layout."""
         self.layer, self.attention = layer, layer.self_attn
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -109,7 +109,7 @@ class FusedLayer:
 
     @functools.cached_property
     def struct(self) -> KvLayer:
-        """The layer as the kernels take it; its tensors must outlive it."""
+        """The layer as a struct for the kernels. Its tensors must outlive it."""
         qkv, (out,), gates, (down,) = self._parts
         struct = KvLayer(
             qkv=tuple(part.struct for part in qkv),
@@ -139,11 +139,11 @@ class FusedLayer:
         return address_of(self.struct)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {name: value for name, value in self.__dict__.items() if name not in ("struct", "address")}
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward."""
+        """Run the layer's original forward."""
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(
@@ -155,7 +155,7 @@ class FusedLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what the layer's own forward returns."""
+        """Return the result of the layer's original forward."""
         hooks = getattr(past_key_values, "hooks", None)
         if hooks is not None and hooks.ran_all:
             return hidden_states
@@ -215,21 +215,21 @@ class FusedLayer:
 
 
 class FusedLayers:
-    """All layers of a decoder in one call, for tokens of which each layer's step is planned."""
+    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self.layers = layers
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
-        """Return them as one; None where they are laid out differently."""
+        """Return the layers as one object; None if their layouts differ."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         return cls(layers) if len(shapes) == 1 and ordered else None
 
     def can_run(self, steps: Sequence[Any]) -> bool:
-        """Return whether these are all the layers that ``steps`` has a list for, and nobody has hooked or replaced
-        any of them. The hook by which a cache sees what enters a layer does not count."""
+        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or replaced. A cache's
+        hook on the input of a layer does not count."""
         return len(steps) == len(self.layers) and all(
             one.layer.forward is one
             and not one.layer._forward_hooks
@@ -247,16 +247,16 @@ class FusedLayers:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {"layers": self.layers}
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:
-        """Return what leaves the last layer. x: (1, tokens, hidden). steps: of each layer, one for each token."""
+        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token."""
         return run_layers(*self.tables, steps, x, *_turns(angles))
 
 
 def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines as the kernels read them."""
+    """Return cosines and sines in the kernels' layout."""
     cos, sin = angles
     if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = (part.to(torch.bfloat16).contiguous() for part in angles)
@@ -264,8 +264,8 @@ def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def fuse(model: Any, layers: Any) -> int:
-    """Let norms and those ``layers`` of ``model`` run by kernels that agree with their own modules; return how many
-    layers do. Without kernels nothing changes."""
+    """Replace norms and ``layers`` of ``model`` by kernels that agree with the modules; return the number of replaced
+    layers. Without kernels nothing changes."""
     if library() is None:
         return 0
     replace_rotary(model)
@@ -290,8 +290,9 @@ def fuse(model: Any, layers: Any) -> int:
 
 
 def library_computes(model: Any, layers: Any) -> bool:
-    """Return whether the library computes all of those ``layers``, every norm of ``model`` and every angle, and nothing
-    caps the logits (by torch's tanh): torch then rounds single elements at most, which every processor does alike."""
+    """Return whether the library computes all ``layers``, every norm of ``model`` and every angle, and the logits are
+    not capped (by torch's tanh). Then torch only rounds single elements, which gives the same result on every
+    processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
@@ -322,7 +323,7 @@ def _fuse_norm(norm: Any) -> None:
 
 @torch.no_grad()
 def _gate(function: Any) -> int:
-    """Return the number of an MLP's gate; raises TypeError for one that the library does not have."""
+    """Return the number of an MLP's gate. Raises TypeError if the library lacks it."""
     x = torch.linspace(-6, 6, 97)
     for number, gate in _GATES.items():
         if bool(((function(x) - gate(x)).abs() < 1e-5).all()):  # gelu itself is 4e-4 from that by tanh
@@ -332,9 +333,9 @@ def _gate(function: Any) -> int:
 
 @torch.no_grad()
 def _agrees(fused: FusedLayer) -> bool:
-    """Return whether a fused layer adds to residuals what its modules add, and asks attention for the same, on random
-    residuals of two rows at places near and far (where some families scale queries). Residuals are small, so that
-    bfloat16 keeps what is added to them."""
+    """Return whether a fused layer and its modules agree on random residuals: in their sums and in their attention
+    inputs. The residuals are two rows at near and far positions (some families scale queries at far ones). They are
+    small, so that bfloat16 preserves the sums."""
     if any(fused._hooks):  # its modules would be compared with themselves
         return False
     generator = torch.Generator().manual_seed(0)
@@ -367,7 +368,7 @@ def _agrees(fused: FusedLayer) -> bool:
 
 
 def _joined(parts: list[Any]) -> list[Any]:
-    """Return linear layers as one where their codes are alike; the layers then are views of it."""
+    """Return linear layers as one if their codes have the same kind. The layers are then views of it."""
     kinds = {(part.kind, part.native, part.bias is None) for part in parts}
     panels = all(part.out_features % PANEL_OUTPUTS == 0 for part in parts)
     if not (panels and len(kinds) == 1 and parts[0].native):

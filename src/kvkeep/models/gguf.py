@@ -1,7 +1,8 @@
-"""The tensors of a GGUF file by the model's own names, each read when it is asked for.
+"""The tensors of a GGUF file by the model's names. Each is read on demand.
 
-Names and layouts are transformers' (``modeling_gguf_pytorch_utils``): a tensor processor of the family undoes what
-llama.cpp did to a tensor. One that only moves rows moves rows of codes; any other is applied to the values.
+Names and layouts are transformers' (``modeling_gguf_pytorch_utils``): the family's tensor processor reverts llama.cpp's
+change to a tensor. If a processor only permutes rows, the rows of codes are permuted. Any other processor is applied to
+the values.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Entry:
     """One tensor in the file."""
 
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     to: str
-    """The model's name of it."""
+    """The tensor's name in the model."""
     kind: str
-    """Of its blocks (Q4_1, F32)."""
+    """The kind of its blocks (Q4_1, F32)."""
     shape: tuple[int, ...]
-    """Rows first."""
+    """The shape, rows first."""
     offset: int
     """Bytes before it in the file."""
     size: int
-    """Bytes."""
+    """Bytes of the tensor."""
     packs: bool
     """Whether the model can use its codes as they are."""
 
@@ -52,12 +53,12 @@ class GgufTable:
     """The tensors of a file that the model has."""
 
     architecture: str
-    """As the file names it."""
+    """The architecture as named in the file."""
     entries: tuple[Entry, ...]
 
     def stored(self, file: Path, config: Any, keep: bool) -> dict[str, GgufTensor]:
-        """Return the tensors of ``file`` by the model's names. config: the model's. keep: matrices in their own bits
-        where codes can hold them."""
+        """Return the tensors of ``file`` by the model's names. config: the model's config. keep: matrices keep the
+        file's bits where codes can hold them."""
         names = {one.name.removesuffix(".weight"): one.to for one in self.entries}
         family = _Family(_processor(self.architecture, config), names)
         parts: dict[str, list[Entry]] = {}
@@ -119,23 +120,23 @@ class GgufTensor:
 
     file: Path
     to_name: str
-    """The model's name of it."""
+    """The tensor's name in the model."""
     parts: tuple[Entry, ...]
-    """More than one where the gates and ups of experts are one matrix."""
+    """The parts; several if the gates and ups of experts form one matrix."""
     family: _Family
     keep: bool
-    """Whether a matrix keeps its own bits."""
+    """Whether a matrix keeps the file's bits."""
 
     def __getitem__(self, index: Any) -> GgufTensor:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | GgufTensor:
-        """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`blocks`)."""
+        """Return the values in ``dtype``, or the tensor itself if it will be packed (:meth:`blocks`)."""
         return self if self.keep and self.parts[0].packs else self.dense().to(dtype)
 
     @property
     def shape(self) -> torch.Size:
-        """Of the file's tensor."""
+        """The shape of the tensor in the file."""
         return torch.Size(self.parts[0].shape)
 
     def dense(self) -> Tensor:
@@ -155,7 +156,7 @@ class GgufTensor:
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def blocks(self) -> Blocks:
-        """Return the file's own blocks, with rows in the model's order."""
+        """Return the file's blocks, with rows in the model's order."""
         (part,) = self.parts
         data = np.fromfile(self.file, np.uint8, part.size, offset=part.offset)
         if len(data) != part.size:
@@ -166,7 +167,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class _Family:
-    """What transformers does to tensors of one family."""
+    """The processing of tensors of one family by transformers."""
 
     processor: Any
     names: dict[str, str] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class _Family:
     """Orders that were found before, by name without the layer's number, and shape."""
 
     def order(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return the order of the file's rows in the model, None where they are not only moved."""
+        """Return the order of the file's rows in the model; None if the rows are not just permuted."""
         key = re.sub(r"\d+", "", name), shape
         if key not in self.orders:
             self.orders[key] = self._order(name, shape)

@@ -29,10 +29,10 @@ from types import ModuleType
 from typing import Any, Unpack
 
 UNUSED = ("scipy", "sklearn")
-"""Optional packages that transformers imports for losses and for assisted decoding by several tokenizers."""
+"""Optional packages that transformers imports for losses and for assisted decoding with several tokenizers."""
 
 DEFERRED = ("transformers", "transformers.models", "transformers.processing_utils")
-"""Modules that read the files of all models. What is used of the last one is typing's Unpack."""
+"""Modules that read the files of all models. Only typing's Unpack is used from the last one."""
 
 _LOCK = threading.RLock()
 
@@ -56,8 +56,8 @@ def import_transformers() -> None:
 
 
 def defer(name: str, given: dict[str, Any], parts: tuple[str, ...] | None = None) -> None:
-    """Make the module ``name`` one whose code runs when a name of it is first used, other than those ``given``. parts:
-    the only submodules that are imported without it; None: all."""
+    """Defer the module ``name``: its code runs when a name other than those ``given`` is first used. parts: the only
+    submodules that can be imported before; None: all."""
     if name in sys.modules or (spec := find_spec(name)) is None:
         return
     module: ModuleType = module_from_spec(spec)
@@ -75,7 +75,7 @@ def defer(name: str, given: dict[str, Any], parts: tuple[str, ...] | None = None
 
 
 class Deferred(ModuleType):
-    """A module that was not run yet. :class:`importlib.util.LazyLoader` makes modules like it, but runs a package for
+    """A module whose code has not run. :class:`importlib.util.LazyLoader` makes similar modules, but runs a package for
     each of its submodules."""
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +111,7 @@ def _undecorated(function: Any = None, *given: Any, **options: Any) -> Any:
 
 
 def _decide_distributed() -> None:
-    """Let transformers find no distributed torch: it keeps the answer."""
+    """Make transformers find no distributed torch; it caches the result."""
     import torch.distributed
     from transformers.utils.import_utils import is_torch_distributed_available
 

@@ -33,10 +33,10 @@ class Loaded:
     """A model and its tokenizer."""
 
     model: Any = field(repr=False)
-    """In eval mode."""
+    """The model, in eval mode."""
     tokenizer: Any = field(repr=False)
     name: str
-    """As requested."""
+    """The requested name."""
     source: str
     """A folder or a hub id."""
     weights: Weights | None = field(default=None, repr=False)
@@ -45,16 +45,16 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is."""
+    """The location of a model."""
 
     name: str
-    """As requested."""
+    """The requested name."""
     place: str
     """A folder or a hub id, which has the config and the tokenizer."""
     gguf: Path | None = None
     """The file with the weights; None: they are at ``place``."""
     revision: str | None = None
-    """Of a hub id."""
+    """The revision of a hub id."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class ModelDescription:
 
     config: Any
     dtype: torch.dtype
-    """Of activations and entries."""
+    """The dtype of activations and entries."""
     weights: Weights
-    """The format and the bytes of each of its weights."""
+    """The format and the bytes of each weight."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class AvailableModel:
     description: str
     licence: str
     fetched: bool
-    """Whether its GGUF file is here."""
+    """Whether the GGUF file is on this machine."""
     path: Path | None
-    """The folder of its converted copy; None: there is none yet."""
+    """The folder of the converted copy; None if there is none."""
     bytes_on_disk: int
-    """Of the GGUF file and the converted copy."""
+    """Bytes of the GGUF file and the converted copy."""
     tensors: dict[str, WeightTensor] | None
     """Each tensor as loaded with weights auto on a CPU; None until there is a converted copy."""
 
@@ -115,7 +115,7 @@ def load(
 
 
 def weights_of(loaded: Loaded) -> str:
-    """Return the format of a loaded model's weights in a word: as asked for, or the dtype that auto came to."""
+    """Return the format of a loaded model's weights in a word: the requested format, or the dtype chosen by auto."""
     if loaded.weights is not None and loaded.weights.requested != "auto":
         return loaded.weights.requested
     packed = loaded.weights is not None and any(tensor.bits < 16 for tensor in loaded.weights.tensors.values())
@@ -130,8 +130,8 @@ def describe(
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelDescription:
-    """Return what :func:`load` would make of a model, named as there or by the path of a config.json, without reading
-    weights. device: one that need not be here. Raises as :func:`load`."""
+    """Return a description of the model that :func:`load` would return, without reading weights. The name may also be
+    the path of a config.json. device: it need not exist here. Raises as :func:`load`."""
     text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".json":
@@ -164,7 +164,7 @@ def available() -> list[AvailableModel]:
 
 
 def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> Source:
-    """Return where the model is, a GGUF file converted first if needed."""
+    """Return the model's location; a GGUF file is first converted if needed."""
     path = place_of(text, revision)
     if text in EMBEDDED:
         return _file(text, fetch(EMBEDDED[text], progress), progress)
@@ -217,7 +217,7 @@ def _tokenizer(source: Source) -> Any:
 
 
 def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
-    """Return the model in the format ``asked`` for, once it is known that there is room for it."""
+    """Return the model in the ``requested`` format, after a check that it fits into memory."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}
@@ -266,7 +266,7 @@ def _table(source: Source) -> GgufTable | None:
 
 
 def _stated(config: Any) -> torch.dtype:
-    """Return the dtype that a config states; transformers' default where it states none."""
+    """Return the dtype that a config states, or transformers' default."""
     found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
     stated = getattr(torch, found, None) if isinstance(found, str) else found
     return stated if isinstance(stated, torch.dtype) else torch.float32

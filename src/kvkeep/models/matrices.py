@@ -15,7 +15,7 @@ from kvkeep.models.silence import silenced
 
 
 def built(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the model of ``config`` with its weights on torch's meta device. Raises UnsupportedModelError where
+    """Return the model of ``config`` with its weights on torch's meta device. Raises UnsupportedModelError if
     transformers cannot build it."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -32,8 +32,8 @@ def built(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Within the block, models of transformers are built with their weights on torch's meta device, not drawn at random
-    and not tied. Tables of positions are computed: to do that on the meta device torch imports sympy."""
+    """Within the block, transformers builds models with weights on torch's meta device, neither initialised nor tied.
+    Tables of positions are computed, because torch would import sympy to do that on the meta device."""
     from transformers.initialization import no_init_weights
 
     with _WeightsOnMeta(), no_init_weights():
@@ -69,11 +69,12 @@ def matrices(model: Any) -> dict[str, nn.Module]:
 
 
 def outer(model: Any) -> set[str]:
-    """Return the names of the head and of embeddings, which logits feel most."""
+    """Return the names of the head and of embeddings, which influence logits most."""
     head = model.get_output_embeddings()
     return {name for name, module in matrices(model).items() if module is head or isinstance(module, nn.Embedding)}
 
 
 def packed_bits(bits: int, outside: bool) -> int:
-    """Return the bits of a matrix where ``bits`` were asked for; of one ``outside`` the decoder's layers 8 at least."""
+    """Return the bits of a matrix if ``bits`` were requested; at least 8 for a matrix ``outside`` the decoder's
+    layers."""
     return max(bits, 8) if outside else bits

@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 
 def checked_format(weights: str) -> str:
-    """Return the format as asked for. Raises UsageError, with the nearest name, for an unknown one."""
+    """Return the requested format. Raises UsageError, with the nearest name, for an unknown one."""
     if weights not in FORMATS:
         raise unknown("weight format", str(weights), FORMATS)
     return weights
@@ -27,8 +27,8 @@ def check_device(device: str | None) -> None:
 
 
 def place_of(text: str, revision: str | None = None) -> Path | None:
-    """Return the folder or the GGUF file that ``text`` names, None for an embedded model or a hub id. Raises UsageError
-    for a name that means nothing, ModelError for what holds no model."""
+    """Return the folder or the GGUF file named by ``text``; None for an embedded model or a hub id. Raises UsageError
+    for an unknown name, ModelError for a path without a model."""
     if not text.strip():
         raise UsageError("The model's name is empty; give an embedded model, a GGUF file, a folder or a hub id.")
     path = Path(text).expanduser()

@@ -1,8 +1,8 @@
-"""Small weights: linear layers and embeddings whose weights are blocks of a GGUF file, or bfloat16.
+"""Packed weights: linear layers and embeddings whose weights are blocks of a GGUF file, or bfloat16.
 
-Where the native library runs, a matrix lies in its panels (native/panels.h) and is multiplied by it: inputs are rounded
-to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the library a matrix is
-kept as rows of blocks, written out in bfloat16 and multiplied by torch.
+If the native library runs, a matrix is stored in the library's panels (native/panels.h), and the library multiplies it.
+Inputs are rounded to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the
+library, a matrix is stored as rows of blocks, decoded to bfloat16 and multiplied by torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Packed(nn.Module):
 
     @functools.cached_property
     def struct(self) -> KvMatrix:
-        """The matrix as the kernels take it; its tensors must outlive it."""
+        """The matrix as a struct for the kernels. Its tensors must outlive it."""
         return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move to another device; codes keep their dtype, and panels become rows where the library is not."""
+        """Move to another device. Codes keep their dtype; panels become rows if the library does not run there."""
         self.__dict__.pop("struct", None)  # its pointers
         device = fn(torch.empty(0, dtype=torch.bfloat16, device=self.data.device)).device
         if self.native and device.type != "cpu":
@@ -46,7 +46,7 @@ class Packed(nn.Module):
         return super()._apply(lambda tensor: tensor.to(device), recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or saved: without pointers."""
+        """Return the state for copying or saving, without pointers."""
         return {name: value for name, value in self.__dict__.items() if name != "struct"}
 
     def blocks(self) -> Blocks:
@@ -63,7 +63,7 @@ class Packed(nn.Module):
         return self.blocks().dense(dtype).to(self.data.device)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return some rows in float32, (n, inputs), without writing out the others. index: (n,)."""
+        """Return the rows at ``index`` (n,) in float32, (n, inputs). Other rows are not decoded."""
         if not self.native:
             return Blocks(self.kind, self.data[index].cpu()).dense().to(self.data.device)
         index = index.to(torch.int64).contiguous()
@@ -95,7 +95,7 @@ class PackedLinear(Packed):
         return multiplied(self, x, self.bias)
 
     def extra_repr(self) -> str:
-        """Return what a printed model says."""
+        """Return the text for a printed model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
     @property
@@ -105,7 +105,7 @@ class PackedLinear(Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """``nn.Embedding`` with packed weights, of which looked-up rows are written out. May share its matrix with the
+    """``nn.Embedding`` with packed weights. Only looked-up rows are decoded. It may share its matrix with the
     language-model head."""
 
     def __init__(self, matrix: Packed, scale: float = 1.0, padding_idx: int | None = None) -> None:
@@ -132,7 +132,7 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """:func:`multiplied`, with a gradient for ``x`` and none for the weights, which are written out for it."""
+    """:func:`multiplied`, with a gradient only for ``x``. The backward pass decodes the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
@@ -145,7 +145,7 @@ class _Product(torch.autograd.Function):
 
 
 def _packed(matrix: Blocks) -> Tensor:
-    """Return the panels of a matrix. Rows may lie apart, in the order that they are to have."""
+    """Return the panels of a matrix. Rows may lie apart, in their final order."""
     outputs, inputs = matrix.shape
     number, rows = KIND_NUMBERS[matrix.kind], matrix.rows.contiguous()
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Models with packed weights: transformers reads a model, and each matrix is packed before the next one is read.
 
-A quantiser, registered with transformers as any other, takes the matrices of linear layers and embeddings; all else
-(names, missing weights, ties, buffers) is transformers'. After loading the model is not marked as a quantised one.
+A quantiser registered with transformers takes the matrices of linear layers and embeddings. transformers does the rest
+(names, missing weights, ties, buffers). The loaded model is not marked as quantised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvkeep.native.library import trim_memory
 
 @register_quantization_config("kvkeep")
 class Packing(QuantizationConfigMixin):
-    """Asks ``from_pretrained`` for packed weights of 4, 8 or 16 ``bits``; None: a GGUF file's own, else 16."""
+    """Requests packed weights of 4, 8 or 16 ``bits`` from ``from_pretrained``; None: the bits of a GGUF file, else
+    16."""
 
     def __init__(self, bits: int | None = None, **kwargs: Any) -> None:
         self.quant_method = "kvkeep"
@@ -34,7 +35,7 @@ class Packing(QuantizationConfigMixin):
 
 @register_quantizer("kvkeep")
 class Packer(HfQuantizer):
-    """Packs matrices while transformers loads. made: packed ones by the name of their module."""
+    """Packs matrices while transformers loads. made: the packed matrices by module name."""
 
     def __init__(self, quantization_config: Packing, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -55,11 +56,11 @@ class Packer(HfQuantizer):
         return param_name not in self.misshapen and param_name.removesuffix(".weight") in self.places
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what receives each matrix."""
+        """Return the operation that receives each matrix."""
         return _Pack(self)
 
     def pack(self, name: str, value: Tensor | GgufTensor, expected: Tensor) -> bool:
-        """Keep the matrix called ``name`` packed; return whether it has the shape of the one ``expected``."""
+        """Pack and store the matrix ``name``; return whether it has the shape of ``expected``."""
         if value.shape != expected.shape:
             self.misshapen.add(name)
             return False
@@ -92,8 +93,8 @@ class Packer(HfQuantizer):
         return model
 
     def _shared(self, model: Any) -> dict[str, PackedLinear]:
-        """Return the packed matrices, one for the modules that transformers has tied, or whose equal matrices the files
-        hold twice."""
+        """Return the packed matrices. Modules that transformers has tied, or whose equal matrices occur twice in the
+        files, share one."""
         for name, other in getattr(model, "all_tied_weights_keys", {}).items():
             mine, source = (self.made.get(one.removesuffix(".weight")) for one in (name, other))
             if mine is not None and source is not None and torch.equal(mine.data, source.data):

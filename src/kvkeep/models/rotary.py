@@ -1,4 +1,4 @@
-"""Cosines and sines of positions by the native library: torch's own differ from one processor to another."""
+"""The native library's cosines and sines of positions; those of torch differ between processors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from kvkeep.native.library import kernels, library
 
 TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
-"""Positions at which a module's own cosines and sines are compared."""
+"""Positions at which the cosines and sines of a module are compared."""
 
 
 class Rotary:
-    """The forward of a module of rotary embeddings, in place of its own. Frequencies of the kinds default, linear and
-    llama3 are computed here in double precision: a power that torch computes in single precision has other bits on
-    another processor. Those of other kinds are the module's."""
+    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3 are
+    computed here in double precision, because torch's single-precision powers differ between processors. Frequencies of
+    other kinds are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.frequencies: dict[str, Tensor] = {}
         self.exact = True
-        """Whether all of them so far were computed here."""
+        """Whether all angles so far were computed here."""
 
     @property
     def dims(self) -> set[int]:
-        """How many channels of a head turn, in each kind that was asked for."""
+        """The number of rotated channels of a head, for each kind requested so far."""
         return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class Rotary:
 
 
 def replace_rotary(model: Any) -> None:
-    """Let the library compute the angles of those modules of ``model`` with which it agrees."""
+    """Replace those rotary modules of ``model`` with which the library agrees."""
     if library() is None:
         return
     for module in model.modules():
@@ -86,14 +86,14 @@ def _agrees(ours: Rotary, kind: str | None) -> bool:
 
 
 def _parameters(module: Any, kind: str | None) -> dict[str, Any]:
-    """Return what the config says of a module's angles."""
+    """Return the config's parameters of a module's angles."""
     stated = getattr(module.config, "rope_parameters", None) or {}
     return stated if kind is None else stated.get(kind, {})
 
 
 def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
-    """Return the frequencies of ``parameters`` without what single precision made of ``stated``, the module's own;
-    None where those are of another kind."""
+    """Return the frequencies of ``parameters`` in double precision; None if ``stated``, the module's frequencies, are
+    of another kind."""
     count, theta = len(stated), parameters.get("rope_theta")
     if theta is None:
         return None
@@ -105,7 +105,7 @@ def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
 
 
 def _scaled(parameters: dict[str, Any], frequency: float) -> float:
-    """Return a frequency as its kind scales it; one of an unknown kind as it is."""
+    """Return a frequency scaled by its kind; unchanged for an unknown kind."""
     kind, factor = parameters.get("rope_type"), parameters.get("factor", 1.0)
     if kind == "linear":
         return float(frequency / factor)

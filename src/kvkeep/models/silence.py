@@ -1,4 +1,4 @@
-"""Silences transformers' progress bars and warnings: while a model loads, and where a person reads along."""
+"""Silences transformers' progress bars and warnings while a model loads, and while a user reads the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def without_warnings() -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Let kvkeep's own warnings go to the standard error of before the block, where no program handles them."""
+    """Send kvkeep's unhandled warnings to the previous standard error."""
     logger = standard.getLogger("kvkeep")
     if logger.hasHandlers():
         yield
@@ -40,7 +40,7 @@ def _shown() -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence transformers within the block; kvkeep's own warnings are still shown."""
+    """Silence transformers within the block; kvkeep's warnings are still shown."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(standard.ERROR + 1)

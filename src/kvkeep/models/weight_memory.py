@@ -19,7 +19,7 @@ from kvkeep.models.model_names import FORMATS
 from kvkeep.units import size
 
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
-"""The kinds of blocks that kvkeep makes itself, by bits."""
+"""The kinds of blocks that kvkeep makes, by bits."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class WeightTensor:
     """One tensor in memory."""
 
     stored: str | None
-    """Its kind in a GGUF file (Q4_1); None elsewhere."""
+    """The kind in a GGUF file (Q4_1); None otherwise."""
     bits: int
-    """Of an element's code."""
+    """Bits of an element's code."""
     group: int | None
     """Elements that share a scale; None: there are no scales."""
     nbytes: int
@@ -41,19 +41,19 @@ class Weights:
     """The weights of a model."""
 
     requested: str
-    """The format, as the user named it."""
+    """The format named by the user."""
     tensors: dict[str, WeightTensor]
-    """By the model's names; a shared tensor is listed once."""
+    """Tensors by the model's names. A shared tensor is listed once."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
-    """Return the weights of the model of ``config`` in the format ``made``. table: of its GGUF file. Raises
-    UnsupportedModelError where transformers cannot build it."""
+    """Return the weights of the model of ``config`` in the format ``made``. table: the table of its GGUF file. Raises
+    UnsupportedModelError if transformers cannot build it."""
     if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
         return Weights(requested, bits_of_file(table))
     model = built(config, made.dtype)
@@ -69,7 +69,7 @@ def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | 
 
 
 def bits_of_file(table: GgufTable) -> dict[str, WeightTensor]:
-    """Return the tensors of a GGUF file as loaded with their own bits; those that cannot keep them are bfloat16."""
+    """Return the tensors of a GGUF file as loaded with the file's bits. Tensors that cannot keep them are bfloat16."""
     made = {}
     for entry in table.entries:
         kind = KINDS.get(entry.kind) if entry.packs else None
@@ -78,7 +78,7 @@ def bits_of_file(table: GgufTable) -> dict[str, WeightTensor]:
 
 
 def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> WeightTensor:
-    """Return a tensor of ``count`` elements of so many bits, or in blocks of a kind."""
+    """Return a tensor of ``count`` elements of ``bits`` bits, or in blocks of ``kind``."""
     if kind is None:
         return WeightTensor(stored, bits, None, count * bits // 8)
     return WeightTensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)

@@ -1,4 +1,4 @@
-"""Reading a model's weights, all of which must be in its files."""
+"""Reads a model's weights, and refuses files that lack some."""
 
 from __future__ import annotations
 

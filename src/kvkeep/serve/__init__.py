@@ -1,1 +1,1 @@
-"""Many conversations in one model and one budget of memory, each as if it were alone."""
+"""The server: many independent conversations with one model, within one memory budget."""

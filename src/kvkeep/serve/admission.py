@@ -1,4 +1,4 @@
-"""Admission: whose answers wait, and who is let in, in order, as far as memory is granted."""
+"""Admission: the queue of answers. They begin in order, when memory is granted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
-    """The queue of an engine, of its thread alone.
+    """The queue of an engine. Only the engine's thread uses it.
 
-    running, saving: the engine's own lists, of answers that were let in and of those whose turn is being saved. limit:
-    answers that may wait, of those that could not begin. left: is called for every answer that does not wait any more.
+    running, saving: the engine's lists of admitted answers, and of answers whose turn is being saved. limit: the
+    maximum number of waiting answers. left: called for every answer that no longer waits.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class Admission:
     ) -> None:
         self.model, self.geometry, self.arbiter, self.sessions = model, geometry, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self.full = False  # whether no more requests may wait
+        self.full = False  # whether the queue accepts no more requests
         self._running, self._saving, self._limit, self._left = running, saving, limit, left
-        self._refused: tuple[Job, object] | None = None  # who waits for memory, and those that held it then
+        self._refused: tuple[Job, object] | None = None  # the job that waits for memory, and the holders of memory then
 
     def drop_cancelled(self) -> None:
-        """End the answers that wait and are wanted no more."""
+        """End the waiting answers that were cancelled."""
         for job in [job for job in self.waiting if job.cancelled and not job.file_busy]:
             self._dismiss(job, Finished("cancelled", "", (), 0, 0, 0))
 
     def _dismiss(self, job: Job, last: Event) -> None:
-        """End an answer that never began; its session, if it was opened for it, is let go."""
+        """End an answer that never began; release the session that was opened for it."""
         if job.file is not None:
-            with suppress(Exception):  # it could not be opened
+            with suppress(Exception):  # the file may have failed to open
                 self._adopt(job)
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
@@ -66,29 +66,29 @@ class Admission:
         job.end(last)
 
     def admit(self) -> None:
-        """Begin waiting answers, and refuse the last of those that still wait where they are too many."""
+        """Begin waiting answers; if too many still wait, refuse the last ones."""
         self._admit()
         while len(self.waiting) > self._limit and not self.waiting[-1].file_busy:
             self._dismiss(self.waiting[-1], self.refusal())
         self.full = len(self.waiting) >= self._limit > 0
 
     def refusal(self) -> QueueFull:
-        """Return the error of a request that may not wait."""
+        """Return the error for a request that finds the queue full."""
         return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
 
     def _admit(self) -> None:
-        """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
-        whose session is busy, whose file is being opened, or whose prompt begins with what another one is reading,
-        waits for that alone."""
+        """Begin waiting answers in order, when memory is granted. No answer overtakes one that waits for memory. An
+        answer waits without blocking others if its session is busy, its file is being opened, or another answer is
+        reading its prefix."""
         busy = {job.name for job in (*self._running, *self._saving)} - {None}
         for job in [*self.waiting]:
             if job.name in busy or self._is_waiting(job):
-                busy |= {job.name} - {None}  # its session's turns stay in order
+                busy |= {job.name} - {None}  # a session's turns stay in order
                 continue
             if self._refused == (
                 job,
                 self._in_memory,
-            ):  # nothing has been freed since
+            ):  # no memory was released since the refusal
                 return
             try:
                 session = self._session(job)
@@ -110,8 +110,8 @@ class Admission:
                 self._left()
 
     def _session(self, job: Job) -> OpenSession | None:
-        """Return the session that an answer continues; None while its file is being opened. Raises what that
-        fails by."""
+        """Return the session that an answer continues; None while its file is being opened. Raises the error of opening
+        it."""
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
@@ -132,33 +132,34 @@ class Admission:
         return session
 
     def _adopt(self, job: Job) -> OpenSession:
-        """Make the session that was opened for an answer, and return it."""
+        """Put the session that was opened for an answer into the pool, and return it."""
         assert job.file is not None and job.name is not None
         opened, job.file = job.file, None
         return self.sessions.adopt(opened.result())
 
     def _is_waiting(self, job: Job) -> bool:
-        """Return whether another answer is still reading what the prompt of a job begins with, which then need not
-        be."""
+        """Return whether another answer is still reading a prefix of the job's prompt, which the job can then reuse."""
         if job.waits_for is not None and (job.waits_for.done or job.waits_for.job not in self._running):
             job.waits_for = None
         return job.waits_for is not None
 
     @property
     def _in_memory(self) -> frozenset[int | Name]:
-        """The answers under way and the sessions that hold memory."""
+        """The running answers, and the sessions that hold memory."""
         return frozenset([*map(id, self._running), *map(id, self._saving), *self.sessions.memory])
 
     def _begun(self, job: Job, session: OpenSession, prefix: Prefix | None) -> bool:
-        """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
-        memory; False: it has to wait. Raises what it fails by."""
+        """Grant memory to an answer and begin it, reusing ``prefix``; restore the session from its file if necessary.
+
+        Return False if the answer has to wait. Raises the error of beginning it.
+        """
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
         self.arbiter.check(peak)
         peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.complete:
-            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # a copy of a layer
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver
@@ -184,9 +185,11 @@ class Admission:
     def _way(
         self, session: OpenSession, wanted: int, going: OpenSession | None = None, staying: OpenSession | None = None
     ) -> list[OpenSession] | None:
-        """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
-        case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
-        without all of them, too."""
+        """Return the idle sessions to evict so that ``session`` can have ``wanted`` bytes; None if evicting all is not
+        enough.
+
+        ``going`` is always evicted, ``staying`` never, and the others in order of :meth:`SessionPool.idle`.
+        """
         others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
         others |= {
             job.session: (job.granted, job.session.counted[1]) for job in self._running if job.session is not None
@@ -202,8 +205,8 @@ class Admission:
 
 
 def failed(error: Exception) -> KvkeepError:
-    """Return the error that clients get for an unexpected one: its type only, never its message, which may quote a
-    prompt or a path. The original is the ``__cause__``; its place is in the log."""
+    """Return the error that clients get for an unexpected one: the type only, never the message, which may quote a
+    prompt or a path. The original error is the ``__cause__``; the log has its place."""
     log.error("An answer failed: %s", place_of(error))
     found = KvkeepError(f"The answer failed with an internal error ({type(error).__name__}).")
     found.__cause__ = error

@@ -1,7 +1,7 @@
-"""The memory limit: all sessions together stay within it at every step.
+"""The memory limit. All sessions together stay within it at every step.
 
-Budgets are hard, so the peak of a session is known before its answer begins. An answer begins once its peak is granted,
-and keeps the grant until it ends; an idle session counts with what it uses now.
+Budgets are hard, so the peak of a session is known before its answer begins. An answer begins when its peak is granted,
+and keeps the grant until it ends. An idle session counts with its current bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEGA = 1e6
 
 
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
-    """Return the most bytes of memory that ``cache`` can need until it has read ``tokens`` tokens
+    """Return the peak bytes of memory of ``cache`` until it has read ``tokens`` tokens
     (:func:`~kvkeep.plan.sizes.grant`)."""
     where = None if cache.spec is None else cache.spec.where
     kind = None if cache.spec is None else str(cache.spec)
@@ -38,8 +38,8 @@ def peak_bytes(cache: KeepCache, tokens: int) -> int:
 
 
 def restore_bytes(file: SessionFile, cache: KeepCache) -> int:
-    """Return the bytes that restoring a session takes; the tensors of one layer are counted twice. cache: an empty
-    one of its kind."""
+    """Return the bytes that restoring a session takes. The tensors of one layer count twice. cache: an empty cache of
+    the session's kind."""
     disk = cache.spec is not None and cache.spec.where == "disk"
     total, in_hand = 0, dict[str, int]()
     for name, one in file.stored.items():
@@ -51,14 +51,14 @@ def restore_bytes(file: SessionFile, cache: KeepCache) -> int:
 
 
 def current_bytes(cache: KeepCache) -> int:
-    """Return the bytes of memory that a cache uses now, without those on disk."""
+    """Return the bytes of memory that a cache uses now, without bytes on disk."""
     memory = report.memory(cache.made, cache.holdings)
     checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 
 
 def shared_parts(cache: KeepCache) -> dict[int, int]:
-    """Return the bytes of each part that other caches may share, by its address."""
+    """Return the bytes of each part that other caches may share, by address."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     parts = [tensor.untyped_storage() for layer in layers for tensor in layer.shared]
     return {part.data_ptr(): part.nbytes() for part in parts}
@@ -71,7 +71,7 @@ class Arbiter:
     total: int
 
     def check(self, wanted: int) -> None:
-        """Raise BudgetError for more bytes than there are."""
+        """Raise BudgetError if ``wanted`` bytes exceed the total."""
         if wanted > self.total:
             raise BudgetError(
                 f"The request needs up to {wanted / MEGA:.1f} MB of cache, and the server has {self.total / MEGA:.1f} "
@@ -79,12 +79,13 @@ class Arbiter:
             )
 
     def fitting(self, cache: KeepCache, tokens: int) -> int:
-        """Return how many sessions like ``cache``, of ``tokens`` tokens, can be answered at once."""
+        """Return the number of sessions like ``cache``, with ``tokens`` tokens, that can be answered at the same
+        time."""
         return self.total // peak_bytes(cache, tokens)
 
     def grants(self, wanted: int, others: Iterable[tuple[int, Mapping[int, int]]]) -> bool:
-        """Return whether ``wanted`` more bytes fit beside ``others``: the bytes of each, and of these the shared parts,
-        by address."""
+        """Return whether ``wanted`` more bytes fit beside ``others``: bytes of each session, and its shared parts by
+        address."""
         used, parts = wanted, dict[int, int]()
         for total, shared in others:
             used += total - sum(shared.values())

@@ -1,5 +1,5 @@
-"""The bytes of an engine's caches, and the state of each token's entries: read between two steps, in the engine's
-thread."""
+"""The bytes of an engine's caches, and the state of each token's entries. The engine's thread reads them between
+steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Name
 
 KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
-"""What the bytes of a cache are for; those on disk are not memory."""
+"""The kinds of bytes of a cache. Bytes on disk are not memory."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class MemoryUse:
     """Bytes of all caches; shared parts are counted once."""
 
     kinds: dict[str, int]
-    """Bytes by kind, those on disk too."""
+    """Bytes by kind, including bytes on disk."""
     granted: int
-    """Bytes that running answers may come to need."""
+    """Further bytes that are granted to running answers."""
     sessions: int
-    """Sessions in memory, answering or not."""
+    """Sessions in memory, running or idle."""
 
     @property
     def memory(self) -> int:
@@ -62,29 +62,29 @@ class CacheView:
     method: str
     exactness: str
     budget: int | None
-    """Entries of a layer; None: no budget."""
+    """Entries per layer; None: no budget."""
     where: str | None
-    """The place of its checkpoint."""
+    """The place of the checkpoint."""
     running: bool
     """Whether an answer is being generated."""
     prompt: int | None
-    """Tokens of the prompt that is being read; None: no prompt is."""
+    """Tokens of the prompt that is being read; None if none is."""
     ids: list[int]
-    """Of the tokens that the cache has read."""
+    """Ids of the tokens that the cache has read."""
     bytes: dict[str, int]
-    """By kind."""
+    """Bytes by kind."""
     layers: list[Tensor]
-    """For each layer, codes of :class:`EntryState`, (kv_heads, tokens) int8."""
+    """Codes of :class:`EntryState` for each layer, (kv_heads, tokens) int8."""
 
     def map(self, columns: int) -> Tensor:
-        """Return for each layer and each of ``columns``, which share the tokens equally, the share of entries, of all
-        heads, in each state: (layers, columns, states)."""
+        """Return the share of entries in each state, over all heads, by layer and column: (layers, columns, states).
+        The columns divide the tokens equally."""
         column = torch.arange(len(self.ids)) * columns // len(self.ids)
         counts = torch.stack([_counted(layer, column, columns) for layer in self.layers])
         return counts / counts.sum(-1, keepdim=True)
 
     def kept(self) -> Tensor:
-        """Return how many entries of each token, of all layers and heads, are in each state: (tokens, states)."""
+        """Return the number of entries of each token in each state, over all layers and heads: (tokens, states)."""
         slots = torch.arange(len(self.ids))
         each = torch.zeros(len(self.ids), len(EntryState), dtype=torch.long)
         for layer in self.layers:
@@ -93,7 +93,7 @@ class CacheView:
 
 
 def _counted(layer: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Return how many codes of ``layer`` (kv_heads, tokens) are in each column, (columns, states)."""
+    """Return the number of codes of ``layer`` (kv_heads, tokens) in each column: (columns, states)."""
     found = torch.bincount((column * len(EntryState) + layer).flatten(), minlength=columns * len(EntryState))
     return found.view(columns, len(EntryState))
 
@@ -114,5 +114,5 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
         prompt=None if job is None or job.writes else len(job.ask.prompt),
         ids=[*session.past.ids] if job is None else job.known,
         bytes=_kinds(cache),
-        layers=[layer[0].clone() for layer in cache.entry_states() if layer.shape[1]],  # a cache may reuse its own
+        layers=[layer[0].clone() for layer in cache.entry_states() if layer.shape[1]],  # a cache may reuse its tensors
     )

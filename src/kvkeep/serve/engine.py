@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
-"""The most requests that wait, for memory or for another answer."""
+"""The maximum number of requests that wait for memory or for another answer."""
 
 
 class Watch:
-    """Observes an engine's work. Its methods run in the engine's thread and must not block; these do nothing."""
+    """Observes an engine's work. The methods run in the engine's thread and must not block. Here they do nothing."""
 
     def stepped(self, sessions: int, tokens: int) -> None:
         """Called after a step that reads ``tokens`` tokens for ``sessions`` sessions."""
 
     def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Called when an answer has ``tokens`` new tokens, ``seconds`` after the last ones, or after its request."""
+        """Called when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones or after its request."""
 
 
 class Engine:
-    """Answers for many sessions within ``memory`` bytes.
+    """Answers many sessions within ``memory`` bytes.
 
-    store: where named sessions are saved; without one, evicted sessions are forgotten, and read again. cache: method,
-    budget and options of sessions that name none. waiting: the most requests that wait. Use :meth:`start` for a
-    thread, or call :meth:`step` until it returns False, and :meth:`close`. Raises UnsupportedModelError for a model
+    store: the store of named sessions; without one, evicted sessions are forgotten and read again. cache: default
+    method, budget and options of a session. waiting: the maximum number of waiting requests. Call :meth:`start` for a
+    thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model
     whose attention cannot be streamed.
     """
 
@@ -81,9 +81,9 @@ class Engine:
                 "load the model in one process."
             )
         try:
-            bind(self.model)  # here, because two threads must not do it at once
+            bind(self.model)  # here, because two threads must not bind at once
         except UnsupportedModelError:
-            if not self.geometry.other_layers:  # with them, every session has its own pass
+            if not self.geometry.other_layers:  # with them, every session has a separate pass
                 raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         files = SessionFiles(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
@@ -114,10 +114,12 @@ class Engine:
         owner: str = "",
         **cache: Any,
     ) -> Job:
-        """Request an answer; ``listener`` is called by the engine's thread with each event. name: owner and name of the
-        session to continue. owner: of a session without a name; prefixes are shared within an owner. cache: method,
-        budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session, by default the engine's. Raises
-        QueueFull, EngineStopping, or UsageError for what can never be answered."""
+        """Request an answer; the engine's thread calls ``listener`` with each event.
+
+        name: owner and name of the session to continue. owner: the owner of an unnamed session; an owner's sessions
+        share prefixes. cache: method, budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session;
+        default: the engine's. Raises QueueFull, EngineStopping, or UsageError for a request that can never be answered.
+        """
         positions = self.positions(cache)
         if not ask.prompt:
             raise UsageError("The prompt is empty; send at least one token.")
@@ -139,13 +141,13 @@ class Engine:
         return job
 
     def positions(self, cache: Mapping[str, Any]) -> int | None:
-        """Return how many tokens a session with these options (by default the engine's) can have; None: no limit.
+        """Return the maximum number of tokens of a session with these options (default: the engine's); None: no limit.
         Raises UsageError or BudgetError for options that are wrong for every model."""
         endless = Request.parse(**(cache or self.cache)).method.sinks is not None
         return None if endless else self.geometry.max_positions
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Let the engine's thread run ``work`` between two steps; the future has its result or exception. It must be
+        """Run ``work`` in the engine's thread between two steps; the future has its result or exception. It must be
         short, because all sessions wait for it. Raises EngineStopping after the end."""
         future: Future[T] = Future()
 
@@ -170,11 +172,11 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
-        """Whether it accepts no more requests."""
+        """Whether the engine refuses new requests."""
         return self._stopping
 
     def start(self) -> None:
-        """Run steps in a thread of its own."""
+        """Run steps in a new thread."""
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
         self._thread.start()
 
@@ -191,7 +193,7 @@ class Engine:
                     job.cancel()
 
     def join(self) -> None:
-        """Wait until its thread has ended."""
+        """Wait until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -221,7 +223,7 @@ class Engine:
     # -- in the engine's thread -----------------------------------------------------------------------
 
     def step(self, wait: bool = False) -> bool:
-        """Take requests from the inbox, and read once for every answer. wait: if there is no work, wait for some.
+        """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
         Return False if the engine was stopped and no work is left."""
         nothing = not self.running and not self._admission.waiting and not self._saving
         self._take_in(wait and nothing)
@@ -253,7 +255,7 @@ class Engine:
                 given()
 
     def _begun(self) -> None:
-        """Count one waiting request less."""
+        """Decrement the number of waiting requests."""
         with self._lock:
             self._count -= 1
 
@@ -279,7 +281,7 @@ class Engine:
                 job.end(error if isinstance(error, KvkeepError) else failed(error))
 
     def _read(self) -> None:
-        """Run a step of the scheduler, and give each answer its result."""
+        """Run a step of the scheduler, and pass each answer its result."""
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)

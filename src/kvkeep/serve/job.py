@@ -37,34 +37,34 @@ class EngineStopping(KvkeepError):
 
 @dataclass(frozen=True)
 class Finished:
-    """How an answer ended."""
+    """The end of an answer."""
 
     reason: str
     """"stop", "length" or "cancelled"."""
     text: str
     tokens: tuple[int, ...]
     cached: int
-    """Tokens of the prompt that the cache already held."""
+    """Prompt tokens that the cache already held."""
     read: int
-    """Tokens of the prompt that were read."""
+    """Prompt tokens that were read."""
     written: int
     """Tokens of the answer."""
 
 
 Event = TextPiece | Finished | KvkeepError
-"""What a listener receives: pieces of text, and last how the answer ended, or its error."""
+"""What a listener receives: pieces of text, then :class:`Finished` or an error."""
 
 
 @dataclass(frozen=True)
 class PendingPrefix:
-    """A prefix of ``tokens`` tokens that ``job`` is reading, as the beginning of its own prompt."""
+    """The first ``tokens`` tokens of a prompt that ``job`` is reading."""
 
     job: Job
     tokens: int
 
     @property
     def done(self) -> bool:
-        """Whether they have been read; False after the job has ended."""
+        """Whether the job has read them; False after the job has ended."""
         session = self.job.session
         return session is not None and session.cache.get_seq_length() >= self.tokens
 
@@ -76,53 +76,53 @@ class Job:
     ask: Ask
     listener: Callable[[Event], None]
     name: Name | None
-    cache: Mapping[str, Any]  # options of KeepCache for a new session
+    cache: Mapping[str, Any]  # KeepCache options of a new session
     names_cache: bool = False  # whether the request named method or budget
     owner: str = ""
     session: OpenSession | None = None
     granted: int = 0
     scheduled: ScheduledAnswer | None = None
-    file: Future[Any] | None = None  # its session's file, while it is read or written
-    waits_for: PendingPrefix | None = None  # the job that is reading the beginning of its prompt
+    file: Future[Any] | None = None  # the session's file while it is read or written
+    waits_for: PendingPrefix | None = None  # the job that reads a prefix of this prompt
     last: Event | None = None  # the last event, reported when the session is saved
     at: float = field(default_factory=time.monotonic)  # the time of its last token; before the first, of the request
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _listener_failed: bool = False
 
     def cancel(self) -> None:
-        """End it at the next token or chunk. Any thread may call this."""
+        """End the answer at the next token or chunk. Any thread may call this."""
         self._cancelled.set()
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Whether the job was cancelled."""
         return self._cancelled.is_set()
 
     @property
     def file_busy(self) -> bool:
-        """Whether its session is being read or written."""
+        """Whether the session's file is being read or written."""
         return self.file is not None and not self.file.done()
 
     @property
     def answer(self) -> Answer | None:
-        """Its answer; None until the scheduler has it."""
+        """The answer; None until the scheduler has it."""
         return None if self.scheduled is None else self.scheduled.answer
 
     @property
     def writes(self) -> bool:
-        """Whether its prompt has been read and its answer is being written."""
+        """Whether the prompt has been read and the answer is in generation."""
         return self.scheduled is not None and self.scheduled.writes
 
     @property
     def known(self) -> list[int]:
-        """The ids that its session's cache has read."""
+        """Ids that the session's cache has read."""
         assert self.session is not None
         if self.answer is None:
             return [*self.session.past.ids]
         return [*self.ask.prompt, *self.answer.tokens][: self.session.cache.get_seq_length()]
 
     def halt(self, scheduler: Scheduler) -> Answer:
-        """Remove its answer from the scheduler, and restore its session to the last complete step; return the
+        """Remove the answer from the scheduler, restore the session to the last complete step, and return the
         answer."""
         assert self.session is not None and self.scheduled is not None
         past, answer = self.session.past, self.scheduled.answer
@@ -137,7 +137,7 @@ class Job:
         return answer
 
     def tell(self, event: Event) -> None:
-        """Call the listener. If it raises, cancel the answer, and do not call it again."""
+        """Call the listener. If it raises, cancel the answer and stop calling it."""
         if self._listener_failed:
             return
         try:

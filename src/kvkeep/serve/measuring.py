@@ -1,4 +1,4 @@
-"""The machine is measured once, while a server has nothing to do: predicted times are estimates until then."""
+"""Measures the machine once, while a server is idle. Until then, predicted times are estimates."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from kvkeep.serve.engine import Engine
 IDLE_S = 60.0
 """Seconds without an answer before a measurement begins."""
 IDLE_POLL_S = 1.0
-"""Seconds between looks whether the server is idle."""
+"""Seconds between checks whether the server is idle."""
 REQUEST_POLL_S = 0.05
-"""Seconds between looks whether a request has come while the machine is measured."""
+"""Seconds between checks for a new request during a measurement."""
 TIMEOUT_S = 900.0
 MAX_ATTEMPTS = 5
-"""Measurements that requests may interrupt before the server leaves it."""
+"""Interrupted measurements after which the server gives up."""
 NEEDED_BYTES = 4 * 10**9
-"""Bytes that have to be free; a measurement takes less than half of it."""
+"""Bytes that must be free. A measurement uses less than half of them."""
 
 
 class Measuring:
-    """Measures this machine in a process of its own while ``engine`` is idle, unless that was done or has failed
-    before. A request ends the measurement at once, and it begins anew when the server is idle again. tell: gets a line
-    when it has ended or failed.
+    """Measures this machine in a separate process while ``engine`` is idle, unless it was measured or has failed
+    before.
+
+    A request ends the measurement at once. The measurement restarts when the server is idle again. tell: called with a
+    line when the measurement has ended or failed.
     """
 
     def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
@@ -48,13 +50,13 @@ class Measuring:
         self._thread = threading.Thread(target=self._run, name="kvkeep-measuring", daemon=True)
 
     def start(self) -> None:
-        """Wait for idleness in a thread of its own. Accelerators are measured by ``kvkeep calibrate`` alone, since
-        nothing would make way for answers there."""
+        """Wait for idleness in a new thread. Only ``kvkeep calibrate`` measures accelerators, because a measurement
+        there cannot make way for answers."""
         if self.device == "cpu":
             self._thread.start()
 
     def stop(self) -> None:
-        """Abandon what is under way."""
+        """End the measurement or the wait."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -68,7 +70,7 @@ class Measuring:
             self._failed(str(error))
 
     def _needed(self) -> bool:
-        """Return whether there are no rates yet, a place to keep them, and nothing that says that measuring fails."""
+        """Return whether there are no rates yet, a place to save them, and no record of a failed measurement."""
         folder = rates_file(self.device, self.dtype).parent
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK) or failure_file(self.device, self.dtype).exists():
@@ -76,7 +78,7 @@ class Measuring:
         return measured(self.device, self.dtype) is None
 
     def _wait_until_idle(self) -> bool:
-        """Wait until nothing was asked for a while and the machine has room; return False when stopped."""
+        """Wait until the server has been idle for a while and the machine has resources; return False when stopped."""
         since = time.monotonic()
         while not self._stop.wait(IDLE_POLL_S):
             if self._busy() or _loaded():
@@ -89,7 +91,7 @@ class Measuring:
         return bool(self.engine.running) or self.engine.waiting > 0
 
     def _measure(self) -> bool:
-        """Measure; return False where a request, or another process that measures, came in between."""
+        """Measure; return False if a request or another measuring process interrupted it."""
         command = [sys.executable, "-m", "kvkeep.plan.background"]
         command += [self.device, named(self.dtype), f"{torch.get_num_threads()}"]
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
@@ -120,7 +122,7 @@ class Measuring:
         return True
 
     def _failed(self, reason: str) -> None:
-        """Say it once, to the user and to later processes."""
+        """Report the failure once, to the user and to later processes."""
         self.tell(f"the measurement of this machine failed ({reason}); predicted times stay estimates")
         with suppress(OSError, KvkeepError):
             failure_file(self.device, self.dtype).write_text(reason + "\n", encoding="utf-8")

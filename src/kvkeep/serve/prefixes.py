@@ -1,9 +1,9 @@
-"""Prefixes: what a prompt begins with is not read again where another session of the same owner has read it.
+"""Prefixes: a session reuses the first tokens of a prompt if another session of the same owner has read them.
 
-Only between exact caches of one kind: what they give depends on the tokens alone, however they came to hold them.
-Blocks of ``full`` are then held once for all of them, where the CPU kernel attends to them; other caches are copied, if
-that is half of what the other session has read, or more. So that clients without sessions find their conversations
-again, a session without a name stays when its answer has ended, as long as nobody needs its memory.
+Only exact caches of one kind share prefixes, because their output depends only on the tokens. Where the CPU kernel
+attends to them, sessions share the blocks of ``full`` in memory. Another cache is copied, if the prefix is at least
+half of the tokens that its session has read. An unnamed session stays in memory after its answer until the memory is
+needed, so clients without session names can continue their conversations.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from kvkeep.serve.session import OpenSession
 from kvkeep.stores.dynamic import DynamicLayer
 
 MIN_PREFIX_TOKENS = 32
-"""Tokens of a prefix that is worth it."""
+"""The minimum number of tokens of a prefix."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first tokens of a prompt, ``ids``, which the cache of ``session`` begins with."""
+    """The first tokens of a prompt, ``ids``, with which the cache of ``session`` begins."""
 
     session: OpenSession
     ids: Sequence[int]
 
     @property
     def complete(self) -> bool:
-        """Whether its session has read nothing else, is idle, and has no name."""
+        """Whether the session has read only this prefix, is idle, and has no name."""
         one = self.session
         return one.name is None and not one.busy and len(self.ids) == len(one.past.ids)
 
     @property
     def once(self) -> int:
-        """Bytes that both would hold once."""
+        """Bytes that both sessions would share."""
         cache = self.session.cache
         if not _plain(cache) or not transfer.shares(cache):
             return 0
@@ -47,11 +47,11 @@ class Prefix:
 
     @property
     def copied(self) -> int:
-        """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
+        """Bytes of a copy, if the whole cache has to be copied before it is cropped."""
         return 0 if _plain(self.session.cache) else self.session.memory_bytes
 
     def past(self) -> CachedText:
-        """Return a past of these tokens, in a cache of its own."""
+        """Return these tokens in a new cache."""
         cache = self.session.cache
         if _plain(cache):
             return CachedText(transfer.begun(cache, len(self.ids)), self.ids)
@@ -63,8 +63,8 @@ class Prefix:
 def find(
     job: Job, session: OpenSession, running: Iterable[Job], idle: Iterable[OpenSession]
 ) -> Prefix | PendingPrefix | None:
-    """Return the longest prefix of a job's prompt that is there for its session, which has read nothing; or who is
-    reading a longer one; None where there is neither, or the session's kind cannot have any."""
+    """Return the longest available prefix of the job's prompt for its session, which has read nothing. If another job
+    is reading a longer one, return that; None if there is neither, or if the session's kind cannot share prefixes."""
     if session.away or session.past.ids or not _gives(session.cache):
         return None
     prompt, best = [*job.ask.prompt[:-1]], Prefix(session, ())
@@ -84,7 +84,7 @@ def find(
 
 
 def worth_keeping(session: OpenSession) -> bool:
-    """Return whether others may begin with what a session has read."""
+    """Return whether other sessions may reuse a prefix of this one."""
     return _gives(session.cache) and len(session.past.ids) >= MIN_PREFIX_TOKENS
 
 
@@ -98,18 +98,18 @@ def _same_kind(one: OpenSession, other: OpenSession) -> bool:
 
 
 def _steady(session: OpenSession) -> bool:
-    """Return whether nothing of a cache is unfinished between two steps of an answer."""
+    """Return whether a cache has no unfinished work between two steps of an answer."""
     return session.cache.round is None and can_pack(session.cache)
 
 
 def _plain(cache: KeepCache) -> bool:
-    """Return whether the first entries of a cache can be had without the others: it is of method ``full``."""
+    """Return whether the first entries of a cache can be used without the others: its method is ``full``."""
     layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
     return all(isinstance(layer, DynamicLayer) and layer.limit is None for layer in layers)
 
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
-    """Return what both begin with, as far as a cache that has read ``ids`` can be cut there for less than reading."""
+    """Return the common prefix, if cropping a cache that has read ``ids`` costs less than reading the prefix."""
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
     count = common_prefix(ids, prompt)

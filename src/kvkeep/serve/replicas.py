@@ -1,10 +1,10 @@
-"""Replicas of the server on a Ray cluster: the same application, once in every process of a Ray Serve deployment.
+"""Replicas of the server on a Ray cluster: each process of a Ray Serve deployment runs the same application.
 
-A session belongs to no replica. Its turns are in a folder that all replicas see, and whoever answers holds its lease
-(:mod:`~kvkeep.decode.shared_journal`), so that any replica can answer any request. Consistent hashing on the session
-gives its requests to the same replica as long as there is one, which then has the session in memory.
-:mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the key that is hashed, and completes answers of
-replicas that ended.
+A session belongs to no replica. Its turns are in a folder that all replicas see, and the answering replica holds its
+lease (:mod:`~kvkeep.decode.shared_journal`). So any replica can answer any request. Consistent hashing sends all
+requests of a session to one replica, as long as it exists, so that it has the session in memory.
+:mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the hashed key, and completes answers of replicas
+that ended.
 
 This is the only module that imports ray.serve.
 """
@@ -48,47 +48,47 @@ ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.ray_proxy:middleware",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
-"""What the processes of the cluster need in their environment: its proxies the middleware; Serve's controller, that it
-kills a replica which fails its health check, instead of waiting an hour for its answers."""
+"""The required environment of the cluster's processes. The first variable adds the middleware to the proxies. With the
+second, Serve's controller kills a replica that fails its health check, instead of waiting an hour for its answers."""
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Without it in their environment, whoever reaches the ports of the cluster's machines can run code there."""
+"""The variable that requires a token. Without it, everyone who reaches the cluster's ports can run code there."""
 NAME = "kvkeep"
-"""Of the application within the cluster."""
+"""The name of the application in the cluster."""
 DEFAULT_DRAIN_S = 3600.0
-"""Seconds that a replica has to finish its answers when it is replaced, if answers have no time limit."""
+"""Seconds for a replaced replica to finish its answers, if answers have no time limit."""
 FIGURES_S = 5.0
-"""Seconds that a scrape waits for the other replicas; the figures of one that does not answer are left out."""
+"""Seconds that a scrape waits for the other replicas. It omits the figures of replicas that do not answer."""
 CHECK_S = 0.5
-"""Seconds between two checks whether the cluster still answers, while replicas end their answers."""
+"""Seconds between checks that the cluster still answers, while replicas finish their answers."""
 SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
-"""What Serve logs."""
+"""Serve's log settings."""
 OPTIONS: dict[str, Any] = {
     "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "quota": None, "age": None, "keys": None,
     "answers": 64, "time": None, "cors": (), "log_requests": False, "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
-"""Options of ``kvkeep serve`` that :func:`app` need not be given, and their values then."""
+"""Optional options of ``kvkeep serve`` for :func:`app`, and their defaults."""
 NEEDED = ("memory", "sessions")
 CACHE = ("method", "budget")
-"""Options that it has to be given; of the cache's, one."""
+"""Cache options; :func:`app` requires at least one."""
 MAX_CORES = 10**6
 ONGOING = 1000
-"""Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
+"""Requests that Serve passes to a replica at the same time. An engine refuses excess requests itself."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The number of replicas, and the cores of each. Serve's autoscaling chooses it between two limits."""
+    """The number of replicas, chosen by Serve's autoscaling between two limits, and the cores of each."""
 
     minimum: int
     maximum: int
     cores: float
-    """Of each replica."""
+    """Cores of each replica."""
     ongoing: int
-    """Simultaneous answers of one replica that autoscaling aims at."""
+    """Simultaneous answers per replica; autoscaling's target."""
 
     @classmethod
     def parse(cls, text: Any, cores: Any, ongoing: Any) -> Scale:
-        """Read ``N`` or ``MIN:MAX``, and two numbers. Raises UsageError."""
+        """Parse ``N`` or ``MIN:MAX``, and two numbers. Raises UsageError."""
         numbers = (
             [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", str(text)) else [0]
         )
@@ -102,7 +102,7 @@ class Scale:
         return cls(numbers[0], numbers[-1], *limits)
 
     def options(self) -> dict[str, Any]:
-        """Return it as Serve takes it."""
+        """Return the options of Serve's deployment."""
         if self.minimum == self.maximum:
             return {"num_replicas": self.minimum}
         limits = {"min_replicas": self.minimum, "max_replicas": self.maximum}
@@ -110,7 +110,7 @@ class Scale:
 
 
 class Replica:
-    """One process: a model, its engine, and the application of ``kvkeep serve``. Serve makes and asks it."""
+    """One process with a model, its engine, and the application of ``kvkeep serve``. Serve creates and calls it."""
 
     def __init__(self, service: Service) -> None:
         self.loaded = load(service.model, weights=service.weights, device=service.device)
@@ -128,14 +128,14 @@ class Replica:
         return made
 
     def _watch(self) -> None:
-        """End the process when the engine has failed: Serve starts another one at once."""
+        """End the process when the engine has failed; Serve starts another one at once."""
         self.engine.join()
         if self.engine.fault is not None:
-            time.sleep(1.0)  # those who waited get their errors first
+            time.sleep(1.0)  # waiting clients get their errors first
             os._exit(1)
 
     def check_health(self) -> None:
-        """Raise unless the engine lives; Serve replaces a replica that does so three times."""
+        """Raise if the engine is not alive. Serve replaces a replica after three failures."""
         if not alive(self.engine):
             raise KvkeepError("The engine does not respond.")
 
@@ -150,7 +150,7 @@ class Replica:
         return labelled(one for one in found if not isinstance(one, BaseException))
 
     async def drain(self, grace: float) -> None:
-        """Take no more, let answers end within ``grace`` seconds, and save all turns."""
+        """Refuse new requests, let answers finish within ``grace`` seconds, and save all turns."""
         await asyncio.to_thread(self.engine.stop, grace)
 
     async def __del__(self) -> None:
@@ -158,7 +158,7 @@ class Replica:
 
 
 def labelled(figures: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return the figures of several replicas as one text, each with a label of its replica."""
+    """Return the figures of several replicas as one text. Each figure has a label with its replica."""
     families: dict[str, Metric] = {}
     for name, text in figures:
         for one in text_string_to_metric_families(text.decode()):
@@ -173,19 +173,19 @@ def labelled(figures: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def ray_serve() -> Any:
-    """Return Ray Serve. Raises UsageError where it is missing."""
-    optional("mmh3", "ray")  # which its router needs
+    """Return Ray Serve. Raises UsageError if it is not installed."""
+    optional("mmh3", "ray")  # required by its router
     return optional("ray.serve", "ray")
 
 
 @contextmanager
 def cluster(address: str | None, scale: Scale) -> Iterator[None]:
-    """Be connected to a Ray cluster within the block, or start one on this machine, which ends with it. Raises
-    KvkeepError where there is none."""
+    """Connect to a Ray cluster for the block. Without an address, start a cluster on this machine, and end it
+    afterwards. Raises KvkeepError if the connection fails."""
     ray_serve()
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # only in this process, which reports events itself
     cores = math.ceil(scale.maximum * scale.cores)
-    # Ray prints that a process died: here at once, and not at the end, when a buffer is written.
+    # Ray prints that a process died: print it here at once; a buffer would delay it until the end.
     with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
 
@@ -193,10 +193,13 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
 def deploy(
     service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]
 ) -> tuple[str, int, Mapping[str, str]]:
-    """Let the cluster run the replicas, and return when all of them take requests: host, port and tls of its proxies,
-    which are those given if it had none yet. Replicas of an earlier call go one by one, each when its answers have
-    ended. Raises UsageError for files for HTTPS that are not those of proxies that it has, and KvkeepError where the
-    replicas cannot start; those of an earlier call that have not gone yet go on."""
+    """Run the replicas in the cluster; return when all accept requests. Return host, port and tls of the cluster's
+    proxies; they are the given ones if the cluster had no proxies.
+
+    Replicas of an earlier call end one by one, each after its answers. Raises UsageError if the HTTPS files differ from
+    those of running proxies, and KvkeepError if the replicas cannot start; then replicas of an earlier call that have
+    not ended continue.
+    """
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": KEEP_ALIVE_S, **tls}
     try:
@@ -215,15 +218,15 @@ def deploy(
 
 
 def _proxies(serve: Any) -> tuple[str, int, Mapping[str, str]]:
-    """Return host, port and files for HTTPS of the cluster's proxies: Serve ignores others once it has some."""
+    """Return host, port and HTTPS files of the cluster's proxies. Once it has proxies, Serve ignores other values."""
     config = serve.context._get_global_client().http_config
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile")}
     return config.host, config.port, {name: file for name, file in files.items() if file}
 
 
 def _why(serve: Any) -> str:
-    """Return what Serve knows of an application that did not start: the last line of its replica's error, and how many
-    replicas run."""
+    """Return Serve's information about an application that did not start: the last line of its replica's error, and the
+    number of running replicas."""
     with suppress(Exception):
         found = serve.status().applications[NAME]
         deployment = found.deployments.get(NAME)
@@ -235,7 +238,7 @@ def _why(serve: Any) -> str:
 
 
 def bound(service: Service, scale: Scale) -> Any:
-    """Return the application as Serve runs it."""
+    """Return the application in the form that Serve runs."""
     serve = ray_serve()
     made = serve.deployment(
         serve.ingress()(Replica),
@@ -252,10 +255,10 @@ def bound(service: Service, scale: Scale) -> Any:
 
 
 def app(given: Mapping[str, Any]) -> Any:
-    """Return the application for Serve's own files of configuration, where it is ``kvkeep.serve.replicas:app``.
+    """Return the application for Serve's configuration files, which name it as ``kvkeep.serve.replicas:app``.
 
-    given: options of ``kvkeep serve`` by name, with underscores: :data:`NEEDED`, of :data:`CACHE` one at least, and any
-    of :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
+    given: options of ``kvkeep serve`` by name, with underscores: all of :data:`NEEDED`, at least one of :data:`CACHE`,
+    and any of :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
     """
     for name in given:
         if name not in (every := {*OPTIONS, *NEEDED, *CACHE}):
@@ -270,15 +273,17 @@ def app(given: Mapping[str, Any]) -> Any:
 
 
 def drain(grace: float) -> int:
-    """Let all replicas end their answers within ``grace`` seconds, and save all turns. Return how many did not say that
-    they have; of one that had died its clients know. Raises ClusterEnded if the cluster's processes end meanwhile, as
-    after a signal to the whole process group."""
+    """Let all replicas finish their answers within ``grace`` seconds and save all turns. Return the number of replicas
+    that did not confirm it; the clients of a dead replica already have an error.
+
+    Raises ClusterEnded if the cluster's processes end meanwhile, for example after a signal to the whole process group.
+    """
     found: Future[int] = Future()
     threading.Thread(target=_drain, args=(grace, found), daemon=True).start()
     while True:
         try:
             return found.result(CHECK_S)
-        except Exception:  # not yet, or an error
+        except Exception:  # not ready, or an error
             if not ray_cluster.alive():
                 raise ClusterEnded(
                     "The signal also ended Ray's processes. Running answers were cut off; finished turns are saved."
@@ -297,13 +302,13 @@ def _drain(grace: float, found: Future[int]) -> None:
         except TimeoutError as error:
             results = [error] * states.get("RUNNING", 0)
         silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
-        found.set_result(len(silent) + states.get("STOPPING", 0))  # those that go are not asked
+        found.set_result(len(silent) + states.get("STOPPING", 0))  # ending replicas are not asked
     except Exception as error:
         found.set_exception(error)
 
 
 def lacking() -> dict[str, str]:
-    """Return what of :data:`ENVIRONMENT` and :data:`TOKEN` the cluster was started without."""
+    """Return the values of :data:`ENVIRONMENT` and :data:`TOKEN` that the cluster was started without."""
     ray, wanted = optional("ray", "ray"), ENVIRONMENT | TOKEN
     there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in wanted}).remote())
     return {name: value for name, value in wanted.items() if there[name] != value}

@@ -1,4 +1,4 @@
-"""The options of a server, read and checked once, for one process or several."""
+"""The options of a server, parsed and checked once, for one process or several."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Service:
     weights: str
     device: str | None
     memory: int | None
-    """Bytes for all conversations; None: not given."""
+    """Bytes for all conversations; None: not set."""
     waiting: int
-    """Requests that may wait."""
+    """The maximum number of waiting requests."""
     cache: Mapping[str, Any]
-    """Options of the cache of sessions that name none."""
+    """Default cache options of a session."""
     folder: str
-    """Of the sessions."""
+    """The folder of sessions."""
     quota: int | None
-    """Bytes of the folder."""
+    """Maximum bytes of the folder."""
     age: float | None
     """Seconds after which an unused session is removed."""
     keys: Keys
     limits: Limits
     origins: tuple[str, ...]
-    """Whose pages may use the server (CORS)."""
+    """Origins whose pages may use the server (CORS)."""
     logs: bool
-    """Write a line for each request."""
+    """Whether to log a line for each request."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
-        """Read the options of ``kvkeep serve`` by name, numbers as such or as text, None where one is not given. cache:
-        of sessions that name none. Raises UsageError."""
+        """Parse the options of ``kvkeep serve`` by name. A value is a number or text; None: not set. cache: default
+        cache options of a session. Raises UsageError."""
         Request.parse(**cache)
         cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
         origins = (cors,) if isinstance(cors, str) else tuple(cors)
@@ -78,27 +78,27 @@ class Service:
         )
 
     def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
-        """Return an engine that is not started. shared: several processes share the folder of sessions; raises
-        UsageError if it cannot be used."""
+        """Return an engine that is not started. shared: several processes share the folder of sessions. Raises
+        UsageError if the folder cannot be used."""
         store = self.store(shared=shared)
         if shared:
             store.check_folder()
-        assert self.memory is not None  # chosen by now
+        assert self.memory is not None  # the memory is set by now
         return Engine(loaded, self.memory, self.waiting, store, **self.cache)
 
     def store(self, *, shared: bool) -> SessionStore:
-        """Return the sessions."""
+        """Return the session store."""
         return SessionStore(self.folder, quota=self.quota, age=self.age, shared=shared)
 
     def application(
         self, engine: Engine, loaded: Loaded, scrape: Callable[[], Awaitable[bytes]] | None = None
     ) -> FastAPI:
-        """Return the application of a running engine; scrape: as :func:`~kvkeep.serve.http.app.application` has it."""
+        """Return the application of a running engine. scrape: as in :func:`~kvkeep.serve.http.app.application`."""
         return application(engine, loaded, self.keys, self.limits, self.origins, scrape)
 
 
 def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:
-    """Return the value of the option ``name`` as a number. Raises UsageError unless it is one of ``least`` or more."""
+    """Return the value of the option ``name`` as a number. Raises UsageError unless it is at least ``least``."""
     try:
         number = kind(str(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""One session of the server: a cache, the tokens that it has read, and the file that its turns are saved in."""
+"""A session of the server: a cache, the tokens that it has read, and the file for its turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Name = tuple[str, str]
 
 
 def check_name(name: Name) -> None:
-    """Raise UsageError unless a session can have this name."""
+    """Raise UsageError unless ``name`` is a valid session name."""
     try:
         SessionStore("").path("/".join(name))
     except UsageError as error:
@@ -35,78 +35,77 @@ class OpenSession:
     """A session in memory."""
 
     name: Name | None
-    """None: its client did not name it."""
+    """Owner and name; None if the client gave no name."""
     past: CachedText
-    """Its cache, and the tokens that the cache has read."""
+    """The cache, and the tokens that it has read."""
     owner: str = ""
     file: SessionFile | None = None
-    """Where its turns are saved; None: nowhere."""
+    """The file for its turns; None: they are not saved."""
     away: bool = False
-    """Whether its turns are still in the file only."""
+    """Whether its turns are only in the file."""
     busy: bool = False
-    """Whether an answer is being generated, or its file read or written."""
+    """Whether an answer is in generation, or the file is being read or written."""
     turns: int = 0
     note: str | None = None
-    """What its client should know."""
+    """A note to the client."""
     unsaved: str | None = None
-    """Why its last turn is not in its file; the next save tries again."""
+    """The reason why its last turn is not in its file; the next save tries again."""
     lost: bool = False
-    """Whether another program has continued it."""
+    """Whether another program has continued the session."""
     closing: SessionFile | None = None
-    """Its file, from when its close is queued."""
+    """The file, after its close is queued."""
     used: float = field(default_factory=time.time)
-    """When it was last used, in seconds since the epoch."""
+    """The time of last use, in seconds since 1970."""
     _counted: tuple[int, Mapping[int, int]] | None = None
 
     @property
     def cache(self) -> KeepCache:
-        """Its cache."""
+        """The session's cache."""
         assert isinstance(self.past.cache, KeepCache)
         return self.past.cache
 
     @property
     def key(self) -> Name:
-        """Its key in the pool; no client can name one that has no name."""
+        """The key in the pool. No client can name the key of an unnamed session."""
         return self.name or ("", f"#{id(self)}")
 
     @property
     def exclusive(self) -> bool:
-        """Whether no other server can write to its file, now and after what is queued."""
+        """Whether no other server can write to the file, now and after the queued work."""
         return self.file is None or not (self.file.closed or self.file is self.closing)
 
     def align(self, prompt: Sequence[int]) -> None:
-        """Cut its cache to what ``prompt`` begins with; a lossy cache that holds more is emptied."""
+        """Crop the cache to its common prefix with ``prompt``; reset a lossy cache that holds more."""
         self.past.align(prompt, crops=self.cache.exactness == "exact")
 
     def peak_bytes(self, tokens: int) -> int:
-        """Return the bytes that it can need until it has read ``tokens`` tokens, restoring it included."""
+        """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore."""
         restore = restore_bytes(self.file, self.cache) if self.away and self.file is not None else 0
         return max(peak_bytes(self.cache, tokens), restore)
 
     @property
     def counted(self) -> tuple[int, Mapping[int, int]]:
-        """Its bytes, and of these the parts that other sessions may share, by address; counted once while it is
-        idle."""
+        """Bytes of the session, and the shared parts among them by address; counted once while it is idle."""
         if self._counted is None or self.busy:
             self._counted = self.memory_bytes, shared_parts(self.cache)
         return self._counted
 
     @property
     def memory_bytes(self) -> int:
-        """Its bytes of memory."""
+        """Bytes of memory of the session."""
         return current_bytes(self.cache)
 
     def recount(self) -> None:
-        """Count its bytes anew when they are next asked for."""
+        """Discard the count of bytes."""
         self._counted = None
 
     def touch(self) -> None:
-        """Note that it is used now."""
+        """Update the time of last use."""
         self.used = time.time()
         self.recount()
 
     def facts(self) -> dict[str, Any]:
-        """Return what its client may know of it."""
+        """Return the facts that the client may see."""
         cache = self.cache
         return {
             "state": "answering" if self.busy else "parked" if self.away else "idle",
@@ -122,19 +121,19 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """A session whose file was opened, and whose cache is not made yet."""
+    """A session whose file is open and whose cache does not exist yet."""
 
     name: Name
     request: Request
-    """What its cache is."""
+    """The request for its cache."""
     file: SessionFile | None = None
-    """Open for writing; None: it has none."""
+    """The file, open for writing; None: no file."""
     away: bool = False
-    """Whether there are turns in the file."""
+    """Whether the file has turns."""
     note: str | None = None
 
     def session(self, model: Any) -> OpenSession:
-        """Return the session with an empty cache. Raises the errors of KeepCache, and then closes the file."""
+        """Return the session with an empty cache. If KeepCache raises, close the file."""
         with ExitStack() as on_error:
             if self.file is not None:
                 on_error.callback(self.file.close)

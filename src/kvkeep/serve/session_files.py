@@ -1,9 +1,9 @@
-"""The files of named sessions, read and written by one thread, in order.
+"""The files of named sessions. One thread reads and writes them, in order.
 
-A named session has a file of a :class:`~kvkeep.decode.session_store.SessionStore`, open for writing while the session
-is in memory; each turn is appended to it when its answer ends. A save takes about as long as a step, and other sessions
-do not wait for it. When several servers share the folder, a file is closed whenever its session is idle, so that any
-of them can continue it. An error of a file belongs to its session, never to the engine.
+A named session has a file in a :class:`~kvkeep.decode.session_store.SessionStore`. The file is open for writing while
+the session is in memory, and each turn is appended when its answer ends. A save takes about as long as a step; other
+sessions do not wait for it. If several servers share the folder, a file is closed whenever its session is idle, so that
+any server can continue it. An error of a file affects only its session, never the engine.
 
 Methods that return a Future queue their work; the others work in the calling thread.
 """
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 class SessionFiles:
-    """Saves and restores sessions. store: where; None, or a model whose sessions cannot be saved: nothing is kept.
-    wake: is called from the thread of files after each piece of work."""
+    """Saves and restores sessions. store: the session store; without one, or if the model's sessions cannot be saved,
+    nothing is saved. wake: called from the file thread after each piece of work."""
 
     def __init__(self, store: SessionStore | None, model: Any, tokenizer: Any, wake: Callable[[], None]) -> None:
         self.model, self.wake = model, wake
         self.refusal: str | None = None
-        """Why sessions of this model cannot be saved."""
+        """The reason why sessions of this model cannot be saved."""
         if store is not None:
             try:
                 check_savable(KeepCache(model, "full"))
@@ -51,7 +51,7 @@ class SessionFiles:
         self.store = store
         self.restored = self.saved = 0
         self.lost_turns: dict[Name, str] = {}
-        """Notes for sessions that were evicted from memory without their last turn."""
+        """Notes on sessions that were evicted from memory without their last turn."""
         self._tokenizer = None if store is None else fingerprint_of_tokenizer(tokenizer)
         self._thread = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
         self._futures: list[Future[Any]] = []
@@ -59,7 +59,7 @@ class SessionFiles:
 
     @property
     def shared(self) -> bool:
-        """Whether other servers use the folder, too."""
+        """Whether other servers also use the folder."""
         return self.store is not None and self.store.shared
 
     @property
@@ -68,19 +68,19 @@ class SessionFiles:
         return not all(future.done() for future in self._futures)
 
     def open(self, name: Name, options: Mapping[str, Any]) -> Future[OpenedFile]:
-        """Open the file of a session. options: of KeepCache, for a new session. The future raises SessionError, and the
-        errors of KeepCache."""
+        """Open the file of a session. options: KeepCache options of a new session. The future raises SessionError, and
+        the errors of KeepCache."""
         return self._queue(lambda: self.naming_session(name, lambda: self._open(name, options)))
 
     def restore(self, session: OpenSession) -> Future[None]:
-        """Read the turns of a session into memory, which was granted."""
+        """Read a session's turns into memory that was granted."""
         assert session.name is not None
         name = session.name
-        made = _done(lambda: KeepCache(self.model, request=session.cache.request))  # its own may be read meanwhile
+        made = _done(lambda: KeepCache(self.model, request=session.cache.request))  # its cache may be read meanwhile
         return self._queue(lambda: self.naming_session(name, lambda: self._restore(session, made.result())))
 
     def save(self, session: OpenSession) -> Future[None]:
-        """Append the last turn of a session to its file; if that fails, the session has a note of why."""
+        """Append a session's last turn to its file; on failure, the session gets a note with the reason."""
         return self._queue(lambda: self.write(session))
 
     def close_later(self, session: OpenSession) -> None:
@@ -90,26 +90,26 @@ class SessionFiles:
         self._queue(partial(self.close, session.file))
 
     def over_quota(self) -> Future[list[str]]:
-        """Find the sessions that are over the folder's quota, as ``owner/name``."""
+        """Find the sessions over the folder's quota, as ``owner/name``."""
         return self._queue(self._over_quota)
 
     def evict(self) -> None:
-        """Remove what is over quota or age and not in use."""
+        """Remove unused sessions that are over quota or age."""
         self._queue(self._evict)
 
     def shutdown(self) -> None:
-        """Finish what is queued; later work is done at once."""
+        """Finish the queued work; later work runs at once."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
     def write(self, session: OpenSession) -> None:
-        """Append the last turn of a session to its file now."""
+        """Append a session's last turn to its file now."""
         cache, file = session.cache, session.file
         if self.store is None:
             session.turns += 1
             return
-        if not cache.get_seq_length():  # the whole turn was undone: the session continues from the one before
+        if not cache.get_seq_length():  # the whole turn was undone: the session continues from the previous one
             session.away = file is not None and file.about is not None
             return
         try:
@@ -124,11 +124,11 @@ class SessionFiles:
         else:
             session.unsaved, session.turns = None, file.turns
             self.saved += 1
-            if self.shared:  # before the client is answered: its next request may reach another server
+            if self.shared:  # before the client gets its answer: its next request may reach another server
                 self.close(file)
 
     def close(self, file: SessionFile) -> None:
-        """Close a file, if it is open."""
+        """Close a file if it is open."""
         try:
             with self._close_lock:
                 file.close()
@@ -136,7 +136,7 @@ class SessionFiles:
             log.warning("A session's file cannot be closed: %s", error)
 
     def naming_session(self, name: Name, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns; its SessionError names the session, not the path of its file."""
+        """Return the result of ``work``; its SessionError names the session instead of the file's path."""
         try:
             return work()
         except SessionError as error:
@@ -150,18 +150,18 @@ class SessionFiles:
             message = message.replace(path, name[1])
         return message
 
-    # -- in the thread of files -----------------------------------------------------------------------
+    # -- in the file thread ---------------------------------------------------------------------------
 
     def _queue(self, work: Callable[[], T]) -> Future[T]:
         if self._thread is None:
             return _done(work)
         future = self._thread.submit(work)
         self._futures = [*filter(lambda one: not one.done(), self._futures), future]
-        future.add_done_callback(lambda _: self.wake())  # after it is done: nobody waits for what has been
+        future.add_done_callback(lambda _: self.wake())  # after completion, so that the waking thread finds it done
         return future
 
     def _open(self, name: Name, options: Mapping[str, Any]) -> OpenedFile:
-        """Return the session of this name; a new one also if no file can be made for it now."""
+        """Return the session of this name. A new session is returned even if its file cannot be created now."""
         try:
             opened = self._opened(name, options)
         except SessionUnwritable:
@@ -188,7 +188,7 @@ class SessionFiles:
             return OpenedFile(name, request, file, away, note)
 
     def _file(self, name: Name) -> tuple[SessionFile, str | None]:
-        """Return the file of a session, open for writing, and a note if a damaged one was replaced."""
+        """Return the file of a session, open for writing, and a note if it replaced a damaged file."""
         assert self.store is not None
         key = "/".join(name)
         try:
@@ -198,14 +198,14 @@ class SessionFiles:
             return self.store.open(key), note
 
     def _set_aside(self, name: Name, error: SessionDamaged) -> str:
-        """Rename a damaged file: without it answers are still right, as the messages are read again."""
+        """Rename a damaged file. Answers remain correct without it, because the messages are read again."""
         assert self.store is not None
         aside = self.store.set_aside("/".join(name))
         log.warning("%s It is kept as '%s', and the session is read anew.", error, aside)
         return f"The file was damaged and is kept as '{aside.rpartition('/')[2]}'; the session was read anew."
 
     def _new_file(self, session: OpenSession) -> SessionFile:
-        """Return a file for a session that began without one."""
+        """Create a file for a session that began without one."""
         assert self.store is not None and session.name is not None
         file = self.store.open("/".join(session.name))
         if file.about is None:
@@ -251,7 +251,7 @@ class SessionFiles:
 
 
 def _done(work: Callable[[], T]) -> Future[T]:
-    """Do ``work`` now."""
+    """Run ``work`` now."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

@@ -1,8 +1,8 @@
-"""The sessions that are in memory, and which of them are evicted for others.
+"""The sessions in memory, and the order of their eviction.
 
-To evict a session is to close its file and release its cache; the next request restores it, to the same entries
-(:mod:`~kvkeep.serve.session_files`). Only the engine's thread uses the pool. Caches are made in that thread, as a
-method may run the model for it (``h2o-fisher`` and ``duo-attention`` measure the model once).
+Eviction closes a session's file and releases its cache. The next request restores the same entries
+(:mod:`~kvkeep.serve.session_files`). Only the engine's thread uses the pool. Caches are created in that thread, because
+a method may run the model for it (``h2o-fisher`` and ``duo-attention`` measure the model once).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep.serve.session_files import SessionFiles
 log = logging.getLogger(__name__)
 
 TRIM_BYTES = 2**25
-"""Bytes freed after which memory is returned to the system: 12 ms of every second in which a prompt is read."""
+"""Released bytes after which memory is returned to the system. This takes 12 ms of every second of reading a prompt."""
 QUOTA_INTERVAL_S = 60.0
 """Seconds between two checks of quota and age."""
 
@@ -34,7 +34,7 @@ class SessionPool:
         self.model, self.files = model, files
         self.memory: OrderedDict[Name, OpenSession] = OrderedDict()
         self.parked = 0
-        """How many sessions were evicted."""
+        """The number of evicted sessions."""
         self.released_bytes = 0
         """Bytes released since memory was last returned to the system."""
         self._quota_checked = 0.0
@@ -42,18 +42,18 @@ class SessionPool:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many sessions were parked, restored and saved so far."""
+        """The numbers of sessions parked, restored and saved so far."""
         return {"parked": self.parked, "restored": self.files.restored, "saved": self.files.saved}
 
     def idle(self) -> list[OpenSession]:
-        """Return the sessions that can be evicted, in order: those without a name, which nobody can ask for again, then
-        the least recently used ones; last those with an unsaved turn."""
+        """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them
+        again; then the least recently used; last those with an unsaved turn."""
         idle = [one for one in self.memory.values() if not one.busy]
         return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
 
     def adopt(self, opened: OpenedFile) -> OpenSession:
-        """Return the session of an opened file: the one in memory, if the file has not changed since, else one with an
-        empty cache, whose turns are to be restored. Raises SessionError and the errors of KeepCache."""
+        """Return the session of an opened file: the session in memory if the file has not changed, otherwise one with
+        an empty cache, whose turns must be restored. Raises SessionError and the errors of KeepCache."""
 
         def session() -> OpenSession:
             return self._still_in_memory(opened) or opened.session(self.model)
@@ -78,13 +78,13 @@ class SessionPool:
         self.use(session)
 
     def use(self, session: OpenSession) -> None:
-        """Mark a session as the last one used."""
+        """Mark a session as the most recently used."""
         session.touch()
         if session.key in self.memory:
             self.memory.move_to_end(session.key)
 
     def leave(self, session: OpenSession, stay: bool = True) -> None:
-        """Mark a session as idle; one that has read nothing is removed."""
+        """Mark a session as idle; remove it if it has read nothing."""
         session.busy = False
         session.recount()
         if not (stay and (session.away or session.past.cache.get_seq_length())):
@@ -93,13 +93,13 @@ class SessionPool:
             self.files.close_later(session)
 
     def park(self, session: OpenSession) -> None:
-        """Evict a session; its turns are in its file, if it has one. A save that failed is tried again, and waited
-        for."""
+        """Evict a session; its turns remain in its file, if it has one. If the last save failed, save again and wait
+        for it."""
         if session.unsaved is not None and not session.lost:
             self.files.write(session)
             if session.unsaved is not None:
                 log.warning("A session is evicted without its last turn.")
-                if session.file is not None and session.file.about is not None:  # else all of it is forgotten
+                if session.file is not None and session.file.about is not None:  # otherwise the session is forgotten
                     note = f"{session.unsaved} It was lost when the session was evicted from memory."
                     self.files.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
@@ -109,21 +109,24 @@ class SessionPool:
             self.files.close(session.file)
 
     def drop(self, name: Name) -> bool:
-        """Remove a session whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
+        """Remove a session whose file will be removed; return whether it was in memory. Raises SessionBusy."""
         session = self.memory.get(name)
         self.files.lost_turns.pop(name, None)
         if session is None:
             return False
         if session.busy:
             raise SessionBusy(f"The session '{name[1]}' is answering.")
-        session.unsaved = None  # its last turn goes, too
+        session.unsaved = None  # its last turn is discarded, too
         self.park(session)
         return True
 
     def facts(self, owner: str, name: str | None = None, marks: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return what clients may know of the owner's sessions in memory, or of one of them, by name, and notes of
-        evicted ones. marks: the last writers of their files, if other servers write to the folder, too: a session in
-        memory counts only if this server wrote its file last, and is evicted if the file is gone."""
+        """Return the facts that clients may see about the owner's sessions in memory, or one of them, by name, and the
+        notes on evicted ones.
+
+        marks: the last writers of the sessions' files, if other servers also write to the folder. Then a session in
+        memory counts only if this server was the last writer, and is evicted if its file no longer exists.
+        """
         sessions = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
         if marks is not None:
             for key, one in [*sessions.items()]:
@@ -135,8 +138,8 @@ class SessionPool:
         return lost | {key: one.facts() for key, one in sessions.items()}
 
     def enforce_quota(self) -> None:
-        """Keep quota and age, once in :data:`QUOTA_INTERVAL_S`: evict idle sessions that are over them, and remove
-        their files. Sessions without a file are not counted."""
+        """Enforce quota and age once in :data:`QUOTA_INTERVAL_S`: evict idle sessions over the limits, and remove their
+        files. Sessions without a file are not counted."""
         store = self.files.store
         if store is None or (store.quota is None and store.age is None):
             return
@@ -152,14 +155,14 @@ class SessionPool:
         self.files.evict()
 
     def trim_memory(self) -> None:
-        """Return freed memory to the system now and then: parts in use lie between it, so that by itself the process
-        would grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
+        """Return released memory to the system from time to time. Parts in use lie between it, so the process would
+        otherwise grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
         if self.released_bytes > TRIM_BYTES:
             self.released_bytes = 0
             trim_memory()
 
     def close(self) -> None:
-        """Finish what is queued, and close all files."""
+        """Finish the queued work, and close all files."""
         self.files.shutdown()
         for session in [*self.memory.values()]:
             self.park(session)

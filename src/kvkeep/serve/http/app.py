@@ -28,7 +28,7 @@ from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.session_routes import session_routes
 
 STALLED_S = 120.0
-"""Seconds without a step, while there is work, after which the engine counts as dead."""
+"""Seconds without a step, while there is work, until the engine counts as dead."""
 
 
 def alive(engine: Engine) -> bool:
@@ -45,8 +45,8 @@ def application(
     origins: Sequence[str] = (),
     scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """Return the application of a running engine. origins: whose pages may use it (CORS). scrape: returns the text of
-    ``/metrics``, if that is more than this engine's."""
+    """Return the application of a running engine. origins: origins whose pages may use it (CORS). scrape: returns the
+    text of ``/metrics``, if it covers more than this engine."""
     metrics = Metrics(engine)
     completions = Completions(engine, loaded, limits or Limits(), metrics)
     app = DocumentedApp(
@@ -54,7 +54,7 @@ def application(
         version=version("kvkeep"),
         exception_handlers=HANDLERS,
         responses=error_responses(401, "default"),
-        redirect_slashes=False,  # the middleware has removed them
+        redirect_slashes=False,  # the middleware removes slashes
         docs_url=None,  # FastAPI's own pages would load scripts from another host
         redoc_url=None,
     )

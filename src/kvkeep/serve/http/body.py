@@ -1,4 +1,4 @@
-"""The body of a request: its largest size, and the time that it may take to arrive."""
+"""The body of a request: its maximum size, and the time limit for its arrival."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvkeep.serve.http.errors import APIError
 
 MAX_BODY_BYTES = 8_000_000
 BODY_TIMEOUT_S = 60.0
-"""Seconds that a body may take to arrive."""
+"""Seconds for a body to arrive."""
 CLOSE = {"Connection": "close"}
 """The header of a response after which the server closes the connection."""
 
 
 def check_headers(scope: Scope) -> None:
-    """Raise APIError for a request whose headers give its body two lengths, or one that is too large."""
+    """Raise APIError for a request whose headers give its body two lengths or too great a length."""
     headers = Headers(scope=scope)
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:  # RFC 9112, 6.3: a smuggled request may follow
@@ -29,7 +29,7 @@ def check_headers(scope: Scope) -> None:
 
 
 def limit_body(receive: Receive) -> Receive:
-    """Return ``receive`` for one body; it raises APIError when the body is too large or too slow."""
+    """Return ``receive`` for one body. It raises APIError if the body is too large or too slow."""
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
     read, complete = 0, False
 

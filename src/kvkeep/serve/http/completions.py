@@ -27,14 +27,14 @@ from kvkeep.serve.session import check_name
 
 T = TypeVar("T")
 MAX_ANSWER_TOKENS = 2**31
-"""Longest answer where the context has no limit: positions are int32."""
+"""The maximum length of an answer if the context has no limit: positions are int32."""
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""Of a stream: nginx passes it on as it comes."""
+"""Headers of a stream: nginx forwards it without buffering."""
 
 
 class Completions:
-    """Answers requests for one model. Its tokenizer is a copy, which one worker thread uses at a time: the event loop
-    never does, as it must not block."""
+    """Answers requests for one model. It has a copy of the tokenizer, used by one worker thread at a time. The event
+    loop never uses the tokenizer, because it must not block."""
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
@@ -51,7 +51,7 @@ class Completions:
         return await asyncio.to_thread(self._encode, given)
 
     async def encode_chat(self, body: ChatRequest) -> list[int]:
-        """Return the token ids of a conversation up to its answer, or to where its last message is continued."""
+        """Return the token ids of a conversation, up to its answer or to the end of a last message to be continued."""
         if not body.continue_final_message:
             return await self.encode(body.messages)
         *before, last = body.messages
@@ -75,15 +75,15 @@ class Completions:
         return ids
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
-        """Return the text of each id, which joined are the whole text, and the places of special tokens."""
+        """Return the text of each id and the places of special tokens. The joined texts are the whole text."""
         with self._lock:
             texts, added = token_texts(self._tokenizer, ids), self._tokenizer.added_tokens_decoder
             special = {*self._tokenizer.all_special_ids, *(one for one, token in added.items() if token.special)}
         return texts, [place for place, one in enumerate(ids) if one in special]
 
     def max_tokens(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
-        """Return how many tokens an answer with a cache of these options may have. Raises APIError when the model's
-        context has no room for them."""
+        """Return the maximum number of tokens of an answer with these cache options. Raises APIError if they exceed the
+        model's context."""
         context = self.engine.positions(cache)
         if context is None:
             if wanted is not None and wanted > MAX_ANSWER_TOKENS:
@@ -102,7 +102,8 @@ class Completions:
         return wanted or max(1, min(left, DEFAULT_MAX_TOKENS))
 
     async def respond(self, request: Request, body: ChatRequest | TextRequest, prompt: list[int]) -> Any:
-        """Return the response to a request, complete or as a stream. A client's disconnect cancels the answer."""
+        """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
+        cancelled."""
         owner, cache = request.state.owner, body.cache()
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         await asyncio.to_thread(self._check, name, cache)
@@ -122,8 +123,8 @@ class Completions:
             running.disconnect()
 
     def _check(self, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
-        """Raise APIError, with the field, for a wrong session name, method or budget, and for a method that may name a
-        file, unless it is the server's own."""
+        """Raise APIError, with the field, for a wrong session name, method or budget. A method that may name a file is
+        wrong unless it is the server's method."""
         if name is not None:
             with naming_field("kvkeep.session"):
                 check_name(name)
@@ -136,7 +137,7 @@ class Completions:
 
 
 async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIterator[str]:
-    """Pass a stream on, and cancel its request when it is closed."""
+    """Yield from a stream, and cancel its request when the stream is closed."""
     try:
         async for one in text:
             yield one
@@ -145,7 +146,7 @@ async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIte
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises APIError if the client disconnects before, and the errors of ``work``."""
+    """Return the result of ``work``. Raises APIError if the client disconnects first, and the errors of ``work``."""
     disconnected, done = asyncio.ensure_future(_disconnect(request)), asyncio.ensure_future(work)
     try:
         await asyncio.wait({disconnected, done}, return_when=asyncio.FIRST_COMPLETED)

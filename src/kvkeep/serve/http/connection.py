@@ -1,4 +1,4 @@
-"""HTTP connections with a time limit: a client that never ends its header, or never reads, is disconnected."""
+"""HTTP connections with time limits. A client that never ends its header, or never reads, is disconnected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_TIMEOUT_S = 15.0
-"""Seconds in which the header of a request has to arrive."""
+"""Seconds for the header of a request to arrive."""
 WRITE_TIMEOUT_S = 60.0
-"""Seconds in which a client has to read some of what the server has written."""
+"""Seconds for a client to read some of the written data."""
 KEEP_ALIVE_S = 30
 """Seconds that an idle connection stays open."""
 
 
 class Connection(H11Protocol):
-    """One client's connection, with a timer for each thing that the server waits for."""
+    """One client's connection, with a timer for each event that the server waits for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -30,11 +30,11 @@ class Connection(H11Protocol):
         self._start("header", HEADER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        """Handle what arrived; the timer runs until the header is complete."""
+        """Handle the data; the timer runs until the header is complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE and self.conn.our_state is not h11.DONE:
             self._stop("header")
-        else:  # a next request, or the rest of a body that nobody reads any more
+        else:  # the next request, or the rest of an abandoned body
             self._start("header", HEADER_TIMEOUT_S)
 
     def pause_writing(self) -> None:
@@ -54,7 +54,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _should_upgrade(self) -> bool:
-        """Answer a WebSocket request as the plain request that it is, without uvicorn's advice to install a library."""
+        """Treat a WebSocket request as a plain request, without uvicorn's advice to install a library."""
         return False
 
     def _start(self, name: str, seconds: float) -> None:
@@ -67,6 +67,6 @@ class Connection(H11Protocol):
 
 
 def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration for ``app``: with :class:`Connection`, and without uvicorn's own access log."""
+    """Return uvicorn's configuration for ``app``, with :class:`Connection` and without uvicorn's access log."""
     ours = {"http": Connection, "ws": "none", "access_log": False, "server_header": False, "proxy_headers": False}
     return uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, **{**ours, **options})

@@ -1,4 +1,4 @@
-"""One request to the engine, between two threads: the engine reports events, the event loop sends them."""
+"""One request between two threads: the engine reports events, and the event loop sends them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job
 
 MAX_BUFFERED_PIECES = 64
-"""Pieces that wait for a slow reader before they are joined."""
+"""Pieces that wait for a slow reader. Beyond this number they are joined."""
 FIRST_EVENT_TIMEOUT_S = 3.0
-"""Seconds in which the first event can decide the status of a response; after them a stream begins without it."""
+"""Seconds for the first event to decide the status of a response. After them a stream begins without it."""
 KEEP_ALIVE_S = 10.0
-"""Seconds without an event after which a stream gets a comment, so that no proxy closes it."""
+"""Seconds without an event until a stream gets a comment, so that no proxy closes it."""
 
 StreamEvent = TextPiece | Finished | Exception
-"""What the event loop learns of an answer."""
+"""What the event loop receives from an answer."""
 
 
 @dataclass
 class Limits:
-    """What one key may use."""
+    """Limits of one key."""
 
     answers: int | None = None
-    """Requests at once, waiting ones included; None: no limit."""
+    """Simultaneous requests, including waiting ones; None: no limit."""
     seconds: float | None = None
-    """Time of one request, waiting included; None: no limit."""
+    """Seconds of one request, including waiting; None: no limit."""
     running: Counter[str] = field(default_factory=Counter)
-    """Requests under way, by owner."""
+    """Running requests by owner."""
 
     def acquire(self, owner: str) -> None:
-        """Count one more request. Raises APIError when the key has reached its limit."""
+        """Count one more request. Raises APIError if the key has reached its limit."""
         if self.answers is not None and self.running[owner] >= self.answers:
             sentence = f"This key already has {self.answers} requests under way; retry when one has finished."
             raise APIError(429, sentence, "too_many_answers")
@@ -51,8 +51,8 @@ class Limits:
 
 
 class EventBuffer:
-    """Events that were not sent yet. Pieces are joined when they arrive faster than they are read, so that nothing is
-    lost, nobody waits, and the buffer never holds more than the text."""
+    """Unsent events. Pieces are joined if they arrive faster than they are read. So no text is lost, the engine does
+    not wait, and the buffer never exceeds the text."""
 
     def __init__(self) -> None:
         self._pieces: list[TextPiece] = []
@@ -70,7 +70,7 @@ class EventBuffer:
         self._available.set()
 
     async def get(self, timeout: float | None = None) -> StreamEvent | None:
-        """Return all pieces as one, or the last event; None after ``timeout`` seconds."""
+        """Return all pieces joined, or the last event; None after ``timeout`` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self._available.wait()
@@ -89,7 +89,7 @@ def _joined(pieces: list[TextPiece]) -> TextPiece:
 
 
 class EngineRequest:
-    """A request that was submitted to the engine for ``owner``. Raises the errors of :meth:`Engine.submit`."""
+    """A request submitted to the engine for ``owner``. Raises the errors of :meth:`Engine.submit`."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class EngineRequest:
         self.job.cancel()
 
     def disconnect(self) -> None:
-        """Cancel the request: its client has left, or has everything."""
+        """Cancel the request: its client has disconnected, or has everything."""
         self._disconnected = True
         self.job.cancel()
 
     def _reported(self, event: Event) -> StreamEvent:
-        """Return an event as the client gets it: an answer that its time or the server's end has cut off ends with
-        "length", or is an error if it has no token."""
+        """Return an event as the client receives it. If the time limit or the server's end cut an answer off, it ends
+        with "length"; without any token it is an error."""
         if not isinstance(event, Finished) or event.reason != "cancelled" or self._disconnected:
             return event
         if event.written:
@@ -147,7 +147,7 @@ class EngineRequest:
                 self._timer.cancel()
 
     async def first(self) -> StreamEvent | None:
-        """Wait for the first event, so that an immediate error has its own status; None if it takes longer."""
+        """Wait for the first event, so that an immediate error has a suitable status; None if it takes longer."""
         try:
             return await self._events.get(FIRST_EVENT_TIMEOUT_S)
         except BaseException:
@@ -155,7 +155,8 @@ class EngineRequest:
             raise
 
     async def events(self, event: StreamEvent | None) -> AsyncIterator[StreamEvent | None]:
-        """Yield ``event``, the first, and all others; None for every :data:`KEEP_ALIVE_S` without one."""
+        """Yield the first event, ``event``, and all others; None after every :data:`KEEP_ALIVE_S` seconds without
+        one."""
         while True:
             yield event
             if isinstance(event, Finished | Exception):

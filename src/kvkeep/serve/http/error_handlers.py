@@ -1,4 +1,4 @@
-"""Turns every exception of a request into the error that its client gets."""
+"""Converts every exception of a request into an error for its client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import EngineStopping, PromptTooLong, QueueFull, SessionMismatch
 
 FAILED = "failed"
-"""The code of an error that is not the client's fault."""
+"""The code of an error that the client did not cause."""
 
 _TYPES = ("str", "int")
 _JSON = "application/json"
@@ -39,7 +39,7 @@ _EXPECTED = dict.fromkeys(_OBJECTS, "an object") | {
     "bool_parsing": "true or false",
     "list_type": "a list",
 }
-"""What a field has to be, by pydantic's error of another type; a field of several types has an error of each."""
+"""The expected kind of a field, by the type of pydantic's error. A field of several types has an error for each."""
 _REASONS = {
     "extra_forbidden": "is not supported",
     "unsupported": "is not supported",
@@ -58,11 +58,11 @@ _REASONS = {
 
 
 def api_error(error: Exception) -> APIError:
-    """Return the error that a client gets for any exception."""
+    """Return the client's error for any exception."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, AnyHTTPException):
-        if error.status_code == 400:  # the body is not text, or nested too deeply to be read
+        if error.status_code == 400:  # the body is not text, or too deeply nested
             return _unreadable()
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return APIError(error.status_code, f"{error.detail}.", code, headers=error.headers)
@@ -78,10 +78,10 @@ def api_error(error: Exception) -> APIError:
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
         return APIError(400, str(error), code)
     if isinstance(error, SessionBusy):
-        what = str(error).partition(";")[0].rstrip(".")  # the rest is for whoever can end the other program
+        what = str(error).partition(";")[0].rstrip(".")  # the rest is for users who can end the other program
         return APIError(409, f"{what}; retry in a moment.", "session_in_use", headers={"Retry-After": "1"})
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
-        return APIError(409, str(error), "session")  # of another model, tokenizer or version
+        return APIError(409, str(error), "session")  # the session has another model, tokenizer or version
     if isinstance(error, KvkeepError):
         return APIError(500, str(error), FAILED)
     return APIError(500, f"The request failed with an internal error ({type(error).__name__}).", FAILED)
@@ -89,7 +89,7 @@ def api_error(error: Exception) -> APIError:
 
 @contextmanager
 def naming_field(field: str) -> Iterator[None]:
-    """Raise a UsageError of the block as an APIError that names the request's field."""
+    """Convert a UsageError of the block to an APIError that names the request's field."""
     try:
         yield
     except UsageError as error:
@@ -104,14 +104,14 @@ async def handle(request: Request, error: Exception) -> JSONResponse:
 
 
 async def handle_validation(request: Request, error: Exception) -> JSONResponse:
-    """Return the response for a request that does not fit its schema."""
+    """Return the response for a request that violates its schema."""
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return await handle(request, _validation_error(error, kind))
 
 
 def _validation_error(error: RequestValidationError, kind: str) -> APIError:
-    # A field of several types has an error of each; the deepest one is of the type that was meant.
+    # A field of several types has an error for each; the deepest one is of the intended type.
     found = [(_place(one["loc"]), one) for one in error.errors()]
     place, first = max(found, key=lambda one: (len(one[0]), one[1]["type"] not in _EXPECTED))
     if first["type"] == "json_invalid":
@@ -138,7 +138,7 @@ def _unreadable() -> APIError:
 
 
 def _place(where: Sequence[Any]) -> list[str]:
-    """Return the names and numbers that lead to a field, without those of types."""
+    """Return the path to a field: names and numbers, without the names of types."""
     return [
         str(one) for one in where[1:] if not isinstance(one, str) or not (one in _TYPES or "[" in one or "-" in one)
     ]

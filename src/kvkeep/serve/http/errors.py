@@ -1,4 +1,4 @@
-"""The error of a request as OpenAI's clients read it: one object, one status, one sentence."""
+"""The error of a request in the form of OpenAI's clients: one object, one status, one sentence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RETRY_AFTER_S = 5
 
 
 def new_request_id() -> str:
-    """Return an id for a request, which its response carries as ``x-request-id``."""
+    """Return an id for a request. The response has it as ``x-request-id``."""
     return f"req-{secrets.token_hex(8)}"
 
 
 class APIError(HTTPException):
-    """A request is answered with an error."""
+    """An error response to a request."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class APIError(HTTPException):
     ) -> None:
         super().__init__(status, message, {**(headers or {})})
         self.code = code
-        """A machine-readable reason, OpenAI's where OpenAI has one."""
+        """A machine-readable reason; OpenAI's code if there is one."""
         self.param = param
-        """The request's field that is wrong."""
+        """The wrong field of the request."""
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""Routes that show methods, memory, and what became of each token of a session."""
+"""Routes that show methods, memory, and the state of each token of a session."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvkeep.serve.http.openapi import error_responses
 
 T = TypeVar("T")
 ENGINE_TIMEOUT_S = 30.0
-"""Seconds to wait for the engine to be between two steps."""
+"""Seconds to wait for the end of the engine's step."""
 MAX_TEXTS = 20_000
-"""Tokens up to which a cache is returned with their texts."""
+"""The maximum number of tokens of a cache that is returned with their texts."""
 
 
 def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
@@ -31,8 +31,8 @@ def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
     routes, lock = APIRouter(), asyncio.Lock()
 
     async def in_engine(call: Callable[[], T]) -> T:
-        """Return what ``call`` returns in the engine's thread; one call at a time, so that a client that polls delays
-        answers by no more than one."""
+        """Return the result of ``call``, run in the engine's thread. Only one call runs at a time, so a polling client
+        delays answers by at most one call."""
         async with lock:
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), ENGINE_TIMEOUT_S)
@@ -75,7 +75,7 @@ def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
 
 
 def _body(found: CacheView, columns: int) -> dict[str, Any]:
-    """Return a view of a cache as JSON takes it."""
+    """Return a view of a cache as JSON data."""
     kept, map = found.kept(), found.map(columns := min(columns, len(found.ids)))
     shares = kept / kept.sum(-1, keepdim=True)
     present = {state.name.lower(): state for state in EntryState if kept[:, state].any()}
@@ -97,6 +97,6 @@ def _body(found: CacheView, columns: int) -> dict[str, Any]:
 
 
 def _packed(shares: Tensor) -> str:
-    """Return shares from 0 to 1 as bytes from 0 to 255, in base64; only a share of 0 is the byte 0."""
+    """Return shares from 0 to 1 as bytes from 0 to 255, in base64. Only a share of 0 gives the byte 0."""
     numbers = (shares * 255).round().clamp(min=1).where(shares > 0, 0)
     return base64.b64encode(numbers.byte().numpy().tobytes()).decode("ascii")

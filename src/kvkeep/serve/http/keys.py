@@ -18,7 +18,7 @@ VARIABLE = "KVKEEP_API_KEYS"
 
 
 class Keys:
-    """The keys of a server; without any, all clients are one owner."""
+    """The keys of a server. Without keys, all clients are one owner."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys)]
@@ -27,12 +27,13 @@ class Keys:
         return bool(self._digests)
 
     def owner(self, header: str | None) -> str:
-        """Return the owner of a request with this Authorization ``header``. Raises APIError for a wrong key or none."""
+        """Return the owner of a request with this Authorization ``header``. Raises APIError for a wrong or missing
+        key."""
         if not self._digests:
             return "local"
         key = bearer(header)
         given, owner = _digest(key or ""), ""
-        for digest in self._digests:  # all of them, so that timing reveals nothing
+        for digest in self._digests:  # compare with all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
                 owner = digest[:16]
         if key is None or not owner:
@@ -41,14 +42,14 @@ class Keys:
 
 
 def bearer(header: str | None) -> str | None:
-    """Return the key in an Authorization ``header``; None without one."""
+    """Return the key in an Authorization ``header``; None without a header."""
     scheme, _, key = (header or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 
 
 def keys_given(path: str | None = None) -> list[str]:
-    """Return the keys of the environment, by commas, and those of a file, one a line, blanks and ``#`` before comments.
-    Raises UsageError for a file without keys, and for a key that no client could send."""
+    """Return the keys of the environment, separated by commas, and those of a file: one per line, without blanks and
+    ``#`` comments. Raises UsageError for a file without keys, and for a key that clients cannot send."""
     found = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
     _check(found, VARIABLE)
     if path is None:
@@ -62,7 +63,7 @@ def keys_given(path: str | None = None) -> list[str]:
 
 
 def kept_key() -> tuple[str, Path, bool]:
-    """Return this user's own key, the file that keeps it, which nobody else can read, and whether it is new."""
+    """Return this user's key, its file (readable only by the user), and whether the key is new."""
     path = data_folder() / "server-key"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = f"kvkeep-{secrets.token_urlsafe(24)}"
@@ -81,7 +82,7 @@ def kept_key() -> tuple[str, Path, bool]:
 
 
 def _check(keys: Sequence[str], where: str) -> None:
-    for number, key in enumerate(keys, 1):  # a key itself is never shown
+    for number, key in enumerate(keys, 1):  # an error never shows the key itself
         if not (key.isascii() and key.isprintable()):
             raise UsageError(
                 f"Key {number} of {where} has characters that are not ASCII, which clients cannot send in a header; "

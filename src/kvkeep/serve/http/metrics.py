@@ -18,7 +18,7 @@ from kvkeep.serve.job import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for the engine; after them it reports the previous bytes."""
+"""Seconds that a scrape waits for the engine. After them it reports the previous bytes."""
 _FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
 _SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -26,7 +26,7 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics(Watch):
-    """The figures of one engine, in a registry of their options."""
+    """The figures of one engine, in a separate registry."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
@@ -66,7 +66,7 @@ class Metrics(Watch):
         self._tokens.observe(tokens)
 
     def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Count tokens of an answer; those that come at once share the time."""
+        """Count new tokens of an answer; tokens that arrive together share the time."""
         self._generated.inc(tokens)
         if first:
             self._first.observe(seconds)
@@ -75,7 +75,7 @@ class Metrics(Watch):
             self._between.observe(seconds / tokens)
 
     def finished(self, event: TextPiece | Finished | Exception) -> None:
-        """Count an answer that ended, or failed without its client's fault, and the tokens of its prompt."""
+        """Count an answer that finished or failed without its client's fault, and the tokens of its prompt."""
         if isinstance(event, Finished):
             self._ended.labels(event.reason).inc()
             self._prompt.labels("cached").inc(event.cached)
@@ -84,13 +84,13 @@ class Metrics(Watch):
             self._ended.labels("failed").inc()
 
     def rejected(self, error: Exception) -> APIError:
-        """Count a request that gets an error, and return the error."""
+        """Count a request that gets an error; return the error."""
         found = api_error(error)
         self._rejected.labels(found.code or found.kind).inc()
         return found
 
     async def scraped(self) -> bytes:
-        """Return all figures, those of memory as of the last step."""
+        """Return all figures; those of memory are as of the last step."""
         with suppress(KvkeepError, TimeoutError):
             found = await asyncio.wait_for(
                 asyncio.wrap_future(self.engine.call(lambda: memory_use(self.engine))), ENGINE_TIMEOUT_S

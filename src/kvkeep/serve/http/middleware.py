@@ -1,4 +1,4 @@
-"""What happens to every request before a route sees it: request id, key, size and time limits, log line."""
+"""The processing of every request before its route: request id, key, size and time limits, log line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvkeep.serve.http.metrics import Metrics
 
 PUBLIC_PATHS = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE_PREFIX = "/page/"
-"""Paths that need no key: :data:`PUBLIC_PATHS`, and the files of the page."""
+"""The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
 
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("kvkeep.requests")
-"""One line for each request at its end, at level INFO: id (the response's ``x-request-id``), method, path, status and
+"""One line per request at its end, at level INFO: id (the response's ``x-request-id``), method, path, status and
 seconds."""
 
 
@@ -31,8 +31,8 @@ class RequestMiddleware:
     """Checks the key and limits the body (:mod:`~kvkeep.serve.http.body`). Routes read the owner of a request from
     ``request.state.owner``. Unexpected errors are logged by type and place, never by message, which may quote a prompt.
 
-    A server without keys answers only requests whose Host is this machine (DNS rebinding: another site's page cannot
-    use the server under a name of its own).
+    A server without keys answers only requests whose Host is this machine. This prevents DNS rebinding, in which
+    another site's page uses the server under the site's name.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
@@ -62,7 +62,7 @@ class RequestMiddleware:
             if not isinstance(error, APIError):
                 log.error("%s failed: %s", request_id, place_of(error))
             found = self.metrics.rejected(error)
-            if status:  # the response has begun: it can only break off
+            if status:  # the response has begun, so it can only be interrupted
                 raise _ResponseInterrupted from None
             await found.response()(scope, receive, send_with_id)
         finally:
@@ -90,11 +90,11 @@ def log_requests() -> None:
 
 
 class _ResponseInterrupted(Exception):
-    """A response broke off after its beginning was sent."""
+    """A response was interrupted after its beginning was sent."""
 
 
 def _without_slash(scope: Scope) -> str:
-    """Return the path without the slashes that the client wrote at its end; one that it escaped (%2F) stays."""
+    """Return the path without the slashes at its end. An escaped slash (%2F) stays."""
     path: str = scope["path"]
     raw = scope.get("raw_path") or path.encode()
     slashes = len(raw) - len(raw.rstrip(b"/"))

@@ -39,7 +39,7 @@ class ErrorResponse(BaseModel):
 
 
 def error_responses(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of a route, as FastAPI takes them; 401 is added to all routes that need a key."""
+    """Return the error responses of a route for FastAPI. 401 is added to all routes that need a key."""
     return {status: {"model": ErrorResponse, "description": ERRORS[status]} for status in statuses}
 
 
@@ -55,7 +55,7 @@ class DocumentedApp(FastAPI):
 
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's operation error, which no client gets
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's validation errors, which clients never get
         parts["schemas"].pop(name, None)
     parts["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys, if it has any."}

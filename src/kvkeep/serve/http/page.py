@@ -1,4 +1,4 @@
-"""The pages at ``/`` and ``/docs``: a few files of this package, which load nothing from another host."""
+"""The pages at ``/`` and ``/docs``: files of this package, which load nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""A browser lets the page load its own files, ask its own server, and nothing else."""
+"""The content security policy: a browser lets a page load its files and call its server, nothing else."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",

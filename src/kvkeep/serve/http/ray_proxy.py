@@ -1,4 +1,4 @@
-"""ASGI middleware for Ray Serve's proxies: sets the routing key, and completes responses of replicas that have ended.
+"""ASGI middleware for Ray Serve's proxies. It sets the routing key, and completes responses of ended replicas.
 
 A proxy is a process without a model, so this module does not import torch.
 """
@@ -18,17 +18,18 @@ from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import bearer
 
 HEADER = "x-session-id"
-"""Where Ray Serve's router looks for the routing key."""
+"""The header in which Ray Serve's router expects the routing key."""
 
 
 def middleware() -> list[Middleware]:
-    """Return the middleware of Serve's proxies, which find it by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    """Return the middleware of Serve's proxies, which find this function by
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     return [Middleware(ProxyMiddleware)]
 
 
 class ProxyMiddleware:
-    """Sets the header by which Serve's router chooses a replica. A response that its replica did not begin becomes a
-    503 with ``Retry-After``, and a stream that the replica did not finish ends with an error."""
+    """Sets the header by which Serve's router chooses a replica. If the replica did not begin its response, the client
+    gets a 503 with ``Retry-After``. If the replica did not finish a stream, the stream ends with an error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -56,11 +57,12 @@ class ProxyMiddleware:
 
 
 def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
-    """Return the routing key of a request: a digest of access key and session, else of the messages that all requests
-    of its conversation begin with. None where there are neither: Serve's router then spreads requests evenly."""
+    """Return the routing key of a request: a digest of access key and session. Without a session, the first messages
+    replace it, which all requests of a conversation share. None without both; Serve's router then spreads requests
+    evenly."""
     try:
         request = json.loads(body) if body else None
-    except (ValueError, RecursionError):  # the replica answers with the error
+    except (ValueError, RecursionError):  # the replica reports the error
         request = None
     parts: list[Any]
     if session := _session(path, request) or headers.get(HEADER):
@@ -74,7 +76,7 @@ def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
 
 
 def _session(path: str, request: Any) -> str | None:
-    """Return the session that a request names, in its path or its body."""
+    """Return the session named in a request's path or body."""
     if path.startswith("/v1/sessions/"):
         return path.split("/")[3] or None
     options = request.get("kvkeep") if isinstance(request, dict) else None
@@ -83,7 +85,7 @@ def _session(path: str, request: Any) -> str | None:
 
 
 def _opening(request: Any) -> list[Any] | None:
-    """Return the messages up to the user's first one, with which all requests of a conversation begin; None without."""
+    """Return the messages up to the user's first one, which all requests of a conversation share; None without one."""
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list):
         return None
@@ -93,11 +95,11 @@ def _opening(request: Any) -> list[Any] | None:
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
-    """Return the body of a request, and a ``receive`` that gives it again. Raises APIError."""
+    """Return the body of a request, and a ``receive`` that returns it again. Raises APIError."""
     parts, more = list[bytes](), scope["method"] == "POST"
     while more:
         message = await receive()
-        if message["type"] != "http.request":  # the client has left
+        if message["type"] != "http.request":  # the client has disconnected
             return b"", _replay(message, receive)
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
@@ -119,7 +121,7 @@ def _replay(message: Message, receive: Receive) -> Receive:
 
 
 def _error_response(error: APIError) -> ASGIApp:
-    """Return an error of the proxy itself as a response."""
+    """Return an error of the proxy as a response."""
     response = error.response()
     response.headers["x-request-id"] = new_request_id()
     return response
@@ -130,26 +132,26 @@ class _Response:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._lost = False  # Serve sent an error of its own instead
+        self._lost = False  # Serve sent its error instead
         self._begun = self._complete = False  # the replica's response
         self._streams = False  # it is a stream of events
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, unless it is an error of Serve's own."""
+        """Pass a message on, unless it is Serve's error."""
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             kind = headers.get("content-type", "")
             self._lost = message["status"] >= 500 and not kind.startswith("application/json")
             self._streams = kind.startswith("text/event-stream")
             names = headers.getlist("x-request-id")
-            headers["x-request-id"] = names[0]  # the one that is in the replica's log; Serve appends its own
+            headers["x-request-id"] = names[0]  # the id in the replica's log; Serve appends another
             self._begun = not self._lost
         if not self._lost:
             self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await self._send(message)
 
     async def close(self, scope: Scope, receive: Receive) -> None:
-        """Send the error for a response that was not begun, or the end of a stream that has none."""
+        """Send an error if the response has not begun; end a stream that has no end."""
         lost = APIError(
             503,
             "The replica that handled the request has ended; retry, and another replica continues.",

@@ -17,8 +17,8 @@ from kvkeep.serve.job import Finished
 
 
 class Reply:
-    """The reply to one request. chat: to a conversation, else to a text. logprobs: whether it has them. to_error: turns
-    an exception in mid-stream into an error."""
+    """The reply to one request. chat: whether it answers a conversation; otherwise it continues a text. logprobs:
+    whether it has log-probabilities. to_error: converts an exception within a stream to an error."""
 
     def __init__(
         self, model: str, chat: bool, logprobs: bool, to_error: Callable[[Exception], APIError] = api_error
@@ -30,7 +30,7 @@ class Reply:
         self.kind = kind[1]
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
-        """Return the answer as one object. Raises the error that it ended with."""
+        """Return the answer as one object. Raises the error that ended it."""
         last = events[-1]
         if isinstance(last, Exception):
             raise last
@@ -42,7 +42,7 @@ class Reply:
         return self.head | {"object": self.kind, "choices": [body], "usage": usage(last)}
 
     async def stream(self, events: AsyncIterator[StreamEvent | None], with_usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events: an error as an object, None as a comment."""
+        """Yield the answer as server-sent events. An error is an object, and None is a comment."""
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -90,7 +90,7 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 
 def usage(answer: Finished) -> dict[str, Any]:
-    """Return the numbers of tokens; cached ones were not read again."""
+    """Return the numbers of tokens; cached tokens were not read again."""
     prompt = answer.cached + answer.read
     return {
         "prompt_tokens": prompt,
@@ -101,7 +101,7 @@ def usage(answer: Finished) -> dict[str, Any]:
 
 
 def _reason(answer: Finished) -> str:
-    """Return how an answer ended; one that was cut off, by the time or by the server's end, did so by its length."""
+    """Return the finish reason. An answer cut off by the time limit or the server's end has the reason "length"."""
     return "stop" if answer.reason == "stop" else "length"
 
 

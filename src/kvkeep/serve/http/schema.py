@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def _complete(text: str) -> str:
-    """Return a text of whole characters: JSON's escapes can write half of one."""
+    """Return the text, if all characters are complete. JSON escapes can encode half of one."""
     if any("\ud800" <= one <= "\udfff" for one in text):
         raise _wrong("it contains half a character (a lone surrogate)")
     return text
@@ -220,12 +220,12 @@ class ChatRequest(_Common):
 
     @property
     def logprob_count(self) -> int | None:
-        """How many of the likeliest tokens are reported beside each; None: no log-probabilities."""
+        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens the answer may have, if the request says."""
+        """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -255,12 +255,12 @@ class TextRequest(_Common):
 
     @property
     def logprob_count(self) -> int | None:
-        """How many of the likeliest tokens are reported beside each; None: no log-probabilities."""
+        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens the answer may have, if the request says."""
+        """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
 
 

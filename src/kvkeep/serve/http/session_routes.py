@@ -22,7 +22,7 @@ def session_routes(engine: Engine) -> APIRouter:
     routes, pool, files = APIRouter(prefix="/v1/sessions"), engine.sessions, engine.sessions.files
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return the facts of an owner's sessions by name, or of one of them at least."""
+        """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
         saved = await asyncio.to_thread(_saved, files.store, owner, name)
         marks = {_name(info): info.mark for info in saved} if files.shared else None
         found = {_name(info): _facts(info) for info in saved}
@@ -60,7 +60,7 @@ def session_routes(engine: Engine) -> APIRouter:
             try:
                 await asyncio.to_thread(files.naming_session, key, partial(files.store.remove, "/".join(key)))
             except SessionError:
-                if await asyncio.to_thread(_saved, files.store, *key):  # else it has none, or was already deleted
+                if await asyncio.to_thread(_saved, files.store, *key):  # else it has no file, or was already deleted
                     raise
         return {"name": name, "object": "session", "deleted": True}
 
@@ -76,12 +76,12 @@ def _name(info: SessionInfo) -> str:
 
 
 def _saved(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
-    """Return what is known of an owner's files, or of one."""
+    """Return the facts about all files of an owner, or about one."""
     if store is None:
         return []
     if name is None:
         return store.sessions(owner)
-    with suppress(SessionError, UsageError, FileNotFoundError):  # there is none
+    with suppress(SessionError, UsageError, FileNotFoundError):  # the file is missing or unreadable
         return [store.info(f"{owner}/{name}")]
     return []
 
@@ -90,7 +90,7 @@ NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The file cannot be
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:
-    """Return what a file tells, without its path."""
+    """Return the facts of a file, without its path."""
     return {
         "name": _name(info),
         "object": "session",
