@@ -14,8 +14,7 @@ from kvkeep.step.plan import Destination, Span
 
 
 class Checkpoint(ABC):
-    """The data from which entries are rebuilt. One checkpoint serves all layers of a cache: layers may share residuals.
-    """
+    """The data from which entries are rebuilt, for all layers of one cache: layers may share residuals."""
 
     spec: Any
     """The requested :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec`."""

@@ -130,5 +130,5 @@ class Recall(ABC):
         """Return the reader of one layer. round: the cache's rounds of draft and verify, or None."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes that the reader of a layer holds for ``tokens`` tokens of a row, ``away`` of them evicted."""
+        """Return the bytes that a layer's reader holds for ``tokens`` tokens of a row. away: those not resident."""
         return PredictedBytes()

@@ -30,8 +30,7 @@ class Asking(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """The entries that a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order.
-    """
+    """The entries that a selector ranks. Tensors are (lanes, entries), with the newest last."""
 
     slots: Tensor
     """int64, -1 where a column is empty (its rank is not used)."""

@@ -40,14 +40,14 @@ class EvictedStore(Part):
         """Take evicted entries. resident: the entries that stay."""
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        """Write into ``step`` where the evicted entry of each lane is copied, if the new entry ``evicts`` one: the place
-        where :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
+        """Write into ``step`` where the evicted entry of each lane is copied, if the new entry ``evicts`` one: where
+        :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else ()
 
     def commit(self, slot: int | None) -> None:
-        """Note that a step of :meth:`plan` that evicts has run. slot: the slot of the evicted entry, in all lanes; None:
-        the step wrote the slots beside the entry."""
+        """Note that a step of :meth:`plan` that evicts has run. slot: the evicted entry's, in all lanes; None: the step
+        wrote the slots beside the entry."""
 
     def spans(self) -> Sequence[Span] | None:
         """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them. The
@@ -59,9 +59,9 @@ class EvictedStore(Part):
         return iter(())
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
-        """Learn the attention that each piece, as :meth:`pieces` just yielded it, received in a step: (lanes, n) float32
-        for each, of ``queries`` queries. These are the selector's queries; all queries where the selector observes none.
-        Called for each reader of the layer, only where the store :attr:`listens`."""
+        """Learn the attention that each piece, as :meth:`pieces` just yielded it, received in a step: (lanes, n)
+        float32 for each, of ``queries`` queries. These are the selector's observed queries, or all where it observes
+        none. Called for each reader of the layer, only where the store :attr:`listens`."""
 
     def swap(self, resident: WorkingSet, length: int) -> None:
         """Make entries resident again if they rank high enough. Called after a step, only where the store
