@@ -287,7 +287,7 @@ def _listable(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all listed methods: presets, selectors without required parameters, and a few combinations."""
+    """Return the names of listed methods: presets, selectors without required parameters, and a few combinations."""
     load_plugins()
     unnamed = [name for name, made in SELECTORS.items() if not required(made)]
     kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]

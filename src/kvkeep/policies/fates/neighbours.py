@@ -68,7 +68,8 @@ class MergesPairs(Fate):
 
 @dataclass(frozen=True)
 class Neighbours(MergesPairs, PairMerging):
-    """Merges the least attended neighbours, by the queries so far. A subclass is a frozen dataclass with :meth:`share`."""
+    """Merges the least attended neighbours, by the queries so far. A subclass is a frozen dataclass that defines
+    :meth:`share`."""
 
     merging: ClassVar[type[MergeNeighbours]] = MergeNeighbours
     """The class of its stores."""

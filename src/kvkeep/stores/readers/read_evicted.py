@@ -1,4 +1,4 @@
-"""The reader of most methods: a step attends to what is resident, and to all that the store of evicted entries has."""
+"""The reader of most methods: a step attends to the resident entries and to all of the store of evicted entries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvkeep.stores.layer import Layer
 
 
 class ReadEvicted(Reader):
-    """Attends over what comes back, what is resident and what is new."""
+    """Attends over the store's entries, the resident ones and the new ones."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Attend, and let the selector and the store learn what each entry received."""
+        """Attend, and let the selector and the store learn the attention of each entry."""
         store, resident = layer.evicted, layer.resident
         settled = layer.attends_settled(step)
         if settled:
@@ -38,8 +38,8 @@ class ReadEvicted(Reader):
         return step
 
     def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:
-        """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
-        some of it is masked or formed, or the library does not read it."""
+        """Attend to the settled entries in one call of the library, and let the selector and the store learn. None
+        where some of them are masked or temporary, or where the library cannot read them."""
         store, resident = layer.evicted, layer.resident
         if step.mask is not None or step.latent or layer.ledger.visible is not None:
             return None
@@ -91,7 +91,7 @@ class ReadEvicted(Reader):
 
 
 def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
-    """Let a store that listens learn what its pieces received of a step, by the log-sum-exp of everything."""
+    """Let a store that listens learn the attention of its pieces in a step, by the log-sum-exp over all entries."""
     resident = layer.resident
     window, lse = resident.selector.observation_window or None, resident.unpadded(lse)
     reduce = resident.selector.reduce
