@@ -24,7 +24,7 @@ def holding_of(layer: Any) -> Any:
 
 
 class StockState:
-    """The contents of a layer that transformers manages: another layer's entries, or a state without keys and values."""
+    """The contents of a layer that transformers manages: another layer's entries, or a state of another kind."""
 
     compressed_bytes = bookkeeping_bytes = 0
 
@@ -112,7 +112,7 @@ class DynamicLayer(CacheLayerMixin):
         return [*self._keys.head, *self._values.head]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note that entries have come; the buffers take shape from the first of them."""
+        """Note that the first entries arrived; the buffers take their shape from them."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -243,7 +243,7 @@ class Layer(CacheLayerMixin):
         self.reader.restore(of("reader"), length)
 
     def check(self) -> None:
-        """Raise ShapeError where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
+        """Raise ShapeError where the state that :meth:`restore` took from a file does not fit this model."""
         geometry = self.geometry
         if self.heads != geometry.kv_heads and (self.length or self.heads):
             raise ShapeError(f"layer {self.index} has {self.heads} KV heads")

@@ -123,13 +123,13 @@ class DraftAndVerify(Backed):
         layer.finish()
 
     def choose(self, layer: Layer) -> None:
-        """Choose the resident entries anew from all that there are, if their number is more than the budget."""
+        """Choose the resident entries anew from all entries, if these exceed the budget."""
         voters, self._voters = self._voters, None
         if voters is None or not self.chooses(layer) or layer.resident.least_columns >= layer.length:
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
-            # Padding attends to something, too, and must not count.
+            # Queries of padding attend, too, and must not count.
             span = slice(voters.first, voters.first + step.queries)
             lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
         parts = []
