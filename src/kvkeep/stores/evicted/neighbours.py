@@ -1,7 +1,7 @@
 """The base of stores that merge neighbours: their state of each lane, and its rollback.
 
 Entries lie in the order of the text. An entry's slot is the last one it stands for. Positions are the running sum of
-the counts, counted back from the next token. So a key is rotated only when a count after it is cut or removed.
+the counts, counted back from the next token. So a key is rotated only when a count from it on is cut or removed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class MergesNeighbours(EvictedStore):
         return int(pairs), int(clamped)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return the states: merged, also where overlapping pairs lost entries; dropped where a rollback removed them."""
+        """Return the states: dropped where a rollback removed entries, else merged (also for entries lost where pairs
+        overlapped)."""
         codes = merged_states(self.ledger, lanes, length)
         if self.lost is not None:
             slots = torch.arange(length)
