@@ -63,7 +63,7 @@ class MergeNeighbours(MergesNeighbours):
         self.outputs = summed if self.outputs is None else self.outputs.add_(summed)
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
-        """Cancel the reset that is due where the new entries' attention was not observed."""
+        """Apply the reset that is due where the new entries' attention was not observed."""
         super().settled(observed, resident)
         if not observed:
             self.begin(resident)

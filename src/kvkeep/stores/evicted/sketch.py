@@ -7,7 +7,7 @@ element, or their mean. The mean is linear: products with estimates follow from 
 is written out.
 
 Averaged cells are divided by their number of vectors, which a sketch knows exactly. An estimate is then the median of
-means instead of sums, and about as long as a vector (KVReviver does not divide).
+means instead of sums, and therefore no longer than a vector (KVReviver does not divide).
 
 Centred estimates use deviations from the mean of all added vectors, which a sketch knows exactly. Shrunk estimates
 multiply the deviation by 1 / (1 + c load), the best factor where all vectors have the same variance. Here c times the
