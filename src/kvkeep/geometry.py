@@ -43,7 +43,7 @@ class LayerGeometry:
     """The cached entries of one layer."""
 
     index: int
-    """Among the decoder's layers."""
+    """The layer's number in the decoder."""
     kind: str
     """"full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys and values), or
     transformers' name of any other type ("chunked_attention", "linear_attention", ...), which callers refuse."""
@@ -60,7 +60,7 @@ class LayerGeometry:
 
     @property
     def owns_entries(self) -> bool:
-        """Whether this layer writes keys and values of its own into the cache."""
+        """Whether this layer writes keys and values into the cache."""
         return self.source == self.index and self.kind not in _WITHOUT_KEYS
 
     @property

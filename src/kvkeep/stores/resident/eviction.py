@@ -97,7 +97,7 @@ class Ranking:
         )
 
     def of(self, bank: Bank, length: int) -> Tensor:
-        """Return the ranks of a bank's columns, (lanes, columns), of any dtype; those of empty columns are arbitrary."""
+        """Return the ranks of a bank's columns, (lanes, columns), of any dtype; empty columns have arbitrary ranks."""
         scores = bank.scored() if self.selector.observation_window != 0 else bank.scores
         entries = self.candidates(bank, bank.slots, scores, length)
         if self.selector.needs_kv:
