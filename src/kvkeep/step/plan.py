@@ -67,7 +67,7 @@ class Span:
     stop: int
     """The row behind the last one."""
     compiled: Any = field(default=None, repr=False)
-    """What the native executor made of it, which it keeps up to date."""
+    """The native executor's form of it, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:
@@ -154,7 +154,7 @@ class LayerStep:
     received: Tensor | None = None
     """(lanes, entries) float32, where that attention is written."""
     compiled: Any = field(default=None, repr=False)
-    """What the native executor made of it, which it keeps up to date."""
+    """The native executor's form of it, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:

@@ -52,7 +52,7 @@ class Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Make new entries (batch, kv_heads, n, dim) pending, and return them; the reader attends to the past. Raises
-        UsageError outside a forward pass of the cache's own model, where no reader attends."""
+        UsageError outside a forward pass of the cache's model, where no reader attends."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
                 "The cache received entries outside a forward pass of its model, or from two threads at once; "
@@ -101,7 +101,7 @@ class Layer(CacheLayerMixin):
             self.evicted.swap(self.resident, self.length)
 
     def attends_settled(self, step: AttentionInputs) -> bool:
-        """Return whether a step attends to its own entries as settled ones: a single entry is settled before attention,
+        """Return whether a step attends to its new entries as settled ones: a single entry is settled before attention,
         and later readers find the entries settled."""
         return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
 

@@ -121,11 +121,11 @@ class CollectedAttention:
         self._origin = origin
         self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
-        self._newest: Span | None = None  # entries of which query i sees the first i + 1
+        self._newest: Span | None = None  # query i sees its first i + 1 entries
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # entries before the collected ones
-        self._skipped: Tensor | None = None  # of the collected entries, how many each lane has attended to
+        self._skipped: Tensor | None = None  # (lanes,), the number of collected entries that each lane has attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None

@@ -105,7 +105,7 @@ class CodedKeys(Codes):
         return products.transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        # One group is a view of what is transposed, which the attention kernel would misread.
+        # One group is a view of the transposed tensor, which the attention kernel would misread.
         return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
 

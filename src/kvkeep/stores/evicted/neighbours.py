@@ -25,8 +25,8 @@ from kvkeep.stores.resident.banks import Bank
 class MergesNeighbours(EvictedStore):
     """Makes room among resident entries. The selector is not asked to rank.
 
-    by_lane: names of tensors (lanes, ...), each None until there is something. slack: for how many tokens room is made
-    at once while decoding. moved: (lanes, 1) int32, tokens that no count stands for any more: capped, lost where pairs
+    by_lane: names of tensors (lanes, ...), each None before its first use. slack: the number of tokens that one merging
+    makes room for while decoding. moved: (lanes, 1) int32, tokens that no count includes: capped, lost where pairs
     overlapped, or taken by a rollback with others. lost: (lanes, 2 n) int32, slots from..to that rollbacks took with
     others. tally: (2,) float64, pairs merged so far, and shares that had to be clamped. length: slots settled.
     """

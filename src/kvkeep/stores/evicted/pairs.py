@@ -48,7 +48,7 @@ class PairMerging(ABC):
 
 @dataclass
 class OrderedEntries:
-    """What a pass works on: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
+    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
 
     counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
     entries, any), what else the store knows of each; a merged entry has the sum of both.

@@ -14,7 +14,7 @@ from kvkeep.stores.windows import WindowState, noted
 
 
 class RoundPhase(Enum):
-    """What a forward pass is for."""
+    """The purpose of a forward pass."""
 
     EXACT = "exact"  # over all entries; its entries stay
     DRAFT = "draft"  # over resident entries; its entries are taken back
@@ -68,7 +68,7 @@ class Round:
                 "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
                 "aligned with them; call reset() and read the whole text again."
             )
-        if self.drafting and not self._agreed:  # the round may do without drafts of the model's own; now it will not
+        if self.drafting and not self._agreed:  # until now the round could work without drafts of the model
             for layer in self.layers:
                 layer.reader.choose(layer)
             self._agreed = True

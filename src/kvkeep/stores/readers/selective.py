@@ -1,6 +1,6 @@
 """The reader of selective recall: a step attends to the resident entries, and to chosen pages of the backing.
 
-Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
+Attention over resident and new entries gives the log-sum-exp of their scores, and the bounds of a page
 (:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. Together they bound the attention that
 a page can have, before it is recalled. A :class:`PageChoice` chooses the pages of each lane. The attention left out is
 bounded by

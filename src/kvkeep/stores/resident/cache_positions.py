@@ -23,7 +23,7 @@ class CachePositions:
 
     def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
         self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit
-        self.base = 0  # what is taken off every position
+        self.base = 0  # subtracted from every position
         self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
         self._next = self.gap
         self._turned = self.gap > 0  # (rows or 1,): whose sinks have been turned, and are held as they came
