@@ -125,7 +125,7 @@ class CollectedAttention:
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # entries before the collected ones
-        self._skipped: Tensor | None = None  # (lanes,), the number of collected entries that each lane has attended to
+        self._skipped: Tensor | None = None  # the number of collected entries that each lane has attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None
