@@ -340,7 +340,7 @@ class KeepCache(Cache):
         return [layer.reader.certificate for layer in self._bounded()]
 
     def merges(self) -> tuple[int, int]:
-        """Return the number of merged pairs over all layers and heads, and for how many of them the weight of a key was
-        clamped, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
+        """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key
+        weight, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
         merged = [layer.evicted.merged() for layer in self._bounded()]
         return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

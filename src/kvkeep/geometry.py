@@ -43,7 +43,7 @@ class LayerGeometry:
     """The cached entries of one layer."""
 
     index: int
-    """Among the decoder's layers."""
+    """The layer's number in the decoder."""
     kind: str
     """"full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys and values), or
     transformers' name of any other type ("chunked_attention", "linear_attention", ...), which callers refuse."""
@@ -60,7 +60,7 @@ class LayerGeometry:
 
     @property
     def owns_entries(self) -> bool:
-        """Whether this layer writes keys and values of its own into the cache."""
+        """Whether this layer writes keys and values into the cache."""
         return self.source == self.index and self.kind not in _WITHOUT_KEYS
 
     @property
@@ -186,7 +186,7 @@ class ModelGeometry:
 
         They are the multiples of the stride from which some full layer is rebuilt: full layer l starts
         from the anchor stride * floor(l / stride) and runs the layers in between. Stride 1 therefore
-        keeps one residual per full layer; sliding layers keep their own window.
+        keeps one residual per full layer; sliding layers keep their window.
         """
         if stride < 1:
             raise UsageError(f"A residual stride must be 1 or more layers, not {stride}.")
@@ -219,7 +219,8 @@ def _need(text: Any, holder: Any, name: str) -> int:
 
 
 def _steady_positions(text: Any) -> int | None:
-    """Return up to how many tokens a config's rotary frequencies stay the same; None where no length changes them."""
+    """Return the number of tokens up to which a config's rotary frequencies stay the same; None where all lengths have
+    the same."""
     stated = getattr(text, "rope_parameters", None) or {}
     found = []
     for one in [stated, *(value for value in stated.values() if isinstance(value, dict))]:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class PartlyLeftOut(UsageError):
-    """Some of what an entry point names cannot be used: ``names``, for ``reason``. The rest is."""
+    """Some parts of an entry point cannot be used: ``names``, for ``reason``. The others are used."""
 
     def __init__(self, names: Sequence[str], reason: str) -> None:
         super().__init__(reason)
@@ -49,8 +49,8 @@ def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, with its kind unless it is written for people. Of one that says
-    nothing, such as a bare ``assert``, the place."""
+    """Return the first line of an error's message, with its kind unless it is written for people. For an empty message,
+    such as that of a bare ``assert``, return the place."""
     lines = str(error).strip().splitlines()
     kind = type(error).__name__
     if not lines:

@@ -1,6 +1,6 @@
 """Arithmetic with the same bits on every processor, for what selectors and fates compute.
 
-Each operation here rounds every element once, and the order of sums is fixed. torch's own sums add in an order that
+Each operation here rounds every element once, and the order of sums is fixed. The sums of torch add in an order that
 depends on the width of the processor's vectors, and torch.lerp and torch.addcmul round once or twice, whichever the
 processor does faster.
 """

@@ -24,7 +24,7 @@ from kvkeep.files import dead, owner
 from kvkeep.plugins import first_line
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Bytes of Ray's own object store, where it is started here; it wants 75 MiB."""
+"""Bytes of the object store of a Ray started here; Ray needs at least 75 MiB."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # else anything else on the machine comes first
@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 CONNECT_TIMEOUT_S = 5.0
 """Seconds in which the machine at an address has to answer; Ray itself tries for minutes."""
 _CLIENT_PORT = 10001
-"""Of ``ray://HOST``."""
+"""The default port of ``ray://HOST``."""
 
 
 class ClusterEnded(KvkeepError):
@@ -46,10 +46,10 @@ def connected(
     """Be the driver of a cluster within the block: of the one that this process is the driver of already, if there is
     any.
 
-    address: of the cluster, ``auto`` for the one that this machine is part of; None starts one here with so many
-    ``cores``, room for so many bytes of ``data``, and this ``environment``. Raises UsageError where Ray is missing and
-    for what is no address, KvkeepError where there is no cluster. The block raises ClusterEnded when :func:`alive` is
-    false: Ray is then not asked to end anything, for which it would wait a minute and end this process.
+    address: the cluster's, ``auto`` for the one that this machine is part of; None starts one here with ``cores``
+    cores, ``environment``, and room for ``data`` bytes. Raises UsageError where Ray is missing and for an invalid
+    address, KvkeepError where there is no cluster. The block raises ClusterEnded when :func:`alive` is false. It then
+    does not shut Ray down: Ray would wait a minute and end this process.
     """
     ray = optional("ray", "ray")
     if ray.is_initialized():

@@ -1,8 +1,8 @@
-"""A reconstruction: the text that a cache has read is read once more, and what is attended then says what stays.
+"""A reconstruction: a cache reads its text a second time, and the attention of this reading chooses the entries.
 
-KVzip (arXiv:2505.23416): after the prompt a model is asked to repeat it and is given the answer, in pieces, so that one
-pass over each tells which entries the repetition needs. Until then the text is read as ``kv-direct`` reads it, exactly
-and within the budget; the entries of the repetition are not kept.
+KVzip (arXiv:2505.23416): after the prompt the model gets a request to repeat it, and the answer in pieces. One pass
+over each piece shows which entries the repetition needs. The first reading is that of ``kv-direct``, exact and within
+the budget; the entries of the repetition are discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvkeep.stores.readers.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
 
 CUE = 8
-"""Tokens of the piece before that tell a later one where it begins."""
+"""Tokens of the previous piece that introduce a later one."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 
 def compress(cache: Any) -> None:
-    """Let ``cache`` read its text once more, choose by that what stays, and be what its method says from then on."""
+    """Let ``cache`` read its text a second time and choose its entries; then its method applies."""
     begin = time.perf_counter()
     cache.stream.roll_back()
     rows, old, meter = cache.rows, cache.made, cache.meter
@@ -56,8 +56,8 @@ def compress(cache: Any) -> None:
 
 
 def _received(cache: Any) -> list[Tensor]:
-    """Return the most attention that each entry received, of each full layer (lanes, slots) float32: 1 for sinks, -inf
-    for padding."""
+    """Return the largest attention weight that each entry received, for each full layer (lanes, slots) float32: 1 for
+    sinks, -inf for padding."""
     ledger, pieces = cache.ledger, cache.method.selector.reconstruction
     length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
     ids, positions = (part.long() for part in ledger.span(0, length))
@@ -90,7 +90,7 @@ def _received(cache: Any) -> list[Tensor]:
 
 
 def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
-    """Yield the slots of each piece: as many as the method wants, and no more than the model has positions for."""
+    """Yield the slots of each piece, whose length the method chooses and the model's positions limit."""
     length, limit = cache.ledger.length, cache.geometry.max_positions
     if limit is not None:
         piece = min(piece, limit - length - CUE - len(words.later) - len(words.then))
@@ -129,8 +129,7 @@ def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
 
 
 def _words(tokenizer: Any) -> Words:
-    """Return what a model is told, as its chat template has it; nothing without a tokenizer, where a text is simply
-    repeated."""
+    """Return the words for a model, in its chat template; none without a tokenizer, where a text is simply repeated."""
     if tokenizer is None:
         return Words([], [], [])
     then, mark = "\n", "TEXT"

@@ -1,4 +1,4 @@
-"""transformers' own cache, as method "stock", measured like kvkeep's."""
+"""The cache of transformers, as method "stock", measured like kvkeep's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def requested(method: str | None = None, budget: Any = None, **options: Any) -> 
 
 
 def new_cache(model: Any, method: str | None = None, budget: Any = None, **options: Any) -> Cache:
-    """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the baseline."""
+    """Return a :class:`KeepCache`, or the default cache of transformers for method "stock", the baseline."""
     request = requested(method, budget, **options)
     return DynamicCache(config=model.config) if request is None else KeepCache(model, request=request)
 

@@ -93,7 +93,7 @@ def fork(cache: Any, kind: Kind | None) -> Any:
 
 
 def copied(cache: Any) -> Any:
-    """Return a copy of a cache in memory of its own; one tensor is copied at a time."""
+    """Return a copy of a cache in separate memory; one tensor is copied at a time."""
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)

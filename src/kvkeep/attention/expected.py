@@ -1,7 +1,7 @@
-"""The attention that keys can expect of queries known by their mean and covariance (arXiv:2510.00636).
+"""The expected attention of keys, from the mean and covariance of queries (arXiv:2510.00636).
 
-For a Gaussian query of mean m and covariance C, E exp(s q k) = exp(s m k + s^2 k C k / 2), s being the scaling of
-scores: a product for each key, however many queries there were.
+For a Gaussian query of mean m and covariance C, E exp(s q k) = exp(s m k + s^2 k C k / 2), where s scales scores. The
+cost is a product for each key, for any number of queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 def statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean (lanes, heads, dim) and covariance (lanes, heads, dim, dim) of ``queries`` (lanes, heads, n, dim)
-    float32, of those that are ``counted``, (lanes, n) bool; zeros where none is."""
+    float32, over the ``counted`` ones, (lanes, n) bool; zeros for a lane without any."""
     count = counted.sum(1).clamp(min=1)[:, None, None]
     weights = counted[:, None, :, None].to(queries.dtype)
     mean = (queries * weights).sum(2) / count
@@ -21,10 +21,10 @@ def statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expected(mean: Tensor, covariance: Tensor, keys: Tensor, seen: Tensor, scaling: float) -> Tensor:
-    """Return the share of attention each key can expect among those ``seen``, mean over heads: (lanes, n) float32.
+    """Return the expected share of attention of each key among those ``seen``, mean over heads: (lanes, n) float32.
 
     mean: (lanes, heads, dim) and covariance: (lanes, heads, dim, dim), as of :func:`statistics`. keys: (lanes, n, dim).
-    seen: (lanes, n) bool; a lane that sees none gets no numbers (nan).
+    seen: (lanes, n) bool; a lane that sees none gets nan.
     """
     keys = keys.float()[:, None]
     scores = scaling * (keys @ mean[..., None]).squeeze(-1)

@@ -23,8 +23,8 @@ class AttentionInputs:
     module: the layer's attention module. query (lanes, heads of the group, queries, key_dim). key, value (lanes, heads,
     new, dim): new entries only, as attention multiplies them. mask: over the new entries, or over past and new ones:
     (lanes or 1, 1, queries, entries), bool or additive; None: causal. heads: KV heads of a row, as cached.
-    brings_entries: the module brings the new entries, and is no later one that reads the same; last: no module reads
-    them after it.
+    brings_entries: the module writes the new entries; later modules may read the same ones. last: no module reads them
+    after it.
     """
 
     module: Any
@@ -71,14 +71,14 @@ class AttentionInputs:
         return output.reshape(-1, self.heads * output.shape[1], *output.shape[2:])
 
     def wide(self, past: int) -> Tensor | None:
-        """Return the mask by lane, (lanes, 1, queries, past + new), if it is the caller's own over ``past`` and new
+        """Return the mask by lane, (lanes, 1, queries, past + new), if the caller gave one over ``past`` and new
         entries."""
         if self.mask is None or self.mask.shape[-1] == self.new or self.mask.shape[-1] != past + self.new:
             return None
         return self.mask.expand(len(self.query), -1, self.queries, -1)
 
     def arriving(self) -> Segment:
-        """Return the segment of the step's own entries."""
+        """Return the segment of the step's new entries."""
         if self.mask is not None:
             return Segment(self.key, self.value, self.mask[..., -self.new :])
         if self.queries == self.new:

@@ -1,4 +1,4 @@
-"""What entries are rebuilt from."""
+"""Checkpoints: the data from which entries are rebuilt."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from kvkeep.step.plan import Destination, Span
 
 
 class Checkpoint(ABC):
-    """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers."""
+    """The data from which entries are rebuilt, for all layers of one cache: layers may share residuals."""
 
     spec: Any
-    """The :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec` that was asked for."""
+    """The requested :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec`."""
     where: str
-    """The place it is in: "device", "host" or "disk"."""
+    """Where its data is: "device", "host" or "disk"."""
     capacity: int | None
     """Entries it may hold; None: no limit."""
     by_token: bool
-    """It is kept for every token, not only for evicted entries."""
+    """It stores every token, evicted or not."""
     copies: bool
-    """A recall is a copy at most, and computes nothing."""
+    """A recall copies data at most, and computes nothing."""
     picks: bool
-    """Single entries can be had without all those before them."""
+    """It can return single entries without all earlier ones."""
     replays: bool
-    """Layers are run again, by the model's own masks."""
+    """It runs layers again, with the model's masks."""
 
     @property
     def reads_ids(self) -> bool:
-        """Whether the ledger's ids are part of what entries are rebuilt from."""
+        """Whether entries are rebuilt from the ledger's ids, among others."""
         return False
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
-        """Prepare for new tokens, after the ``known`` slots before them; ``from_ids``: they came as ids."""
+        """Prepare for new tokens after ``known`` slots. from_ids: the tokens come as ids."""
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Take the residual entering a layer, (batch, new, hidden)."""
@@ -47,46 +47,48 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: all may come as
-        one piece that is read where it lies."""
+        """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all of them,
+        without a copy."""
 
     def spans(self, layer: int, stop: int) -> Sequence[Span] | None:
-        """Return the first ``stop`` entries where they lie; the one of :meth:`next_row` may be the last of them.
-        None where attention cannot read them there."""
+        """Return views of the first ``stop`` entries; the last may be that of :meth:`next_row`. None where attention
+        needs a copy."""
         return None
 
     def next_row(self, layer: int) -> Destination | None:
-        """Return where the next entry of each of a layer's lanes goes; None where that is not known before."""
+        """Return where the next entry of each of a layer's lanes is written; None where the checkpoint must see the
+        entry first."""
         return None
 
     def commit(self, layer: int) -> None:
-        """Note that it was written there."""
+        """Note that the entry of :meth:`next_row` was written."""
 
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return exact keys and values (n, dim) of single entries: ``lane`` (n,) and ``slot`` (n,), none lost."""
+        """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). None of them may
+        be lost."""
 
     @abstractmethod
     def first(self, layer: int) -> int:
-        """Return the first entry that is still there; those before are lost."""
+        """Return the first entry that is still stored; earlier ones are lost."""
 
     @abstractmethod
     def length(self, layer: int) -> int:
-        """Return how many entries came, those that are lost included."""
+        """Return the number of entries received, lost ones included."""
 
     def truncate(self, layer: int, length: int) -> None:
-        """Forget what belongs to a layer's entries from ``length`` on."""
+        """Forget a layer's entries from ``length`` on."""
 
     def truncate_residuals(self, length: int) -> None:
-        """Forget what is kept for each token from slot ``length`` on."""
+        """Forget the data of each token from slot ``length`` on."""
 
     @abstractmethod
     def select(self, index: Tensor, lanes: Any) -> None:
-        """Make the batch the rows of ``index``; ``lanes``: a function from KV heads to the index of lanes."""
+        """Replace the batch by the rows of ``index``. lanes: a function from KV heads to the index of lanes."""
 
     @abstractmethod
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
     def expect(self, names: set[str]) -> None:
-        """Make room for the stores called ``names``, about to be filled from a file."""
+        """Create the stores called ``names``, which a file is about to fill."""

@@ -1,4 +1,4 @@
-"""Entries as parts hand them to each other, and what became of each."""
+"""Entries as parts exchange them, and the state of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class EntryState(IntEnum):
     The numbers are written into the pages of ``kvkeep inspect``; new ones go at the end.
     """
 
-    DROPPED = 0  # gone: attention will never see it again
+    DROPPED = 0  # attention never reads it again
     RESIDENT = 1  # attention reads it as it is
     CHECKPOINTED = 2  # not resident, and exact keys and values can be rebuilt
     QUANTISED = 3  # kept in fewer bits
     MERGED = 4  # averaged into another entry
-    SKETCHED = 5  # only its part in a summary of many entries is left
+    SKETCHED = 5  # added to a summary of many entries
 
 
 class Piece(NamedTuple):
@@ -36,17 +36,17 @@ class Piece(NamedTuple):
     holes: bool = False
     """Some slots are -1."""
     extra: Tensor | None = None
-    """(lanes, n) float32, for how many tokens besides its own an entry stands; None: for none."""
+    """(lanes, n) float32, the number of further tokens that an entry stands for; None: 0 for all."""
     lanes: Tensor | None = None
-    """The lanes that the piece is of, (its lanes,) int64; None: all."""
+    """The lanes of the piece, (its lanes,) int64; None: all."""
     shared: bool = False
-    """It is one copy for all rows of the batch, (kv_heads, 1, n, dim)."""
+    """All rows of the batch share one copy, (kv_heads, 1, n, dim)."""
     formed: bool = False
-    """Keys and values were made for the moment."""
+    """Keys and values are temporary."""
 
 
 class EvictedEntries(NamedTuple):
-    """Entries that are evicted."""
+    """Evicted entries, on their way to the store."""
 
     keys: Tensor
     """(lanes, n, key_dim)"""
@@ -57,8 +57,9 @@ class EvictedEntries(NamedTuple):
     scores: Tensor | None = None
     """(lanes, n) float32; None where the store asks for none."""
     extra: Tensor | None = None
-    """(lanes, n) float32, for how many tokens besides its own each stands; None where the store does not merge."""
+    """(lanes, n) float32, the number of further tokens that each entry stands for; None where the store does not merge.
+    """
     newest: Tensor | None = None
-    """(lanes, n) int, the last slot among those; None where there is none but its own."""
+    """(lanes, n) int, the last slot that each entry stands for; None where an entry stands for its slot only."""
     holes: bool = True
     """Some slots may be -1."""

@@ -8,6 +8,6 @@ from enum import StrEnum
 class Exactness(StrEnum):
     """What a method promises about its output."""
 
-    EXACT = "exact"  # token for token the unbounded cache's
+    EXACT = "exact"  # the same tokens as with the unbounded cache
     REVERSIBLE = "reversible"  # evicted entries can come back, approximately
     LOSSY = "lossy"  # evicted entries are discarded

@@ -1,4 +1,4 @@
-"""What is stored of evicted entries."""
+"""Fates: how evicted entries are stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvkeep.memory.ledger import Ledger
 
 @dataclass(frozen=True)
 class Fate(ABC):
-    """What is stored of evicted entries. A frozen dataclass whose fields are its parameters."""
+    """How evicted entries are stored. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
-    """What is done with them, in a word."""
+    """What the fate does with them, in a word."""
     source: ClassVar[str] = ""
     """The paper."""
     leaves: ClassVar[str] = ""
@@ -29,38 +29,38 @@ class Fate(ABC):
     returns: ClassVar[str] = "never"
     """How evicted entries come back by themselves."""
     exactness: ClassVar[Exactness] = Exactness.LOSSY
-    """What it promises."""
+    """What the fate promises about the output."""
     checkpoints: ClassVar[bool] = False
     """Evicted entries are kept in a checkpoint, whose options the cache then takes."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     readings: ClassVar[int] = 1
-    """How often a chunk of a prompt is read, passes back through the model included."""
+    """How often a chunk of a prompt is read, backward passes included."""
     predictable: ClassVar[bool] = True
-    """:meth:`holds` tells the bytes that it takes, so that the planner lists its methods."""
+    """:meth:`holds` returns the bytes that it takes, so that the planner lists its methods."""
     keeps: ClassVar[bool] = True
-    """As :attr:`EvictedStore.keeps` of its stores."""
+    """:attr:`EvictedStore.keeps` of its stores."""
     merges: ClassVar[bool] = False
-    """As :attr:`EvictedStore.merges` of its stores."""
+    """:attr:`EvictedStore.merges` of its stores."""
     makes_room: ClassVar[bool] = False
-    """As :attr:`EvictedStore.makes_room` of its stores."""
+    """:attr:`EvictedStore.makes_room` of its stores."""
     across_heads: ClassVar[bool] = False
-    """What is stored of an entry of one KV head depends on other heads."""
+    """How an entry of one KV head is stored depends on other heads."""
     files: ClassVar[Sequence[str]] = ()
-    """Parameters that may name files of this machine, which no request to a server may give."""
+    """Parameters that may name files of this machine; a server refuses them in requests."""
 
     @property
     def kind(self) -> str | None:
-        """The kind of checkpoint that the method's name says, None where the cache's options do."""
+        """The kind of checkpoint in the method's name; None where the cache's options choose it."""
         return None
 
     def read(self, stored: int) -> int:
-        """Return how many entries of a KV head a step attends to where ``stored`` are kept: a rule for the planner."""
+        """Return the entries of a KV head that a step attends to, out of ``stored``. The planner asks."""
         return stored
 
     @property
     def swaps(self) -> bool:
-        """Whether entries may be resident again as what they are estimated to be."""
+        """Whether estimates of evicted entries may become resident."""
         return False
 
     def refuses(self, method: Any) -> str | None:
@@ -69,12 +69,12 @@ class Fate(ABC):
         return None
 
     def resident(self, entries: int) -> int:
-        """Return how many of a budget's ``entries`` are for resident ones."""
+        """Return the part of a budget's ``entries`` that is for resident ones."""
         return entries
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
-        """Return how many tokens of a prompt to take at a time with a budget of ``entries``: ``chunk``, or fewer unless
-        somebody has ``chosen`` that number. Raises BudgetError, for method ``name``, where they do not fit."""
+        """Return the tokens of a prompt to read at a time with a budget of ``entries``: ``chunk``, or fewer unless the
+        user has ``chosen`` that number. Raises BudgetError, for method ``name``, where they do not fit."""
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -87,7 +87,7 @@ class Fate(ABC):
         """Raise UnsupportedModelError if the fate does not work with this model."""
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
-        """Return what the stores of all layers share, None for nothing."""
+        """Return the object that the stores of all layers share, or None."""
         return None
 
     @abstractmethod
@@ -95,10 +95,10 @@ class Fate(ABC):
         """Return the store of one layer."""
 
     def hook(self) -> PassHook | None:
-        """Return what it does around the passes of one cache, None for nothing."""
+        """Return the hook around the forward passes of one cache, or None."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes that the store of a layer holds within a budget of ``entries``, once ``left`` entries of
-        every lane have been evicted. The store allocates by the same rule."""
+        """Return the bytes that the store of a layer holds within a budget of ``entries``, after every lane has evicted
+        ``left`` entries. The store allocates by the same rule."""
         return PredictedBytes()

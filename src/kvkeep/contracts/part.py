@@ -1,4 +1,4 @@
-"""What a layer consists of."""
+"""The base class of a layer's parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvkeep.memory.extent import Extent
 
 
 class Part(ABC):
-    """What a layer consists of: it holds state of one layer of one cache."""
+    """A part of a layer. It holds state of one layer of one cache."""
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, scores, counts, and what else is kept beside entries."""
+        """Bytes allocated for slots, scores, counts and other data beside entries."""
         return 0
 
     def state(self) -> dict[str, Tensor]:
@@ -22,5 +22,5 @@ class Part(ABC):
         return {}
 
     def check(self, extent: Extent) -> None:
-        """Raise ShapeError where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
-        been restored by then."""
+        """Raise ShapeError where the state read from a file does not fit a layer of ``extent``. Called after the whole
+        cache is restored."""

@@ -21,18 +21,18 @@ from kvkeep.step.plan import LayerStep
 
 
 class Reader(Part):
-    """How the attention of one layer reads what is not resident, and what it keeps for that."""
+    """How the attention of one layer reads entries that are not resident, and the state that this needs."""
 
     certificate: Any = None
-    """What attention can have left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where that is
-    nothing."""
+    """Bounds on the attention left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where nothing is
+    left out."""
     waiting: int = 0
-    """Slots that came in and wait for a decision."""
+    """Slots received that wait for a decision."""
 
     @abstractmethod
     def attend(self, layer: Any, step: AttentionInputs) -> Tensor:
-        """Return attention over the past and what is new, (lanes, heads, queries, value_dim); settle the new entries
-        when the layer's last module has read them."""
+        """Return attention over past and new entries, (lanes, heads, queries, value_dim). Settle the new entries after
+        the layer's last module has read them."""
 
     def arrive(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         """Called with the new entries of a step, (lanes, n, dim), before it attends."""
@@ -46,34 +46,33 @@ class Reader(Part):
         """Called before the new entries of a step are stored."""
 
     def commit(self, layer: Any, count: int, agreed: bool) -> None:
-        """Keep the first ``count`` of the entries that wait for the round's decision; ``agreed``: all drafts were
-        right."""
+        """Keep the first ``count`` of the entries that wait for the round's decision. agreed: all drafts were right."""
 
     def choose(self, layer: Any) -> None:
         """Choose the resident entries anew, before the round drafts again."""
 
     def recall(self, layer: Any, slots: Tensor, limit: int) -> int:
-        """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many
-        that were in all."""
+        """Make entries of ``slots`` (n,) resident: the first ``limit`` of every lane that can come back. Return their
+        number over all lanes."""
         return 0
 
     def past(self, layer: Any) -> Iterator[Piece]:
-        """Yield the entries of all slots, each once; those that were evicted as they come back."""
+        """Yield the entries of all slots, each once; evicted ones as the store returns them."""
         yield from layer.resident.pieces()
         yield from layer.evicted.pieces(torch.empty(0, device=layer.device), layer.resident, layer.length)
 
     def states(self, layer: Any, evicted: Tensor) -> Tensor:
-        """Return what became of evicted entries, (lanes, slots) codes, given what the store says of them."""
+        """Return the states of evicted entries, (lanes, slots) codes. evicted: the states that the store gives."""
         return evicted
 
     def truncate(self, layer: Any, length: int) -> None:
         """Forget the slots from ``length`` on."""
 
     def select(self, layer: Any, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
+        """Replace the lanes by those of an index."""
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as of ``length`` slots."""
+        """Restore the result of :meth:`state`, for ``length`` slots."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,19 @@ class Recall(ABC):
     """How entries come back. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
-    """How, in a few words; empty where methods do not name it."""
+    """How entries come back, in a few words; empty where methods do not name the recall."""
     source: ClassVar[str] = ""
     """The paper."""
     exactness: ClassVar[Exactness | None] = None
-    """What it promises; None: the fate's."""
+    """What the recall promises about the output; None: the fate's promise holds."""
     backed: ClassVar[bool] = True
     """It needs every entry in a checkpoint."""
     reads_single: ClassVar[bool] = False
     """It brings back single entries, so none may be merged into others."""
     place: ClassVar[str | None] = None
-    """Where its checkpoints are by default; None: as for every method."""
+    """The default place of its checkpoints; None: as for every method."""
     loses: ClassVar[bool] = False
-    """It goes on where a checkpoint of limited capacity has lost entries."""
+    """It still works when a checkpoint of limited capacity has lost entries."""
     reads_all: ClassVar[bool] = False
     """Every step attends to all entries of the checkpoint, so that none has to be resident."""
     drafts: ClassVar[bool] = False
@@ -101,20 +100,20 @@ class Recall(ABC):
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     across_heads: ClassVar[bool] = False
-    """What comes back in one KV head depends on others."""
+    """Which entries come back in one KV head depends on other heads."""
     files: ClassVar[Sequence[str]] = ()
-    """Parameters that may name files of this machine, which no request to a server may give."""
+    """Parameters that may name files of this machine; a server refuses them in requests."""
 
     def tail(self, entries: int) -> int:
-        """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
+        """Return the part of a budget's ``entries`` that is for tokens that wait for a decision; 0 where none do."""
         return 0
 
     def entries(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head come back for a step, at most."""
+        """Return the most entries of a KV head that come back for a step, out of ``away`` evicted ones."""
         return away
 
     def swapped(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
+        """Return the number of a KV head's ``away`` entries that may replace resident ones after a step."""
         return 0
 
     def refuses(self, method: Any) -> str | None:
@@ -123,13 +122,13 @@ class Recall(ABC):
         return None
 
     def hook(self) -> PassHook | None:
-        """Return what it does around the passes of one cache, None for nothing."""
+        """Return the hook around the forward passes of one cache, or None."""
         return None
 
     @abstractmethod
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""
+        """Return the reader of one layer. round: the cache's rounds of draft and verify, or None."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return what the reader of a layer will hold for ``tokens`` tokens of a row, ``away`` of them not resident."""
+        """Return the bytes that a layer's reader holds for ``tokens`` tokens of a row. away: those not resident."""
         return PredictedBytes()

@@ -19,33 +19,33 @@ class Resident(Part):
     """The entries of one layer that attention reads as they are."""
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
+        """Make room for new entries (lanes, n, dim); a call of :meth:`admit` follows."""
 
     @abstractmethod
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
-        """Yield what is held; without ``ordered`` entries may come in any order: the caller masks none of them."""
+        """Yield the entries. Without ``ordered`` they may come in any order: the caller masks none of them."""
 
     @abstractmethod
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
-        """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
-        nothing, or where the store took it already."""
+        """Keep new entries, whose slots begin at ``first``, within the budget. Return the evicted entries; None where
+        there are none, or where the store has them already."""
 
     def plan(self) -> LayerStep | None:
-        """Return where the next entry of each lane goes, what it evicts, and what its query attends to, of one row
-        without padding. None where that is not known before: the entry then comes by :meth:`admit`."""
+        """Return where the next entry of each lane is written, which entry it evicts, and what its query attends to,
+        for one row without padding. None where this cannot be planned: the caller then uses :meth:`admit`."""
         return None
 
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run."""
 
     def spans(self) -> Sequence[Span] | None:
-        """Return all that is held where it lies; None where a later query does not see all of it."""
+        """Return views of all entries; None where a later query does not see all of them."""
         return None
 
     @property
     def group(self) -> Hashable | None:
-        """With which layers' entries those here are ranked and scored at once for a :meth:`plan`: with those that give
-        the same; None: nothing is ranked or scored."""
+        """The key of a group of layers: a :meth:`plan` ranks and scores the entries of a group at once. None: nothing
+        is ranked or scored."""
         return None
 
     @property
@@ -64,26 +64,26 @@ class Resident(Part):
         new: tuple[Tensor, Tensor] | None,
         first: int,
     ) -> None:
-        """Score every entry by the attention it received. lse: as attention over everything returned it. segments:
-        those of :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on, None once they are
+        """Score every entry by the attention it received. lse: the log-sum-exp of attention over everything. segments:
+        those of :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on; None after they are
         settled."""
 
     @abstractmethod
     def resident_slots(self, unmerged: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``unmerged``: and
-        stand for no other."""
+        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where all lanes agree. unmerged: only
+        entries that stand for a single token."""
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on; entries that were evicted before do not come back by it."""
+        """Forget the slots from ``length`` on. Evicted entries stay evicted."""
 
     @abstractmethod
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index (repeats and reorders allowed)."""
+        """Replace the lanes by those of an index (repeats and reorders allowed)."""
 
     @abstractmethod
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as entries of ``length`` slots."""
+        """Restore the result of :meth:`state`, for ``length`` slots."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class Resident(Part):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, as stores may ask of them."""
+    """Resident entries that a selector chose, with the questions that stores may ask."""
 
     selector: Selector
     banks: Any
@@ -101,24 +101,25 @@ class WorkingSet(Resident):
     @property
     @abstractmethod
     def columns(self) -> int:
-        """The most entries that a lane has room for."""
+        """The capacity of a lane, in entries."""
 
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
-        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout. One
-        that looks at keys and values is not shown those of entries elsewhere, and leaves their scores."""
+        """Return the selector's scores of stored entries, from the attention that they received; (lanes, n) throughout.
+        A selector that reads keys and values does not see those of stored entries, and leaves their scores."""
 
     @abstractmethod
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:
-        """Return the ranks of entries elsewhere, (lanes, n) float32; -inf where a slot is -1."""
+        """Return the ranks of stored entries, (lanes, n) float32; -inf where a slot is -1."""
 
     @abstractmethod
     def lowest(self, count: int) -> Tensor:
-        """Return the ranks of those entries of every lane that would be evicted first, (lanes, ``count``) float32,
-        ascending: -inf for an empty column, inf where a lane has no more."""
+        """Return the ``count`` lowest ranks of every lane, (lanes, ``count``) float32, ascending: -inf for an empty
+        column, inf where a lane has fewer entries."""
 
     @abstractmethod
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
-        """Make entries resident: ``slots`` (lanes, n), none of which is, -1 for none; keys and values (lanes, n, dim);
-        scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
-        entries that rank lowest, which are evicted; there can be no more of them than the lane has columns."""
+        """Make entries resident: ``slots`` (lanes, n), -1 for none; keys and values (lanes, n, dim); scores (lanes, n),
+        by default those of new entries. No slot may be resident already. In each lane the entries take empty columns
+        first. Then they replace the entries with the lowest ranks, which are evicted. n is at most the columns of a
+        lane."""

@@ -1,4 +1,4 @@
-"""Where a part is put to work, and the bytes that it will hold there."""
+"""The layer that a part belongs to, and the bytes that the part will hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.memory.meter import Meter
 
 @dataclass(frozen=True)
 class Site:
-    """Where a part is put to work: one full layer of one cache."""
+    """One full layer of one cache: the context that a part is made for."""
 
     layer: LayerGeometry
     geometry: ModelGeometry
@@ -24,15 +24,15 @@ class Site:
     entries: int
     """The layer's budget, in entries of each KV head."""
     budgets: Sequence[int]
-    """What of it is resident, of each KV head; one number: of each of them."""
+    """Resident entries of each KV head; one number: the same for all heads."""
     in_order: bool
-    """Entries are evicted in the order of the text, in all heads alike."""
+    """Entries are evicted in the order of the text, the same in all heads."""
     page: int
     """Rows rebuilt at a time."""
     readers: int
     """Modules that read its entries."""
     first: bool
-    """It is the first full layer of the cache, which accounts for and moves what all of them share."""
+    """It is the first full layer of the cache. This layer counts and moves the data that all layers share."""
     ledger: Ledger
     meter: Meter
     device: torch.device
@@ -44,12 +44,12 @@ class PredictedBytes:
     """Bytes that a part of one layer will hold, for all its KV heads of one row."""
 
     compressed: int = 0
-    """Of entries in a smaller form."""
+    """Bytes of entries in a smaller form."""
     bookkeeping: int = 0
-    """Of slots, scores, counts and the like."""
+    """Bytes of slots, scores, counts and the like."""
     workspace: int = 0
-    """For a moment."""
+    """Bytes of temporary tensors."""
     entries: int = 0
-    """Not bytes: entries of one KV head that attention can still read there."""
+    """The number of entries of one KV head that attention can still read there."""
     shrunk: int = 0
-    """By how many bytes it is less than it was before."""
+    """The bytes by which the part has become smaller."""

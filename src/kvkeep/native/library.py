@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("libkvkeep.so")
 """The library; by this name on macOS as well."""
 SLOWDOWN = "about ten times slower"
-"""How plain torch operations compare with the library."""
+"""The speed of plain torch operations, compared with the library."""
 OPENMP = ("libgomp", "libomp", "libiomp")
-"""How the files of OpenMP's runtimes begin."""
+"""The first parts of the file names of OpenMP runtimes."""
 TORCH = "torch"
 """The value of ``KVKEEP_CPU`` that means no library."""
 
@@ -180,8 +180,8 @@ def _place(offset: int, size: int) -> str:
 
 
 def _share_threads(loaded: ctypes.CDLL) -> None:
-    """Let the library work in torch's OpenMP threads, or in as many of its own: two OpenMP runtimes would fight for
-    the same cores."""
+    """Let the library use torch's OpenMP threads, or else the same number of other threads: two OpenMP runtimes would
+    compete for the same cores."""
     import torch
 
     loaded.kvkeep_set_threads(torch.get_num_threads())
@@ -193,7 +193,7 @@ def _share_threads(loaded: ctypes.CDLL) -> None:
 
 
 def _openmp(torch_folder: Path) -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch has loaded; None where it cannot be told."""
+    """Return the OpenMP runtime that torch has loaded; None where that is unknown."""
     folders = (torch_folder / "lib", torch_folder.parent / "torch.libs")
     found = [file for folder in folders for name in OPENMP for file in sorted(folder.glob(f"{name}*"))]
     for file in [*found, *_mapped_openmp()]:

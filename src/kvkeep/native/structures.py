@@ -27,7 +27,7 @@ MAX_DIM = 1024
 KIND_NUMBERS = {"BF16": 0, "Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = 0, 1
-"""KvActivation: of a gated MLP."""
+"""KvActivation: the activation of a gated MLP."""
 CONSTANTS = {
     "KV_NUMERICS": NUMERICS_VERSION,
     "KV_PANEL_OUTPUTS": PANEL_OUTPUTS,
@@ -38,7 +38,7 @@ CONSTANTS = {
     "KV_GELU_TANH": GELU_TANH,
     **{f"KV_{kind}": number for kind, number in KIND_NUMBERS.items()},
 }
-"""All of them, by the names of kvkeep.h."""
+"""All constants, by their names in kvkeep.h."""
 
 # ---- structures ----------------------------------------------------------------------------------
 
@@ -142,9 +142,9 @@ class KvNumber(ctypes.Structure):
 
 
 STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
-"""All that calls of the library point to."""
+"""All structures that calls of the library point to."""
 PIECE_BYTES = ctypes.sizeof(KvPiece)
-"""From one piece of a table to the next."""
+"""The bytes from one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or floats in memory, as kernels read it."""
 

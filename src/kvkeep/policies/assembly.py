@@ -1,4 +1,4 @@
-"""Assembly: the layers of one cache, made of a request and a model. The one place where parts meet."""
+"""Assembly: makes the layers of one cache from a request and a model. Only this module combines parts."""
 
 from __future__ import annotations
 
@@ -39,48 +39,48 @@ from kvkeep.stores.resident.selected import Selected
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a cache is made of: the layers, and what they share."""
+    """The layers of a cache, and the objects that they share."""
 
     layers: list[Any]
     ledger: Ledger
     meter: Meter
     device: torch.device
     exact: bool
-    """Attention is the kernel's, with bits that depend on the entries alone."""
+    """The kernel computes attention, with bits that depend on the entries alone."""
     entries: int | None = None
     """The effective budget of each full layer."""
     chunk: int = 0
-    """Tokens of a prompt taken at a time."""
+    """Tokens of a prompt read at a time."""
     streams: bool = False
-    """Attention adds the past itself."""
+    """The model sees only new entries; the cache attends to the past."""
     spec: CheckpointSpec | None = None
     checkpoint: Checkpoint | None = None
     budgets: Sequence[Sequence[int]] | None = None
     """Entries by layer and head, where they differ."""
     positions: CachePositions | None = None
-    """Positions within the cache, where the method has those."""
+    """Positions within the cache, where the method uses them."""
     round: Round | None = None
-    """Of draft and verify, where drafts can be made."""
+    """The rounds of draft and verify, where the method drafts."""
     table: BlockTable | None = None
-    """Of blocks, where entries are paged."""
+    """The block table, where entries are paged."""
     decoder: Any = None
-    """Whose forward passes these are, where it streams."""
+    """The decoder whose forward passes the cache streams."""
     latent: bool = False
-    """Attention expands what is cached."""
+    """The cache holds latents, which attention expands."""
 
 
 @dataclass(frozen=True)
 class Previous:
-    """What a cache was made of before it goes on as something else. shares: the entries of each full layer's lanes from
-    then on. Layers that are not full stay, and so does the meter."""
+    """The present parts of a cache that is about to change its method. shares: the entries of each full layer's lanes
+    after the change. The meter stays, and so do all layers that are not full."""
 
     made: Assembly
     shares: Sequence[Sequence[int]]
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:
-    """Return what a cache of ``model`` is made of; ``before``: what it was made of so far. Raises BudgetError,
-    UnsupportedModelError, StoreError or UsageError where it cannot be made."""
+    """Make the layers of a cache for ``model``. before: the cache's present parts. Raises BudgetError,
+    UnsupportedModelError, StoreError or UsageError where that is impossible."""
     _check_places(request.method, model)
     method = request.method
     if not method.selector.keeps_all:
@@ -101,7 +101,7 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Prev
 
 
 def _check_places(method: Method, model: Any) -> None:
-    """Raise UnsupportedModelError where a model's weights lie in several places and the method takes them for one."""
+    """Raise UnsupportedModelError where a model's weights lie in several places and the method needs them in one."""
     paged = method.selector.layout == "paged"
     if (parts := processes(model)) > 1:
         why = None
@@ -138,7 +138,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build = _Builder(request, model, geometry, before, within, tail)
-    ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
+    ahead = 1 if method.oneshot else chunk  # the length of a prompt is not known yet
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
     budgets = selector.budgets(model, geometry, resident)
     if before is not None:
@@ -168,8 +168,8 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
 
 
 def _exact(model: Any, geometry: ModelGeometry) -> bool:
-    """Let the kernel attend for ``model`` where it can: bfloat16 on a CPU with kernels, heads of widths that it takes,
-    attention that can be taken over; return whether it does. Otherwise forward passes are watched only."""
+    """Let the kernel attend for ``model`` where it can: bfloat16 on a CPU with kernels, heads of supported widths, and
+    attention that can be replaced. Return whether it does. Otherwise the cache only observes forward passes."""
     weight = next(model.parameters())
     fast = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and library() is not None
     if fast and all(supports_dims(layer.key_dim, layer.value_dim) for layer in geometry.layers):
@@ -183,8 +183,8 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
 
 
 class _Builder:
-    """What all layers of one cache are made with. before: what the cache was made of so far. entries: of each layer.
-    tail: how many of these wait for a round's decision, 0 without rounds. Opens the checkpoint, where there is one."""
+    """Makes the layers of one cache, and opens its checkpoint if it has one. before: the cache's present parts.
+    entries: the budget of each layer. tail: its part for tokens that wait for a round's decision, 0 without rounds."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Builder:
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
-        # Ids and positions are kept where something is rebuilt from them.
+        # Ids and positions are kept where entries are rebuilt from them.
         records = fate.records or self.method.recall.records
         self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter
@@ -213,13 +213,13 @@ class _Builder:
             self.round = Round(tail, self.ledger, self.checkpoint)
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
-        """Return a cache of ``layers``, with what they share."""
+        """Return an assembly of ``layers``, with the objects that they share."""
         made = Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
         return replace(made, latent=True) if exact and bind(self.model).latent else made
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
-        """Return the checkpoint. Raises UnsupportedModelError where the model cannot be rebuilt so, or UsageError where
-        the recall cannot read it."""
+        """Return the checkpoint. Raises UnsupportedModelError where it does not work with the model, or UsageError
+        where the recall cannot read it."""
         checkpoint = self._checkpoint_of_kind(spec)
         if self.method.recall.reads_single and not checkpoint.picks:
             raise UsageError(
@@ -250,7 +250,7 @@ class _Builder:
     def layer(
         self, layer: LayerGeometry, budgets: Sequence[int], resident: Callable[[Site, EvictedStore], Resident]
     ) -> Layer:
-        """Return a layer of parts; ``resident``: what makes the resident entries, of a site and a store."""
+        """Return a layer of parts. resident: a function that makes the resident entries from a site and a store."""
         site = Site(
             layer=layer,
             geometry=self.geometry,
@@ -270,9 +270,9 @@ class _Builder:
         return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
-        """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read
-        another layer's entries hold none, and what is not keys and values is left to transformers. Those that are not
-        full are the cache's own where it has some."""
+        """Return the layers of a cache. ``full`` makes the full layers. Sliding windows are bounded already; layers
+        that read another layer's entries hold none; transformers handles states that are not keys and values. A cache
+        that has layers already keeps those that are not full."""
         stock = DynamicCache(config=self.model.config).layers
         layers = [
             full(layer)
@@ -291,8 +291,8 @@ class _Builder:
 
 
 def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, chunk: int) -> CachePositions:
-    """Return positions within the cache. Raises UnsupportedModelError where keys cannot be turned, and BudgetError
-    where the cache itself is longer than what the model knows positions for."""
+    """Return positions within the cache. Raises UnsupportedModelError where keys cannot be rotated, and BudgetError
+    where the cache is longer than the model's positions."""
     adapter, limit = bind(model), geometry.max_positions
     full = [layer.index for layer in geometry.full_layers]
     adapter.require("turn", full, "positions within the cache", "use streaming-llm:positions=absolute")

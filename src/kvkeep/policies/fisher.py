@@ -1,4 +1,4 @@
-"""How much the keys and values of each layer matter: the Fisher information of W_k and W_v (KVReviver, appendix D).
+"""The importance of each layer's keys and values: the Fisher information of W_k and W_v (KVReviver, appendix D).
 
 The information is the expectation of the squared gradient of log p(text) with regard to a weight, over texts of the
 model's distribution. Unless the caller gives texts, the model samples 4 of 128 tokens.
@@ -18,14 +18,14 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 
 TOKENS, SAMPLES = 128, 4
-"""Tokens of a sample, and how many there are."""
+"""Tokens of a sample, and the number of samples."""
 
 
 def information(model: Any, geometry: ModelGeometry, ids: Tensor | None = None) -> Tensor:
     """Return the Fisher information of W_k and W_v, summed over both, of each full layer: (layers,) float64.
 
-    Measured once for each model: on ``ids`` (texts, tokens), each row one sample, or on texts that the model samples.
-    Takes one pass with gradients for each text. Raises UnsupportedModelError for fused projections.
+    It is measured once for each model: on ``ids`` (texts, tokens), each row one sample, or on texts that the model
+    samples. Each text takes one pass with gradients. Raises UnsupportedModelError for fused projections.
     """
     known = getattr(model, "_kvkeep_information", None)
     if known is None or ids is not None:
@@ -67,8 +67,8 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
 
 
 def _listen(found: Tensor, number: int, module: Any, given: tuple[Tensor], output: Tensor) -> None:
-    """Add the squares of a projection's gradient, computed from its input and the gradient of its output: packed
-    weights have no gradient."""
+    """Add the squares of a projection's gradient to ``found``. The gradient is computed from the projection's input and
+    the gradient of its output, because packed weights have none."""
     entering = given[0].detach()
 
     def add(gradient: Tensor) -> None:

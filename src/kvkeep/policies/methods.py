@@ -41,13 +41,13 @@ class Division(NamedTuple):
     """How the entries of a layer's budget are divided."""
 
     tail: int
-    """Tokens that wait for a decision."""
+    """Entries for tokens that wait for a decision."""
     within: int
-    """All others."""
+    """All other entries."""
     resident: int
-    """Those of them that are kept as they are."""
+    """The exact entries among these."""
     sinks: int | None
-    """First entries whose keys are kept unrotated, too; None: positions are those of the text."""
+    """First entries with an additional unrotated key; None: positions are those of the text."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Method:
     """A selector, a fate and a recall."""
 
     name: str
-    """As a person wrote it."""
+    """The user's spelling."""
     selector: Selector
     fate: Fate
     recall: Recall
@@ -64,21 +64,21 @@ class Method:
     source: str
     """The paper."""
     oneshot: bool = False
-    """A prompt is read in one pass and compressed afterwards: only then does the budget hold."""
+    """A prompt is read in one pass and compressed afterwards. The budget holds from then on."""
 
     @property
     def exactness(self) -> Exactness:
-        """What it promises."""
+        """What the method promises about its output."""
         return self.recall.exactness or self.fate.exactness
 
     @property
     def leaves(self) -> str:
-        """What is evicted, in a few words."""
+        """Which entries are evicted, in a few words."""
         return self.fate.leaves or self.selector.leaves
 
     @property
     def becomes(self) -> str:
-        """What becomes of evicted entries, in a few words."""
+        """How evicted entries are stored, in a few words."""
         if not self.recall.backed:
             return self.fate.label
         stored = self.store_fate.keeps or self.fate.makes_room
@@ -108,22 +108,22 @@ class Method:
 
     @property
     def across_heads(self) -> bool:
-        """Whether what one KV head keeps depends on others."""
+        """Whether the entries of one KV head depend on other heads."""
         return any(part.across_heads for part in (self.selector, self.fate, self.recall))
 
     @property
     def kind(self) -> str | None:
-        """The kind of checkpoint that the method's name says, None where the cache's options do."""
+        """The kind of checkpoint in the method's name; None where the cache's options choose it."""
         return self.fate.kind or None
 
     @property
     def budgeted(self) -> bool:
-        """Whether it needs a budget."""
+        """Whether the method needs a budget."""
         return self.selector.budgeted
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that a cache of it takes."""
+        """The options of a cache with this method."""
         if self.selector.keeps_all:
             return ("budget",) if self.budgeted else ()
         chunk = () if self.oneshot else ("chunk",)
@@ -134,13 +134,13 @@ class Method:
 
     @property
     def sinks(self) -> int | None:
-        """How many first entries stay where positions are places in the cache; None where positions are those of the
-        text, which is then no longer than the model's positions."""
+        """The number of first entries that stay, where positions are places in the cache. None where positions are
+        those of the text, whose length the model's positions then limit."""
         fate = self.store_fate
         return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.label))
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
-        """Return what a budget of ``entries`` is for. Raises BudgetError for too few."""
+        """Return how a budget of ``entries`` is divided. Raises BudgetError for too few."""
         tail, fate = self.recall.tail(entries), self.store_fate
         within = entries - tail
         if self.recall.backed and within < 1 and not self.recall.reads_all:
@@ -152,8 +152,8 @@ class Method:
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
-        """Return how many tokens of a prompt are read at a time with a budget of ``entries``. chunk: as the user chose
-        it. Raises BudgetError where they do not fit."""
+        """Return the tokens of a prompt that are read at a time with a budget of ``entries``. chunk: the user's choice.
+        Raises BudgetError where they do not fit."""
         if self.oneshot:
             return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
@@ -188,9 +188,9 @@ class Method:
 
 def resolve(spec: str, *, files: bool = True) -> Method:
     """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL``
-    or ``PRESET+RECALL``. Each part may have parameters after a colon (``streaming-llm:sinks=8+quantize:4``). At the end
-    ``+oneshot`` says that a prompt is read in one pass. Without a fate, evicted entries are dropped, or left to the
-    recall. files: whether parameters that name files are allowed.
+    or ``PRESET+RECALL``. Each part may have parameters after a colon (``streaming-llm:sinks=8+quantize:4``). With
+    ``+oneshot`` at the end the method reads a prompt in one pass. Without a fate, evicted entries are dropped, or left
+    to the recall. files: whether parameters that name files are allowed.
 
     Raises UsageError for an unknown name, with the near matches, and for parts that cannot be combined, with the
     reason.
@@ -232,7 +232,7 @@ def _current(part: str) -> str:
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
-    """Return the method of three parts, described by its recall, or else its selector."""
+    """Return the method of three parts. Its recall describes it, or else its selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
@@ -258,13 +258,13 @@ def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: R
 
 @cache
 def load_plugins() -> None:
-    """Register the parts of installed packages, once in each process. A part that cannot be listed, or built by its
-    name, is left out."""
+    """Register the parts of installed packages, once in each process. Parts that cannot be listed, or built by name,
+    are left out."""
     each_plugin(PARTS, _plugged)
 
 
 def _plugged(name: str, part: Any) -> None:
-    """Register what an entry point names: a part, or a tuple of a fate and its preset."""
+    """Register the object of an entry point: a part, or a tuple of a fate and its preset."""
     pieces = part if isinstance(part, tuple) else (part,)
     try:
         for one in pieces:
@@ -276,7 +276,7 @@ def _plugged(name: str, part: Any) -> None:
 
 
 def _listable(name: str) -> None:
-    """Raise for a part that lists of all parts, or of all methods, could not name."""
+    """Raise for a part that would break the lists of all parts or of all methods."""
     for kind, known in (("selector", SELECTORS), ("fate", FATES), ("recall", RECALLS)):
         if name in known and not required(known[name]):
             build(kind, name, known)
@@ -287,8 +287,7 @@ def _listable(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all methods that lists name: presets, selectors without required parameters, and a few
-    combinations."""
+    """Return the names of listed methods: presets, selectors without required parameters, and a few combinations."""
     load_plugins()
     unnamed = [name for name, made in SELECTORS.items() if not required(made)]
     kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
@@ -296,12 +295,12 @@ def names() -> list[str]:
 
 
 def methods() -> dict[str, Method]:
-    """Return all methods that lists name, by name."""
+    """Return all listed methods by name."""
     return {name: resolve(name) for name in names()}
 
 
 def parts() -> dict[str, dict[str, type[Any]]]:
-    """Return all registered selectors, fates and recalls, by what they are."""
+    """Return all registered selectors, fates and recalls: for each of these kinds, the classes by name."""
     load_plugins()
     return {"selectors": dict(SELECTORS), "fates": dict(FATES), "recalls": dict(RECALLS)}
 

@@ -9,10 +9,10 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
 
 STOCK = "stock"
-"""transformers' own cache: a method where caches are compared."""
+"""The method that is transformers' cache, for comparisons."""
 
 ONESHOT = "oneshot"
-"""The end of a method's name that reads prompts in one pass: "h2o+oneshot"."""
+"""The suffix of a method's name that makes it read prompts in one pass: "h2o+oneshot"."""
 
 FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Former names, which stored sessions and results may still have."""
@@ -35,8 +35,8 @@ LAB = (
 
 
 def check_names(spec: str) -> None:
-    """Raise UsageError, with the nearest names, for a method or a part that does not exist. Nothing is checked once the
-    registry is imported: a program may have added parts."""
+    """Raise UsageError, with the nearest names, for a method or a part that does not exist. After the registry is
+    imported this checks nothing: a program may have added parts."""
     added = {point.name for point in points(PARTS)}
     check_lab(spec, added)
     if "kvkeep.policies.registry" in sys.modules:

@@ -1,4 +1,4 @@
-"""The papers that methods are from, as BibTeX. Which ones those are, the ``source`` of their parts says."""
+"""The papers of methods as BibTeX. The ``source`` of each part names its paper."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ARXIV = re.compile(r"\d{4}\.\d{5}")
 
 @dataclass(frozen=True)
 class Paper:
-    """One paper. A field that is not known is empty, and left out of the entry."""
+    """One paper. An unknown field is empty; its BibTeX entry leaves it out."""
 
     key: str
-    """Of the BibTeX entry."""
+    """The key of the BibTeX entry."""
     named: str
     """How the ``source`` of a part names it: an arXiv id, or a word."""
     title: str = ""
     author: str = ""
-    """As BibTeX has it."""
+    """The authors, in the form of BibTeX."""
     year: str = ""
     where: str = ""
-    """What it was published in."""
+    """The proceedings or journal."""
     eprint: str = ""
     """Its arXiv id."""
 
@@ -44,12 +44,12 @@ class Paper:
 PAPERS = tuple(
     Paper(**entry) for entry in tomllib.loads(files(__package__).joinpath("papers.toml").read_text("utf-8"))["paper"]
 )
-"""What is known of papers beside their arXiv ids."""
+"""Papers with more than an arXiv id."""
 
 
 def papers_of(methods: Iterable[Method]) -> list[Paper]:
-    """Return the papers that the sources of methods, and of their parts, name, each once: of those known here, and of
-    the ``papers`` of a package's parts. An arXiv id of which nothing more is known is an entry with that id."""
+    """Return the papers that the sources of methods and of their parts name, each once. They come from :data:`PAPERS`
+    and from the ``papers`` of a package's parts. For any other arXiv id the paper has that id alone."""
     found: dict[str, Paper] = {}
     for method in methods:
         parts = (method, method.selector, method.fate, method.recall)

@@ -1,7 +1,7 @@
 """The registry: selectors, fates, recalls, and presets.
 
-:func:`register` adds to it; so does any installed package by an entry point of the group
-:data:`~kvkeep.plugins.PARTS` that names a selector, a fate, a recall or a preset, under the entry point's name
+:func:`register` adds to it. An installed package adds a selector, a fate, a recall or a preset by an entry point of the
+group :data:`~kvkeep.plugins.PARTS`; the entry point's name is the part's name
 (:func:`kvkeep.policies.methods.load_plugins`).
 """
 
@@ -93,7 +93,7 @@ class Preset:
     source: str
     """The paper."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the fate that differ from the fate's own defaults."""
+    """Parameters that differ from the fate's defaults."""
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
     """It takes no parameters."""
@@ -180,7 +180,7 @@ PRESETS: dict[str, Preset] = {
         closed=True,
     ),
 }
-"""Methods with a name. Every selector is a method, too: it drops what it evicts."""
+"""Methods with a name. Every selector is a method, too: it drops the entries that it evicts."""
 
 LISTED = ("snapkv+verified",)
 """Combinations that lists of methods name beside the presets."""
@@ -188,11 +188,10 @@ LISTED = ("snapkv+verified",)
 
 def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Preset) -> None:
     """Register ``part`` as ``name``: a selector, a fate or a recall (a frozen dataclass of its parameters), or a
-    :class:`Preset`. Methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments then have it. A preset may
-    have the name of its fate.
+    :class:`Preset`. Methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments can then use it. A preset
+    may have the name of its fate.
 
-    Raises UsageError for a name that another part has, or that no method's name can contain, and for a part that is
-    incomplete.
+    Raises UsageError for a name that is taken or that a method's name cannot contain, and for an incomplete part.
     """
     taken = isinstance(name, str) and (name in (STOCK, ONESHOT, *FORMER) or name.startswith(PEERS))
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or taken:
@@ -207,12 +206,12 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
 
 
 def _share_name(one: Any, other: Any) -> bool:
-    """Return whether one is a preset of the other, a fate: both may then have one name."""
+    """Return whether one is a preset and the other its fate: both may then have the same name."""
     return any(isinstance(preset, Preset) and preset.fate is fate for preset, fate in ((one, other), (other, one)))
 
 
 def unregister(name: str, *parts: Any) -> None:
-    """Remove those of ``parts`` that are registered as ``name``."""
+    """Remove the ``parts`` that are registered as ``name``."""
     for home in _HOMES:
         if any(home.get(name) is part for part in parts):
             del home[name]

@@ -1,4 +1,4 @@
-"""What a cache was asked for, parsed before any model is loaded: for the command line and for the library."""
+"""The options of a cache, parsed before any model is loaded: for the command line and for the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 512
 
 
 class Options(TypedDict, total=False):
-    """What a :class:`~kvkeep.cache.KeepCache` can be given by name."""
+    """The keyword options of a :class:`~kvkeep.cache.KeepCache`."""
 
     checkpoint: str | None
     where: str | None
@@ -50,8 +50,8 @@ class Request:
     def parse(
         cls, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> Request:
-        """Read what a person wrote, as :class:`~kvkeep.cache.KeepCache` takes it. Raises UsageError or BudgetError for
-        names, numbers and options that no model could make right."""
+        """Parse the options of a :class:`~kvkeep.cache.KeepCache`. Raises UsageError or BudgetError for names, numbers
+        and options that are wrong for every model."""
         given: dict[str, Any] = {**options}
         recall, checkpoint, folder = given.pop("recall", None), given.get("checkpoint"), given.get("folder")
         texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}
@@ -118,8 +118,8 @@ class Request:
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
     def spec(self, geometry: ModelGeometry, device: str, all_heads: bool = True) -> CheckpointSpec:
-        """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the memory
-        that the model runs in. all_heads: this process has all of them, so that residuals give single entries."""
+        """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the model's
+        memory. all_heads: this process has all heads, so that single entries can be rebuilt from residuals."""
         kind = self.checkpoint
         if self.method.reading is not None or (self.method.recall.reads_single and not all_heads):
             kind = kind or "kv"
@@ -130,7 +130,7 @@ class Request:
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 
     def options(self) -> dict[str, Any]:
-        """Return the options of :meth:`parse` that make this request again, beside method and budget."""
+        """Return the options with which :meth:`parse` makes this request again, besides method and budget."""
         names = ("where", "capacity", "folder", "chunk", "page", "context", "batch")
         checkpoint = None if self.method.kind else self.checkpoint
         return {"checkpoint": checkpoint, **{name: getattr(self, name) for name in names}}

@@ -1,8 +1,9 @@
 """How strongly each KV head retrieves: measured on synthetic passkeys, or read from a file.
 
 DuoAttention (arXiv:2410.10819, section 2.3) finds its retrieval heads by optimising gates on texts with passkeys. Here
-nothing is trained: a passkey of random tokens is planted in random tokens and repeated at the end. A head's score is
-the attention that each repeated token pays to what followed it the first time, the largest of its query heads'.
+nothing is trained: a passkey of random tokens is planted in random tokens and repeated at the end. Each repeated token
+pays attention to the token that followed it in the first occurrence. A KV head's score is this attention, the maximum
+over its query heads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvkeep.models.forward import attending, probing
 from kvkeep.policies.score_file import numbers
 
 LENGTH, PASSKEY, SAMPLES = 512, 32, 4
-"""Tokens of a sample, of its passkey, and how many samples are averaged."""
+"""Tokens of a sample, tokens of its passkey, and the number of samples that are averaged."""
 
 
 def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Tensor:
@@ -60,7 +61,7 @@ def _measured(model: Any, geometry: ModelGeometry) -> Tensor:
 
 
 class _Recorder:
-    """Computes the attention of full layers, and records what the repeated passkey pays to its first occurrence."""
+    """Computes the attention of full layers. Records the attention of the repeated passkey to its first occurrence."""
 
     def __init__(self, geometry: ModelGeometry, places: Tensor, passkey: int) -> None:
         self.full = {layer.index: layer.kv_heads for layer in geometry.full_layers}

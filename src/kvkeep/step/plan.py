@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own."""
+    """Coded keys or values that compute products without decoding."""
 
     layout: ClassVar[str]
     """How the native library reads them: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
@@ -67,11 +67,11 @@ class Span:
     stop: int
     """The row behind the last one."""
     compiled: Any = field(default=None, repr=False)
-    """What the native executor made of it, which it keeps up to date."""
+    """The native executor's form of it, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:
-        """How many entries."""
+        """The number of entries."""
         return self.stop - self.start
 
     def segment(self) -> Segment:
@@ -115,7 +115,7 @@ class Destination:
     values: Tensor
     """(lanes, rows, value_dim)"""
     row: int = 0
-    """The same for all lanes."""
+    """The row's number, the same for all lanes."""
     slots: Tensor | None = None
     """(lanes, rows) int32, the slot of each entry; None: slots are not needed."""
     scores: Tensor | None = None
@@ -123,40 +123,40 @@ class Destination:
     extra: Tensor | None = None
     """(lanes, rows) float32, the number of other tokens merged into an entry; None: nothing was merged."""
     newest: Tensor | None = None
-    """(lanes, rows) int32, the last slot among these."""
+    """(lanes, rows) int32, the last slot merged into an entry; None likewise."""
 
 
 @dataclass(eq=False)
 class LayerStep:
-    """What one decoded token of a sequence does in one layer: its entry is written, and its query attends.
+    """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends.
 
     A part may keep it and change it for the next token; executors only read it.
     """
 
     append: Destination
-    """Where the new entry goes; what lies there is evicted."""
+    """Where the new entry is written; the entry in that row is evicted."""
     slot: int = 0
-    """Of the new entry."""
+    """The slot of the new entry."""
     ranks: Tensor | None = None
     """(lanes, rows) float32 or int32. The new entry takes the row of lowest rank; rows with slot -1 come first. None:
     it takes ``append.row``."""
     oldest: bool = False
     """Among rows of equal rank, the one with the lowest slot is taken; otherwise the first."""
     new_scores: Tensor | None = None
-    """(lanes,) float32, of the new entry; None: 0."""
+    """(lanes,) float32, the scores of the new entry; None: 0."""
     evict: Destination | None = None
     """Where the evicted entry is copied to; its slot, score and counts are (lanes, 1) each. None: it is discarded."""
     attend: Sequence[Span] = ()
-    """What the query attends to once the entry is written, in this order."""
+    """The entries that the query attends to after its entry is written, in this order."""
     reduce: str = ""
     """How the attention that entries receive is combined over the heads of a lane: "sum" (their mean) or "max"; empty:
     it is not computed."""
     received: Tensor | None = None
     """(lanes, entries) float32, where that attention is written."""
     compiled: Any = field(default=None, repr=False)
-    """What the native executor made of it, which it keeps up to date."""
+    """The native executor's form of it, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:
-        """How many entries the query attends to."""
+        """The number of entries that the query attends to."""
         return sum(span.entries for span in self.attend)

@@ -1,1 +1,1 @@
-"""Stores: a layer, its resident entries, what it keeps of evicted ones, and their readers."""
+"""Stores: a layer, its resident entries, its store of evicted entries, and their readers."""

@@ -18,14 +18,13 @@ from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 def holding_of(layer: Any) -> Any:
-    """Return what tells what a layer of a cache holds: itself, or for one of transformers' own a
-    :class:`StockState`."""
+    """Return the object that reports the contents of a cache layer: the layer itself, or a :class:`StockState` for a
+    layer of transformers."""
     return layer if getattr(layer, "is_kvkeep", False) else StockState(layer)
 
 
 class StockState:
-    """What a layer of transformers' own holds, which is left to it: another layer's entries, or a state that is not
-    keys and values."""
+    """The contents of a layer that transformers manages: another layer's entries, or a state of another kind."""
 
     compressed_bytes = bookkeeping_bytes = 0
 
@@ -49,7 +48,7 @@ class StockState:
             self.layer.reorder_cache(index)
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return what became of every slot, (batch, 1, ``length``) int8 codes: nothing is known to have left."""
+        """Return the state of every slot, (batch, 1, ``length``) int8 codes: all count as resident."""
         return torch.full((batch, 1, length), EntryState.RESIDENT, dtype=torch.int8)
 
     def state(self) -> dict[str, Tensor]:
@@ -61,9 +60,10 @@ class StockState:
 
 
 class DynamicLayer(CacheLayerMixin):
-    """Exact: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or were
-    allocated whole for ``limit`` entries (``static``). Attention reads views: a step copies one entry. Blocks that
-    another layer holds too (:meth:`share`) the CPU kernel reads where they lie; for anybody else they are copied."""
+    """An exact layer: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or
+    have memory for ``limit`` entries from the start (``static``). Attention reads views: a step copies one entry.
+    Blocks may be shared with another layer (:meth:`share`). The CPU kernel reads them in place; any other reader gets a
+    copy."""
 
     is_croppable = True
     is_sliding = False
@@ -96,15 +96,15 @@ class DynamicLayer(CacheLayerMixin):
         return self.limit is None and all(native.can_read(*pair) for pair in filled)
 
     def share(self, other: DynamicLayer, length: int, once: bool) -> None:
-        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks ``once`` for both,
-        or copies."""
+        """Take the first ``length`` entries of ``other`` into this layer, which is empty. once: both layers share whole
+        blocks; otherwise they are copied."""
         self.is_initialized = other.is_initialized
         for mine, rows in ((self._keys, other._keys), (self._values, other._values)):
             if once:
                 mine.share(rows, length)
             else:
                 mine.append(rows.view()[..., :length, :])
-        other._next = None  # which would keep what is outgrown
+        other._next = None  # it would keep outgrown buffers
 
     @property
     def shared(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class DynamicLayer(CacheLayerMixin):
         return [*self._keys.head, *self._values.head]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note that entries have come; the buffers take shape from the first of them."""
+        """Note that the first entries arrived; the buffers take their shape from them."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,8 @@ class DynamicLayer(CacheLayerMixin):
         return self._keys.view(), self._values.view()
 
     def plan(self) -> LayerStep | None:
-        """Return what the next entry of each head of one row does; None where memory has to grow first, or there is
-        more than one row."""
+        """Return the step for the next entry of each head of one row. None where memory has to grow first, or where
+        there are several rows."""
         row, keys, values = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
         if keys is None or values is None or len(keys) > 1 or row == keys.shape[2]:
             return None
@@ -191,10 +191,10 @@ class DynamicLayer(CacheLayerMixin):
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """transformers' own sliding window, that holds the window's memory and no more.
+    """The sliding window of transformers, with memory for the window alone.
 
-    transformers keeps a view of the window in the tensor that a step attended to; after a chunk of a prompt that is
-    chunk and window together, in every such layer until its next step.
+    transformers keeps the window as a view of the tensor that a step attended to. After a chunk of a prompt that tensor
+    holds chunk and window together, in every such layer until its next step.
     """
 
     is_kvkeep = True
@@ -209,7 +209,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return seen
 
     def trim(self) -> None:
-        """Hold the window in memory of its own, not as a view of more."""
+        """Copy the window out of the larger tensor that it is a view of."""
         window = slice(-self.sliding_window + 1, None)
         self.keys, self.values = self.keys[:, :, window].clone(), self.values[:, :, window].clone()
 
@@ -232,7 +232,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved: the window, whatever else is recorded."""
+        """Return the window, without anything else that is recorded."""
         window = slice(-self.sliding_window + 1, None)
         return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 

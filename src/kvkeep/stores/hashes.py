@@ -1,4 +1,4 @@
-"""Numbers that look like chance and are the same on every device, in every batch, and after a rollback."""
+"""Pseudo-random numbers that are the same on every device, in every batch, and after a rollback."""
 
 from __future__ import annotations
 

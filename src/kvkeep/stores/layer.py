@@ -1,8 +1,8 @@
-"""The cache layer: resident entries, a store of evicted ones, and a reader that answers attention.
+"""The cache layer: resident entries, a store of evicted ones, and a reader that computes attention.
 
-transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
-(:meth:`Layer.attend`). The new entries are pending until attention has run, and are settled then: kept among the
-resident ones, which evicts others into the store. A single new entry is settled first and attended where it lies; if
+transformers passes new keys and values to a layer (:meth:`Layer.update`) and then asks for attention
+(:meth:`Layer.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
+to the resident ones, which evicts others into the store. A single new entry is settled first and attended in place; if
 its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
 
@@ -52,7 +52,7 @@ class Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Make new entries (batch, kv_heads, n, dim) pending, and return them; the reader attends to the past. Raises
-        UsageError outside a forward pass of the cache's own model, where no reader attends."""
+        UsageError outside a forward pass of the cache's model, where no reader attends."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
                 "The cache received entries outside a forward pass of its model, or from two threads at once; "
@@ -68,7 +68,7 @@ class Layer(CacheLayerMixin):
         self.reader.arrive(self, *self.pending)
 
     def attend(self, step: AttentionInputs) -> Tensor:
-        """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
+        """Return attention over past and new entries, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
@@ -101,7 +101,7 @@ class Layer(CacheLayerMixin):
             self.evicted.swap(self.resident, self.length)
 
     def attends_settled(self, step: AttentionInputs) -> bool:
-        """Return whether a step attends to its own entries as settled ones: a single entry is settled before attention,
+        """Return whether a step attends to its new entries as settled ones: a single entry is settled before attention,
         and later readers find the entries settled."""
         return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
 
@@ -124,8 +124,8 @@ class Layer(CacheLayerMixin):
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over
-        all slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, which slots of the piece are wanted."""
+        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's mask over all
+        slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
         mask = self._seen(piece, wide)
         if keep is not None:
@@ -143,7 +143,7 @@ class Layer(CacheLayerMixin):
             visible = visible if piece.lanes is None else visible[piece.lanes]
             return visible[..., piece.first : piece.first + piece.keys.shape[2]]
         slots = piece.slots
-        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all see
+        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all queries see
         mask = slots[:, None, None] >= 0 if piece.holes else None
         if visible is not None:
             visible = visible if piece.lanes is None else visible[piece.lanes]
@@ -154,7 +154,7 @@ class Layer(CacheLayerMixin):
         return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
 
     def everything(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all slots in order, (lanes, slots, dim) each; exact where the method is."""
+        """Return keys and values of all slots in order, (lanes, slots, dim) each, exact if the method is."""
         entries: list[Tensor] = []
         for piece in self.reader.past(self):
             pair = piece.keys, piece.values
@@ -182,7 +182,7 @@ class Layer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are asked for over the new entries only; the past's visibility is the ledger's."""
+        """Return the size of a mask over the new entries only; the ledger knows which past entries are visible."""
         return query_length, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -243,7 +243,7 @@ class Layer(CacheLayerMixin):
         self.reader.restore(of("reader"), length)
 
     def check(self) -> None:
-        """Raise ShapeError where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
+        """Raise ShapeError where the state that :meth:`restore` took from a file does not fit this model."""
         geometry = self.geometry
         if self.heads != geometry.kv_heads and (self.length or self.heads):
             raise ShapeError(f"layer {self.index} has {self.heads} KV heads")
@@ -263,14 +263,14 @@ class Layer(CacheLayerMixin):
 
 
 def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the mask by which an entry is seen that both let through; ``mask`` bool or additive, ``other`` bool."""
+    """Return the conjunction of two masks; ``mask`` bool or additive, ``other`` bool."""
     if mask is None or other is None:
         return mask if other is None else other
     return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
 
 
 def _weighted(mask: Tensor | None, extra: Tensor, entries: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask that weighs entries by how many tokens they stand for.
+    """Return a mask that weights entries by the number of tokens they stand for.
 
     An entry that stands for l tokens with values summed to v contributes exp(s) v to the numerator of attention and
     l exp(s) to its denominator: a plain softmax over s + log l with value v / l, so an additive mask does it.
@@ -283,7 +283,7 @@ def _weighted(mask: Tensor | None, extra: Tensor, entries: int, dtype: torch.dty
 
 
 def _slots_of(piece: Piece, flags: Tensor) -> Tensor:
-    """Return flags (lanes, slots) bool of the entries of a piece, (lanes, n)."""
+    """Return the flags, out of ``flags`` (lanes, slots) bool, of the entries of a piece, (lanes, n)."""
     if piece.slots is None:
         assert piece.lanes is None
         return flags[:, piece.first : piece.first + piece.keys.shape[2]]

@@ -13,10 +13,10 @@ from kvkeep.stores.resident.selected import Selected
 
 
 class LayerGroup:
-    """The slots and scores of several layers in one tensor each, of which their banks have views from then on.
+    """The slots and scores of several layers in one tensor each. The banks of the layers become views of these.
 
-    residents: those of the layers, which give the same :attr:`~kvkeep.contracts.resident.Resident.group`. All have one
-    selector, which does not tell layers apart.
+    residents: the resident entries of the layers, with the same :attr:`~kvkeep.contracts.resident.Resident.group`. They
+    have one selector, which treats all layers alike.
     """
 
     def __init__(self, residents: Sequence[Selected]) -> None:
@@ -35,7 +35,7 @@ class LayerGroup:
         self._steps: Sequence[LayerStep] = ()
 
     def holds(self, residents: Sequence[Selected]) -> bool:
-        """Return whether these are the same, and their banks have the views that they were given."""
+        """Return whether ``residents`` are those of this group, and their banks still are views of its tensors."""
         return len(residents) == len(self.residents) and all(
             one is other
             and len(one.banks) == 1
@@ -45,7 +45,7 @@ class LayerGroup:
         )
 
     def plan(self, steps: Sequence[LayerStep]) -> None:
-        """Say in each layer's step by which ranks an entry is evicted, and that the attention is wanted which entries
+        """Write into each layer's step the ranks that choose the evicted entry, and request the attention that entries
         receive."""
         bank, one = self.banks[0], self.residents[0]
         ranks: Sequence[Tensor | None] = [None] * len(steps)
@@ -66,7 +66,8 @@ class LayerGroup:
             step.reduce = "" if weights is None else self.selector.reduce
 
     def finish(self, completed: bool) -> None:
-        """Score the entries by the attention that they received, if the steps have run in all layers: ``completed``."""
+        """Score the entries by the attention that they received. completed: the steps have run in all layers; otherwise
+        nothing is scored."""
         received, self._received = self._received, None
         for step in self._steps:
             step.ranks = step.received = step.append.slots = step.append.scores = None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def compact(wanted: Tensor) -> Tensor:
-    """Return the slots that are marked, (lanes, n) with n the most of any lane, -1 behind a lane's last; ``wanted``:
-    (lanes, slots) bool."""
+    """Return the slots marked in ``wanted`` (lanes, slots) bool: (lanes, n), where n is the largest number of any lane,
+    -1 behind a lane's last slot."""
     counts = wanted.sum(1)
     slot = wanted.nonzero(as_tuple=True)[1]
     width = int(counts.max()) if len(counts) else 0
@@ -22,7 +22,8 @@ def compact(wanted: Tensor) -> Tensor:
 
 
 def flags_of(slots: Tensor, length: int) -> Tensor:
-    """Return which of ``length`` slots are among ``slots`` (lanes, n), -1 for none: (lanes, ``length``) bool."""
+    """Return a flag for each of ``length`` slots: it is among ``slots`` (lanes, n), -1 for none. (lanes, ``length``)
+    bool."""
     flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
     flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
     return flags[:, :length]
@@ -39,7 +40,7 @@ def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> T
 
 
 def without(slots: Tensor, gone: Tensor) -> Tensor:
-    """Return ``slots`` (lanes, n) with -1 for those that are among ``gone`` (lanes, m), -1 for none."""
+    """Return ``slots`` (lanes, n) with -1 in place of those among ``gone`` (lanes, m), -1 for none."""
     length = int(torch.maximum(slots.max(), gone.max())) + 1 if slots.numel() and gone.numel() else 0
     if not length:
         return slots

@@ -1,4 +1,4 @@
-"""Sliding windows as they were: what is read for a while and taken back must not move them."""
+"""Copies of sliding windows: tokens that are read and taken back must not move a window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class WindowState:
-    """A layer with a sliding window of its own, as it was."""
+    """A layer with a sliding window, and the window's state at the time of the copy."""
 
     layer: Any
     keys: Tensor
@@ -20,13 +20,13 @@ class WindowState:
     recorded: bool
 
     def restore(self) -> None:
-        """Make the layer so again."""
+        """Restore this state in the layer."""
         self.layer.keys, self.layer.values = self.keys, self.values
         self.layer.cumulative_length, self.layer.record_past = self.length, self.recorded
 
 
 def noted(layers: Sequence[Any]) -> list[WindowState]:
-    """Return layers as they are."""
+    """Return the present states of layers."""
     return [
         WindowState(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past) for layer in layers
     ]

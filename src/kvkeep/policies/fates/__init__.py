@@ -1,1 +1,1 @@
-"""Fates: what becomes of evicted entries. One file for each."""
+"""Fates: how evicted entries are stored. One file for each."""

@@ -16,8 +16,8 @@ from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
-    """Return how many of a budget's ``entries`` are kept as they are: a share of them, or (from 1 on) a number, at most
-    half of the budget."""
+    """Return the exact entries of a budget of ``entries``: a share of it, or (from 1 on) a number, at most half of the
+    budget."""
     if exact <= 0:
         raise UsageError(f"The parameter 'exact' is a share of the budget or a number of entries, not {exact:g}.")
     return min(int(exact), entries // 2) if exact >= 1 else int(entries * exact)
@@ -26,9 +26,9 @@ def exact_entries(exact: float, entries: int) -> int:
 def spare(
     fate: Fate, layer: LayerGeometry, geometry: ModelGeometry, entries: int, size: int, waiting: int | None = None
 ) -> int:
-    """Return the bytes of a KV head within ``entries`` that neither its exact entries nor the waiting group use. The
+    """Return the bytes of a KV head within ``entries`` that its exact entries and the waiting group leave free. The
     waiting group takes ``waiting`` bytes a channel (None: 32 numbers of the model's dtype). Raises BudgetError where
-    they are fewer than ``size``, the bytes of a group."""
+    the free bytes are fewer than ``size``, the bytes of a group."""
     numbers, number = layer.key_dim + layer.value_dim, geometry.dtype_bytes
 
     def unused(entries: int) -> int:
@@ -44,7 +44,8 @@ def spare(
 
 
 class GroupedFate(Fate):
-    """Evicted entries are encoded in groups of 32, as many as fit beside exact ones; the oldest group is replaced."""
+    """Evicted entries are encoded in groups of 32, in the memory that exact entries leave. When it is full, a new group
+    replaces the oldest."""
 
     exact: float
     """A parameter: the share of the budget for exact entries, or (from 1 on) their number."""
@@ -55,14 +56,14 @@ class GroupedFate(Fate):
 
     @abstractmethod
     def codec(self, site: Site) -> Codec:
-        """Return how a layer's groups are encoded and read."""
+        """Return the codec of a layer's groups."""
 
     def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-        """Return the bytes that reading an entry of a KV head takes for a moment: by default those of the entry."""
+        """Return the temporary bytes for reading an entry of a KV head: by default those of the entry."""
         return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
 
     def resident(self, entries: int) -> int:
-        """Return the exact entries; the group that waits for its last entry is not counted."""
+        """Return the exact entries, without those of the incomplete group."""
         return exact_entries(self.exact, entries)
 
     def _groups(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:

@@ -21,7 +21,7 @@ from kvkeep.step.plan import LayerStep, Span
 
 @dataclass(frozen=True)
 class Checkpointed(Fate):
-    """Evicted entries are in a checkpoint, from which every step reads them."""
+    """Evicted entries are in a checkpoint, and every step reads them from there."""
 
     kind: str = ""
     """kv, residual, residual:STRIDE or tokens; by default the ``checkpoint`` of the cache."""
@@ -39,14 +39,14 @@ class Checkpointed(Fate):
 
 @dataclass(frozen=True)
 class Recorded(Checkpointed):
-    """The same, with the ids of all tokens, so that the text can be read once more."""
+    """The same, with the ids of all tokens, so that the text can be read a second time."""
 
     records: ClassVar[bool] = True
 
 
 class InOrder(EvictedStore):
-    """The first entries of the text, evicted in order and in all lanes at the same time; the cache's checkpoint has
-    them."""
+    """The first entries of the text, in the cache's checkpoint. They are evicted in order, in all lanes at the same
+    time."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None

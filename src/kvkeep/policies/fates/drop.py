@@ -12,7 +12,7 @@ from kvkeep.contracts.store import EvictedStore
 
 
 class Dropped(EvictedStore):
-    """Holds nothing."""
+    """A store without entries."""
 
     keeps = False
 

@@ -20,12 +20,12 @@ from kvkeep.stores.resident.banks import Bank
 
 @dataclass(frozen=True)
 class Merge(Fate):
-    """An evicted entry is merged into a resident entry of its lane, which then counts for both: its key and value are
-    the means of all tokens that it stands for."""
+    """An evicted entry is merged into a resident entry of its lane, which then stands for both: its key and value are
+    means over all their tokens."""
 
     by: str = "key"
-    """Into which: "key", the entry with the most similar key (cosine, as cached), or "slot", the nearest in the text.
-    """
+    """The entry to merge into: "key", that with the most similar key (cosine, as cached), or "slot", the nearest in the
+    text."""
 
     label: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
@@ -71,6 +71,6 @@ class MergeLikest(MergeOnEvict):
             similarity = -(slots - left.slots[..., None]).abs().float()
         else:
             keys = bank.keys[:, : bank.used].float()
-            # Cosines but for the length of the evicted key, which is the same for all columns.
+            # Cosines times the length of the evicted key, which is the same for all columns.
             similarity = left.keys.float() @ keys.transpose(1, 2) / vector_norm(keys, dim=-1)[:, None].clamp(min=1e-12)
         return similarity.masked_fill(slots < 0, float("-inf")).argmax(2)

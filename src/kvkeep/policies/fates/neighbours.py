@@ -20,14 +20,14 @@ from kvkeep.stores.evicted.pairs import PairMerging
 
 @dataclass(frozen=True)
 class MergesPairs(Fate):
-    """The parameters of all of them."""
+    """The parameters that all these fates share."""
 
     sinks: int = 32
     """First entries of a row that are never merged."""
     cap: int = 5
     """The largest count of a merged entry; 0: no limit."""
     slack: float = 0.125
-    """Pairs that are merged at a time while decoding: a share of the budget, or (from 1 on) their number."""
+    """Pairs merged at a time while decoding: a share of the budget, or (from 1 on) a number."""
 
     label: ClassVar[str] = "merged"
     leaves: ClassVar[str] = "the least attended neighbours"
@@ -43,8 +43,8 @@ class MergesPairs(Fate):
             raise UsageError(f"The slack is a share of the budget or a number of pairs, not {self.slack:g}.")
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
-        """Return how many tokens of a prompt to read at a time: by default a quarter of the budget, as in the papers
-        (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
+        """Return the tokens of a prompt to read at a time: by default a quarter of the budget, as in the papers (512 of
+        2,048). A chunk as long as the budget would merge nearly everything each time."""
         return chunk if chosen else min(chunk, max(MIN_CHUNK, entries // 4))
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -60,18 +60,19 @@ class MergesPairs(Fate):
         """Raise BudgetError where ``entries`` leave nothing to merge."""
 
     def pairs_at_once(self, budget: int) -> int:
-        """Return how many pairs are merged at a time while decoding with a ``budget`` of entries: at most a quarter of
-        those that may merge."""
+        """Return the number of pairs merged at a time while decoding with a ``budget`` of entries: at most a quarter of
+        the entries that may merge."""
         wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
         return max(1, min(wanted, (budget - self.sinks) // 4))
 
 
 @dataclass(frozen=True)
 class Neighbours(MergesPairs, PairMerging):
-    """How the least attended neighbours become one, by the queries so far: a frozen dataclass with :meth:`share`."""
+    """Merges the least attended neighbours, by the queries so far. A subclass is a frozen dataclass that defines
+    :meth:`share`."""
 
     merging: ClassVar[type[MergeNeighbours]] = MergeNeighbours
-    """The store that it makes."""
+    """The class of its stores."""
 
     def refuses(self, method: Any) -> str | None:
         reason = (
@@ -92,7 +93,7 @@ class Neighbours(MergesPairs, PairMerging):
         return self.merging(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of the merged entries and of those that they are merged into, for a moment."""
+        """Return the bytes of temporary tensors: the pairs before and after they are merged."""
         longest = max(left, default=0)
         merged = entries + longest if longest else 0
         return PredictedBytes(workspace=4 * merged * layer.entry_elements * geometry.dtype_bytes)

@@ -20,8 +20,8 @@ from kvkeep.stores.evicted.groups import GROUP, Codec
 
 @dataclass(frozen=True)
 class Quantize(GroupedFate):
-    """Evicted entries are kept at ``bits`` bits, in the part of the budget that exact entries do not use. Once that is
-    full, those that were evicted first are dropped."""
+    """Evicted entries are kept at ``bits`` bits, in the part of the budget that exact entries leave. When it is full,
+    the entries evicted first are dropped."""
 
     bits: int = 4
     """8, 4 or 2."""
@@ -70,7 +70,7 @@ class Quantised(Codec):
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
         keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg, arg-type]
-        # What attention writes out of them for a moment: codes as numbers.
+        # Attention decodes the codes into temporary numbers.
         size = 4 * GROUP * slots.shape[1] * len(slots) * max(keys.shape[3], values.shape[3])
         self.meter.hold(size)
         yield Piece(keys, values, slots.flatten(1), holes=holes)

@@ -1,5 +1,5 @@
-"""``segments``: evicted entries are kept as they are, and each query reads the few segments that can matter most
-to it (Quest)."""
+"""``segments``: evicted entries are kept as they are, and each query reads the few segments with the highest bounds
+(Quest)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
 
 @dataclass(frozen=True)
 class Segments(Fate):
-    """Nothing is removed: memory grows with the text, and only the work of a step is bounded. Each KV head reads its
-    ``top`` segments of 32 entries, those with the highest bound on a score: the sum over channels of max(q min, q max)
-    over the segment's keys, the largest of the step's queries."""
+    """Every entry is kept: memory grows with the text, and only the work of a step is bounded. Each KV head reads the
+    ``top`` segments of 32 entries with the highest bound on a score. The bound is the sum over channels of max(q min, q
+    max), with min and max over the segment's keys; a segment has its maximum over the step's queries."""
 
     top: int = 8
     """Segments that a KV head reads in a step."""
@@ -40,14 +40,14 @@ class Segments(Fate):
             raise UsageError(f"At least one segment is read, not {self.top}.")
 
     def read(self, stored: int) -> int:
-        """Return the entries of the segments that a step reads, and one for the bound of every segment."""
+        """Return the entries of the segments that a step reads, plus one for the bound of every segment."""
         return min(stored, GROUP * self.top) + stored // GROUP
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Groups(None, Promising(self.top, site.meter))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of all groups, with the least and greatest of their keys' channels."""
+        """Return the bytes of all groups, with the minimum and maximum of each key channel."""
         b = geometry.dtype_bytes
         size = GROUP * (layer.key_dim + layer.value_dim) * b + 2 * layer.key_dim * b
         groups = group_holds(layer, geometry, None, left, size, 0)

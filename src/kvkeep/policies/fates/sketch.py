@@ -30,14 +30,15 @@ class Sketch(Fate):
     vague: float = 0.1
     """The sketch's share of the budget."""
     swap: float = 0.0
-    """An entry's estimate becomes resident when it ranks above that many times the lowest resident entry; 0: never."""
+    """An entry's estimate becomes resident when its rank exceeds this factor times the rank of the lowest resident
+    entry; 0: never."""
     estimate: str = "plain"
-    """How an entry is estimated: "plain", "centred" or "shrunk"."""
+    """The kind of estimate: "plain", "centred" or "shrunk"."""
     by: str = "median"
-    """The "median" or "mean" of the rows."""
+    """How an estimate combines the rows: "median" or "mean"."""
     keys: str = "unsigned"
-    """Whether keys have random signs, as values do: "signed" or "unsigned"; "averaged" are unsigned, and divided by
-    their number in the cell."""
+    """Whether keys have random signs, as values do: "signed" or "unsigned"; "averaged" keys are unsigned, and a cell is
+    divided by the number of its keys."""
     rows: int = 3
     """Rows of slots that every entry is added to."""
 
@@ -45,7 +46,7 @@ class Sketch(Fate):
     source: ClassVar[str] = "KVReviver, Algorithms 1 to 4"
     returns: ClassVar[str] = "approximately, from a count sketch"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
-    records: ClassVar[bool] = True  # positions are what is hashed
+    records: ClassVar[bool] = True  # positions are hashed
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -80,7 +81,7 @@ class Sketch(Fate):
         return entries - self._sketched(entries)
 
     def _sketched(self, entries: int) -> int:
-        """Return how many entries' bytes are the sketch's: a multiple of its rows, two slots or more in each."""
+        """Return the size of the sketch in entries: a multiple of its rows, two slots or more in each."""
         return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -92,13 +93,13 @@ class Sketch(Fate):
             )
 
     def _slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
-        """Return the slots of a row of a layer's sketch."""
+        """Return the slots in a row of a layer's sketch."""
         entry, (cell, total) = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes, self._tallies(layer)
         return max(1, (self._sketched(entries) * entry - total) // (self.rows * (entry + cell)))
 
     def _tallies(self, layer: LayerGeometry) -> tuple[int, int]:
-        """Return the bytes of float32 tallies: for each cell the counts of its keys and values, and for all cells their
-        sums."""
+        """Return the bytes of float32 tallies: the counts of keys and values for each cell, and their sums over all
+        cells."""
         if self.estimate == "plain":
             return 4 * (self.keys == "averaged"), 0
         return 8, 4 * (layer.key_dim + layer.value_dim)

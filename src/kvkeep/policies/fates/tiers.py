@@ -1,4 +1,4 @@
-"""``tiers``: evicted entries are kept in the fewer bits, the less attention they get."""
+"""``tiers``: evicted entries are kept in precision tiers; those with less attention get fewer bits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvkeep.stores.evicted.waiting import waiting_bytes
 
 @dataclass(frozen=True)
 class InTiers(Fate):
-    """Evicted entries are kept at 16 bits (of a float32 cache), 8 or 4, or 4 for keys and 2 for values, in the part of
-    the budget that exact entries do not use. As the text grows, the groups of 32 that get least attention fall a tier,
-    and from the last tier they are dropped. Attention that returns to a group keeps it in its tier. Entries that wait
-    for a full group have half of their bits."""
+    """Evicted entries are kept at 16 bits (in a float32 cache), 8 or 4, or 4 for keys and 2 for values. They use the
+    part of the budget that exact entries leave. As the text grows, the groups of 32 with the least attention move down
+    a tier; from the last tier they are dropped. A group that receives attention again stays in its tier. Entries that
+    wait for a full group have half of the model's bits."""
 
     exact: float = 8
     """The share of the budget for exact entries, or (from 1 on) their number, at most a quarter of the budget."""
     without: str = ""
-    """A part to leave out, to measure what it does: 'attention' (groups fall by age), 'channels' (values are not
+    """A part to leave out, to measure its effect: 'attention' (groups move down by age), 'channels' (values are not
     normalised by channel) or 'waiting' (waiting entries have 16 bits)."""
 
     label: ClassVar[str] = "quantised by attention"
@@ -39,7 +39,7 @@ class InTiers(Fate):
             raise unknown("part of tiers", self.without, PARTS)
 
     def resident(self, entries: int) -> int:
-        """Return the exact entries; the group that waits for its last entry is not counted."""
+        """Return the exact entries, without those of the incomplete group."""
         return min(exact_entries(self.exact, entries), entries // 4)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:

@@ -12,7 +12,7 @@ from kvkeep.stores.readers.read_checkpoint import ReadCheckpoint
 
 @dataclass(frozen=True)
 class Everything(Recall):
-    """Every step attends to the checkpoint, which has all entries in the order of the text."""
+    """Every step attends to the checkpoint, which holds all entries in the order of the text."""
 
     label: ClassVar[str] = ""
     loses: ClassVar[bool] = True

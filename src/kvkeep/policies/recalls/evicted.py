@@ -1,4 +1,4 @@
-"""The recall of methods that name none: every step attends to what the store of evicted entries has."""
+"""The recall of methods that name none: every step attends to all entries of the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.stores.readers.read_evicted import ReadEvicted
 
 @dataclass(frozen=True)
 class Evicted(Recall):
-    """Every step attends to all entries that the store has."""
+    """Every step attends to all entries of the store of evicted entries."""
 
     label: ClassVar[str] = ""
     backed: ClassVar[bool] = False

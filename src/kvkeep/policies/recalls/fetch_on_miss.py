@@ -18,13 +18,14 @@ from kvkeep.stores.slots import compact
 
 @dataclass(frozen=True)
 class FetchOnMiss(PagesThatMatter):
-    """A step attends to the resident entries; evicted ones that it may have missed are resident for the next step.
+    """A step attends to the resident entries. Evicted entries that it may have missed become resident after it.
 
-    A step may have missed an entry that some query could have given ``threshold`` of its attention, by the bounds of
-    the keys. The highest bounds come back first, at most half of a KV head's budget, so that entries in use stay."""
+    A step may have missed an entry if, by the bounds of the keys, some query could have given it ``threshold`` of its
+    attention. The entries with the highest bounds come back first, at most half of a KV head's budget, so that entries
+    in use stay."""
 
     limit: int = 64
-    """Entries of a KV head that come back after a step, at most."""
+    """The most entries of a KV head that come back after a step."""
     threshold: float = 0.0
     """The share of attention; 0 is 1/T after T tokens."""
 

@@ -1,4 +1,4 @@
-"""``pages``: every KV head recalls the few pages that can matter most to a step."""
+"""``pages``: every KV head recalls the few pages with the highest bounds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvkeep.policies.recalls.selective import PagesThatMatter
 from kvkeep.stores.readers.bounds import PAGE
 
 ALL = 2**31
-"""More pages than there are."""
+"""A number above that of all pages."""
 
 
 @dataclass(frozen=True)
 class Pages(PagesThatMatter):
     """In each step every KV head recalls the ``count`` pages of 32 tokens with the highest bounds.
 
-    The bound of a page is what it can add to the head's attention, by the bounds of its keys, for the query that it can
-    add most to."""
+    The bound of a page is the most that it can add to the head's attention, by the bounds of its keys; the maximum over
+    the step's queries."""
 
     count: int = 8
-    """Pages of a KV head in a step; "all" in a method's name."""
+    """Pages of a KV head in a step; :data:`ALL` is "all" in a method's name."""
 
     label: ClassVar[str] = "the highest-scoring pages"
     source: ClassVar[str] = "Quest, arXiv:2406.10774"
 
     @classmethod
     def from_spec(cls, text: str) -> Pages:
-        """Read what follows the name: a number, or "all"."""
+        """Parse the text behind the name: a number, or "all"."""
         value = text.removeprefix("count=")
         if value not in ("", "all") and not value.isdigit():
             raise UsageError(

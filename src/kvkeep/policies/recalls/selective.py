@@ -17,7 +17,7 @@ from kvkeep.stores.readers.selective import Selective
 
 @dataclass(frozen=True)
 class PagesThatMatter(Recall):
-    """A recall of some pages, whose choice is :meth:`choose`."""
+    """A recall of the pages that :meth:`choose` selects."""
 
     exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
     reads_single: ClassVar[bool] = True
@@ -31,7 +31,8 @@ class PagesThatMatter(Recall):
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes of the bounds of all pages, and of what is recalled: gathered where it is less than half."""
+        """Return the bytes of the bounds of all pages, and of the recalled entries, which are gathered where they are
+        less than half."""
         bounds = bounds_elements(layer.kv_heads * layer.key_dim, tokens) * geometry.dtype_bytes
         recalled = min(self.entries(away), tokens // 2 + PAGE)
         return PredictedBytes(bookkeeping=bounds, workspace=recalled * layer.entry_elements * geometry.dtype_bytes)

@@ -15,11 +15,11 @@ from kvkeep.stores.readers.round import Round
 
 @dataclass(frozen=True)
 class Verified(Recall):
-    """Tokens are drafted with the resident entries, and several of them are verified in one pass, which recalls every
-    page once. Accepted tokens are those of the unbounded cache; the first wrong one is replaced."""
+    """The model drafts tokens with the resident entries. One pass then verifies several of them and recalls every page
+    once. Accepted tokens equal those of the unbounded cache; the first wrong one is replaced."""
 
     longest: int = 24
-    """Tokens that are drafted before they are verified, at most."""
+    """The most tokens that are drafted before they are verified."""
 
     label: ClassVar[str] = "all entries, once for each run of drafts"
     source: ClassVar[str] = "arXiv:2211.17192, a model drafting for itself"

@@ -19,8 +19,8 @@ from kvkeep.policies.retrieval_heads import retrieval_scores
 class DuoAttention(Selector):
     """Retrieval heads keep far more entries than streaming heads; both keep their sinks and their newest entries.
 
-    The paper lets retrieval heads grow without bound. Here streaming heads have a share of the mean budget, and
-    retrieval heads the rest.
+    In the paper retrieval heads grow without bound. Here streaming heads have a share of the mean budget, and retrieval
+    heads the rest.
     """
 
     leaves: ClassVar[str] = "all but sinks and newest, in streaming heads"

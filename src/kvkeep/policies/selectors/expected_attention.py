@@ -1,4 +1,4 @@
-"""``expected-attention``: entries stay that later queries should attend to (Devoto et al., arXiv:2510.00636)."""
+"""``expected-attention``: the entries that later queries should attend to stay (Devoto et al., arXiv:2510.00636)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 
 FEWEST = 16
-"""Queries that a mean and a covariance need, at least."""
+"""The fewest queries for a mean and a covariance."""
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Entries stay that queries of the next positions are expected to attend to, weighted by the norm of their values.
+    """The entries with the highest expected attention from the next positions stay, weighted by the norm of their
+    values.
 
-    The score of an entry is (a + ``epsilon``) |v|: v is its value, and a the softmax over entries of s m k + s^2 k C k
-    / 2 of its key k, mean over the query heads; s scales scores, m and C are mean and covariance of the queries, each
-    rotated to the ``future`` positions by the mean of their rotations. Queries and keys of the sinks do not count.
+    The score of an entry is (a + ``epsilon``) |v|. Here v is its value, k its key, and a the softmax over entries of s
+    m k + s^2 k C k / 2, the mean over the query heads; s scales scores; m and C are mean and covariance of the queries,
+    each rotated to the ``future`` positions by the mean of their rotations. Queries and keys of the sinks do not count.
 
     The paper scores once, after the prompt, by all its queries. Here every chunk of a prompt scores the resident and
-    the new entries by its own queries, so that the budget holds after each. Decoded tokens, and chunks of fewer than
-    16, are not scored: they stay; the lowest score is evicted first, and then the oldest. As in the authors' code the
-    norm is that of the value, where the paper has the value after the output projection.
+    the new entries by the chunk's queries, so that the budget holds after each. Decoded tokens, and chunks of fewer
+    than 16, get no score and stay; the lowest score is evicted first, and then the oldest entry. As in the authors'
+    code the norm is that of the value; the paper uses the value after the output projection.
     """
 
     leaves: ClassVar[str] = "least attended by predicted queries"
@@ -49,7 +50,7 @@ class ExpectedAttention(Scored):
 
     @property
     def observation_window(self) -> int:
-        """One query: its attention is not used, but with it :meth:`observe` gets keys and values."""
+        """One query, so that :meth:`observe` gets keys and values; its attention is not used."""
         return 1
 
     @property
@@ -57,7 +58,7 @@ class ExpectedAttention(Scored):
         return self.future
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return new scores at the end of a chunk, else the scores as they are."""
+        """Return new scores at the end of a chunk, else the present scores."""
         assert entries.scores is not None
         if entries.asking is None or entries.new < FEWEST:
             return entries.scores

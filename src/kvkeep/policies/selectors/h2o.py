@@ -1,4 +1,4 @@
-"""``h2o``: heavy hitters and the newest stay (Zhang et al., arXiv:2306.14048, Algorithm 1)."""
+"""``h2o``: heavy hitters and the newest entries stay (Zhang et al., arXiv:2306.14048, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.portable import interpolated
 
 @dataclass(frozen=True)
 class H2O(Selector):
-    """The newest entries stay, and of the others those that got most attention from all queries so far."""
+    """The newest entries stay. So do the others that received the most attention from all queries so far."""
 
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
@@ -23,8 +23,8 @@ class H2O(Selector):
     recent: float = 0.5
     """The share of the budget for the newest entries."""
     halflife: int = 0
-    """Queries after which attention counts half. It is then averaged over the queries that could attend to the entry,
-    since a new entry has had few; 0: the sum over all queries, as in the paper."""
+    """The number of queries after which attention counts half. Attention is then averaged over the queries that could
+    attend to the entry, because few could attend to a new one. 0: the sum over all queries, as in the paper."""
 
     def __post_init__(self) -> None:
         if self.halflife < 0:
@@ -34,7 +34,7 @@ class H2O(Selector):
 
     @property
     def observation_window(self) -> None:
-        """All queries count, those of the prompt, too."""
+        """All queries count, including those of the prompt."""
         return None
 
     @property

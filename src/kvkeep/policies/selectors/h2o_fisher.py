@@ -1,4 +1,4 @@
-"""``h2o-fisher``: as H2O, with more entries for layers whose keys and values matter more (KVReviver, appendix D)."""
+"""``h2o-fisher``: H2O with more entries for layers whose keys and values matter more (KVReviver, appendix D)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class H2OFisher(H2O):
     files: ClassVar[Sequence[str]] = ("scores",)
 
     least: float = 0.25
-    """The share of the mean that every layer has; the rest is divided by the information."""
+    """The share of the mean budget that every layer has. The rest is divided in proportion to the information."""
     scores: str = ""
     """A file of numbers, one for each layer; by default they are measured."""
 
@@ -36,7 +36,7 @@ class H2OFisher(H2O):
             raise UsageError(f"The least share of a layer ('least') is above 0 and at most 1, not {self.least:g}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return ``least`` of the mean and a part of the rest, by information; rounded down."""
+        """Return ``least`` of the mean, plus a part of the rest in proportion to the information; rounded down."""
         layers = geometry.full_layers
         scores = torch.ones(len(layers), dtype=torch.float64)
         if self.scores:

@@ -1,4 +1,4 @@
-"""``kvzip``: entries stay that the text itself attends to when it is repeated (Kim et al., arXiv:2505.23416)."""
+"""``kvzip``: the entries that the text attends to when it is repeated stay (Kim et al., arXiv:2505.23416)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvkeep.policies.selectors.scored import Scored
 
 @dataclass(frozen=True)
 class KVzip(Scored):
-    """Entries stay that receive the most attention when the text is read a second time.
+    """The entries that receive the most attention when the text is read a second time stay.
 
     The score of an entry is the largest weight that any query of the repeated text gives it, in any head that shares
-    the entry. Weights are among the entries of a piece and the sinks. Each KV head has a share of the mean budget, in
-    the end for tokens to come; the rest goes to the entries with the highest scores of all layers and heads.
+    the entry. Weights are normalised over the entries of a piece and the sinks. Each KV head has a share of the mean
+    budget, which later tokens will use. The rest goes to the entries with the highest scores of all layers and heads.
 
-    Entries that are read later are not scored: they stay; the lowest score is evicted first, and then the oldest.
+    Entries that are read later get no score and stay; the lowest score is evicted first, and then the oldest entry.
     """
 
     leaves: ClassVar[str] = "least attended while the text is repeated"
@@ -47,8 +47,8 @@ class KVzip(Scored):
         return ReconstructionPieces(self.piece, self.sinks)
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
-        """Return a share for every lane, one for each of its entries that are among the best of its row, and an equal
-        part of what a short row leaves over; rounded down."""
+        """Return the entries of every lane: its guaranteed share, one for each of its entries among the best of its
+        row, and an equal part of the remainder of a short row; rounded down."""
         each = max(1, int(self.least * entries))
         scores = torch.cat([part.unflatten(0, (rows, -1)) for part in received], 1)  # (rows, KV heads of all layers, n)
         heads, slots = scores.shape[1:]

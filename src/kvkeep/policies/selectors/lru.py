@@ -14,8 +14,8 @@ from kvkeep.errors import UsageError
 
 @dataclass(frozen=True)
 class LRU(Selector):
-    """The most recently used entries stay. A new entry counts as used, and so does one that some query head of a step
-    gave ``threshold`` of its attention. All queries of a step have the same time."""
+    """The most recently used entries stay. A new entry counts as used. So does an entry that received ``threshold`` of
+    some query head's attention in a step. All queries of a step have the same time."""
 
     threshold: float = 0.0
     """The share of attention; 0 is 1/T after T tokens."""
@@ -24,7 +24,7 @@ class LRU(Selector):
     source: ClassVar[str] = "llama.cpp pull request 21097"
     reduce: ClassVar[str] = "max"  # a single query of a single head is enough
     scores_arrivals: ClassVar[bool] = True
-    may_tie: ClassVar[bool] = True  # all that one step used were used at the same time
+    may_tie: ClassVar[bool] = True  # entries used in one step have the same time
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -41,7 +41,7 @@ class LRU(Selector):
         return torch.full(entries.slots.shape, float(entries.length), device=keys.device)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return the scores, with the time for the entries that were used."""
+        """Return the scores, with the present time for the entries that were used."""
         assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
         return entries.scores.masked_fill(used, float(entries.length))

@@ -1,4 +1,4 @@
-"""No eviction: the methods that keep everything, and how their entries lie."""
+"""No eviction: the methods that keep everything, and their memory layouts."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class Nobody(Selector):
         return self.layout == "static"
 
     def rank(self, entries: Candidates) -> Tensor:
-        """Unused: nothing is evicted."""
+        """Unused, because nothing is evicted."""
         return entries.slots

@@ -13,13 +13,13 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """As snapkv; the budget beside the window falls in a straight line from the first layer to the last."""
+    """SnapKV, with a budget beside the window that falls in a straight line from the first layer to the last."""
 
     leaves: ClassVar[str] = "as snapkv; later layers keep fewer"
     source: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = 20.0
-    """The mean budget beside the window over that of the last layer."""
+    """The mean budget beside the window, divided by that of the last layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,8 +15,8 @@ from kvkeep.stores.hashes import scattered
 
 @dataclass(frozen=True)
 class Random(Selector):
-    """Each new entry gets a random number, and the lowest numbers are evicted. A number depends on seed, layer, head
-    and slot only: it is the same on every device, in every batch, and after a rollback."""
+    """Each new entry gets a random number, and the lowest numbers are evicted. The number depends only on seed, layer,
+    head and slot: it is the same on every device, in every batch, and after a rollback."""
 
     leaves: ClassVar[str] = "any entry, at random"
     source: ClassVar[str] = "a baseline"
@@ -24,7 +24,7 @@ class Random(Selector):
     scores_arrivals: ClassVar[bool] = True
 
     seed: int = 0
-    """A whole number of 24 bits."""
+    """An integer of 24 bits."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

@@ -1,4 +1,4 @@
-"""Selectors that score many entries at a time, and decoded tokens not at all."""
+"""Selectors that score the entries of a prompt, but no decoded tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from kvkeep.contracts.selector import STAYS, Candidates, Selector
 
 HIGHEST = 2.0**98
-"""Above every score; ranks of entries without a score begin at 2^100."""
+"""A number above every score; ranks of entries without a score begin at 2^100."""
 
 
 class Scored(Selector):
-    """The entries with the highest scores stay. Entries without a score stay, too; the lowest score is evicted first,
-    and after all scored entries the oldest."""
+    """The entries with the highest scores stay, and so do entries without a score. The lowest score is evicted first.
+    After all scored entries, the oldest is evicted."""
 
     scores_arrivals: ClassVar[bool] = True
     sinks: int = 0

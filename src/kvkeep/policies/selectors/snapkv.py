@@ -1,4 +1,4 @@
-"""``snapkv``: entries stay that the prompt's last queries attend to (Li et al., arXiv:2404.14469, section 4)."""
+"""``snapkv``: the entries that the prompt's last queries attend to stay (Li et al., arXiv:2404.14469, section 4)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvkeep.portable import interpolated
 
 @dataclass(frozen=True)
 class SnapKV(Selector):
-    """The entries that the last queries attend to most stay, and the last entries. Each of ``window`` queries votes
-    with its attention; votes are max-pooled over ``kernel`` neighbours.
+    """The last entries stay, and those that the last queries attend to most. Each of ``window`` queries votes with its
+    attention; votes are max-pooled over ``kernel`` neighbours.
 
-    The paper chooses once, after the prompt. Here every chunk of a prompt votes with its own last queries, so that the
-    budget holds after each; those of the last chunk are the prompt's. The votes of decoded tokens are a running mean
-    over about ``window`` queries.
+    The paper chooses once, after the prompt. Here the last queries of every chunk of a prompt vote, so that the budget
+    holds after each chunk; those of the last chunk are the prompt's last queries. The votes of decoded tokens are a
+    running mean over about ``window`` queries.
     """
 
     leaves: ClassVar[str] = "least attended by the last 32 queries"
@@ -50,7 +50,7 @@ class SnapKV(Selector):
         return interpolated(entries.scores, weights, 1 / self.window)
 
     def _pooled(self, entries: Candidates, votes: Tensor) -> Tensor:
-        """Spread each vote to the neighbours among the resident entries; votes for the window are not spread."""
+        """Spread each vote to the neighbours among the resident entries, except votes for the window."""
         newest = entries.slots >= entries.length - self.window
         order = entries.slots.argsort(1)
         pooled = F.max_pool1d(votes.masked_fill(newest, 0).gather(1, order), self.kernel, 1, self.kernel // 2)

@@ -15,7 +15,7 @@ from kvkeep.geometry import ModelGeometry
 
 @dataclass(frozen=True)
 class StreamingLLM(Selector):
-    """The first entries stay, and the newest."""
+    """The first entries and the newest stay."""
 
     leaves: ClassVar[str] = "all but sinks and newest"
     source: ClassVar[str] = "arXiv:2309.17453"
@@ -34,7 +34,7 @@ class StreamingLLM(Selector):
             raise UsageError(f"The number of sinks is 0 or more, not {self.sinks}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return the same for all. Raises BudgetError where the sinks would take all of it."""
+        """Return the same budget for all layers. Raises BudgetError where the sinks would take all of it."""
         if 0 < entries <= self.sinks:
             raise BudgetError(
                 f"The budget has no space for entries beside {self.sinks} sinks; give a larger budget, or fewer sinks."

@@ -1,4 +1,4 @@
-"""``tova``: entries stay that the last query attends to (Oren et al., arXiv:2401.06104, section 3.2)."""
+"""``tova``: the entries that the last query attends to stay (Oren et al., arXiv:2401.06104, section 3.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvkeep.contracts.selector import Candidates, Selector
 
 @dataclass(frozen=True)
 class Tova(Selector):
-    """The entries with most attention of the last query stay, by the mean over all heads: one choice for the layer."""
+    """The entries with the most attention from the last query stay, by the mean over all heads: one choice for the
+    layer."""
 
     leaves: ClassVar[str] = "least attended by the last query"
     source: ClassVar[str] = "arXiv:2401.06104"
@@ -24,6 +25,6 @@ class Tova(Selector):
         return 1
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Forget earlier queries; heads of a row agree."""
+        """Return the attention of the last query alone, the mean over the heads of a row."""
         mean = weights.unflatten(0, (-1, entries.heads)).mean(1, keepdim=True)
         return mean.repeat(1, entries.heads, 1).flatten(0, 1)

@@ -1,7 +1,7 @@
 """Executes steps by the native library. The bits of a result depend on the entries, never on where they lie.
 
-The library (native/attention.h) counts entries from a row's first token and goes through them in blocks of 512 in
-order, so a query's result is the same to the bit whether it comes alone or with others, and wherever entries lie.
+The library (native/attention.h) counts entries from a row's first token and processes them in order, in blocks of 512.
+So a query's result has the same bits in any batch, and wherever the entries lie.
 """
 
 from kvkeep.step.native.calls import Call, CollectedAttention, attend_all, in_order, received, scored

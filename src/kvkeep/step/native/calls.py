@@ -21,7 +21,7 @@ from kvkeep.step.native.entries import can_attend, piece_of, spans_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
-"""Of segments that are attended with scores, by their layout: tiles begin with codes in groups of a tile."""
+"""The order of segments in scored attention, by layout: tiles begin with codes in groups of a tile."""
 
 
 class Call:
@@ -94,7 +94,7 @@ class Call:
         return None if output is None or lse is None else (output, lse)
 
     def new_state(self) -> Tensor:
-        """Return room for the state of an attention in several calls."""
+        """Return an empty state for an attention in several calls."""
         return torch.empty(self.query.shape[:3].numel() * (2 + self.value_dim), dtype=torch.float32)
 
     def received(self, lse: Tensor, last: int | None = None, greatest: bool = False) -> Tensor:
@@ -121,11 +121,11 @@ class CollectedAttention:
         self._origin = origin
         self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
-        self._newest: Span | None = None  # entries of which query i sees the first i + 1
+        self._newest: Span | None = None  # query i sees its first i + 1 entries
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # entries before the collected ones
-        self._skipped: Tensor | None = None  # of the collected entries, how many each lane has attended to
+        self._skipped: Tensor | None = None  # the number of collected entries that each lane has attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None

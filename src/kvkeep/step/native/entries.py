@@ -1,4 +1,4 @@
-"""What the native library reads: entries in tensors, in codes, or in a sketch, and tables of where they lie."""
+"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of their addresses."""
 
 from __future__ import annotations
 

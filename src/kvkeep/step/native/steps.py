@@ -77,8 +77,8 @@ def run_layers(
     """Run all layers of a decoder for a token of each of several sessions; return the output of the last one,
     (1, tokens, hidden).
 
-    layers, scaling: the layers as the library has them, and the scaling of their attention. steps: of each layer, one
-    for each token. x: (1, tokens, hidden), what enters the first layer. cos, sin: (tokens, dim).
+    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, one
+    for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
     tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]
@@ -104,7 +104,7 @@ def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int]) -> Table:
 
 
 def _compiled(step: LayerStep) -> _Compiled:
-    """Return a step as the library takes it, up to date."""
+    """Return a step in the library's form, up to date."""
     made = step.compiled
     if made is None or made.append is not step.append:
         made = step.compiled = _Compiled(step.append)
@@ -113,7 +113,7 @@ def _compiled(step: LayerStep) -> _Compiled:
 
 
 class _Compiled:
-    """A :class:`LayerStep` as the library takes it: made once, and then changed where the step was."""
+    """A :class:`LayerStep` in the library's form: made once, and then updated where the step changes."""
 
     def __init__(self, append: Destination) -> None:
         self.append = append

@@ -1,4 +1,4 @@
-"""Checkpoint kind ``kv``: keys and values of each layer, moved as they are."""
+"""Checkpoint kind ``kv``: unchanged keys and values of each layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
 def rows_of(home: Place, spec: CheckpointSpec) -> Rows:
-    """Return an empty store of rows as ``spec`` wants it."""
+    """Return an empty store of rows for ``spec``."""
     return PagedRows(home) if spec.capacity is None else Ring(spec.capacity, home)
 
 
 class EntryCheckpoint(Checkpoint):
-    """A checkpoint of entries, (lanes, n, dim), in the order in which they came, whatever their slots."""
+    """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots."""
 
     by_token = False
     copies = True
@@ -43,8 +43,8 @@ class EntryCheckpoint(Checkpoint):
             rows.append(new)
 
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield views where the entries lie in the device's own memory, else copies of a page at a time. lazy: all in
-        one piece, where the kernel reads pages."""
+        """Yield views where the entries are in the device's memory, else copies of a page at a time. lazy: one piece
+        has all entries, where the kernel reads pages."""
         keys, values = self._rows[layer]
         if lazy and (spans := self.spans(layer, stop)) and native.can_read(spans[0].keys, spans[0].values):
             yield Piece(joined := JoinedSpans(spans), joined.values)

@@ -18,10 +18,11 @@ from kvkeep.models.adapter import Adapter
 
 
 class Replay:
-    """``hidden`` (batch, slots, hidden_size) enters layer ``layer``. windows: of each layer, None where it sees all.
+    """``hidden`` (batch, slots, hidden_size) enters layer ``layer``. windows: the sliding window of each layer, None
+    where it sees all tokens.
 
-    A layer is run over the residuals in place and in chunks of ``page`` rows, its MLP included, so the workspace is the
-    residuals, this layer's keys and values, and one chunk's activations.
+    A layer runs over the residuals in place, in chunks of ``page`` rows, its MLP included. The workspace therefore is
+    the residuals, this layer's keys and values, and the activations of one chunk.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Replay:
 
 
 class _Scratch:
-    """The cache of one layer run over past tokens: full, causal, with the layer's own window."""
+    """The cache of one layer that runs over past tokens: full, causal, with the layer's window."""
 
     def __init__(self, slots: int, visible: Tensor | None, window: int | None) -> None:
         self.keys, self.values = Buffer(limit=slots), Buffer(limit=slots)

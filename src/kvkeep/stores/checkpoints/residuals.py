@@ -1,7 +1,7 @@
-"""Checkpoint kinds ``residual:s`` and ``tokens``: residuals entering every s-th layer, written as they pass by.
+"""Checkpoint kinds ``residual:s`` and ``tokens``: residuals entering every s-th layer.
 
-Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last ``budget`` tokens
-have both entries and residuals: KV-Direct's Eq. 28 leaves that out.
+Residuals exist only while a token is read, so they are written then. The last ``budget`` tokens therefore have both
+entries and residuals; KV-Direct's Eq. 28 omits that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ResidualCheckpoint(Checkpoint):
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
         # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
-        # Where heads are split over processes, all of them look up the same ids together, and each would pick its own.
+        # Where heads are split over processes, all processes look up the same ids together, but would pick different
+        # ones.
         self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self._home, self.spec = home, spec
@@ -58,14 +59,14 @@ class ResidualCheckpoint(Checkpoint):
 
     @property
     def reads_ids(self) -> bool:
-        """Whether residuals entering layer 0 are needed, and had from ids."""
+        """Whether residuals entering layer 0 are needed, and follow from ids."""
         return 0 in self.anchors and 0 not in self._rows
 
     # -- writing ------------------------------------------------------------------------------------
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
-        """Drop what was rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger; once
-        tokens come as embeddings they do not, and are kept as vectors from then on, earlier ones included."""
+        """Drop the residuals rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger. From the
+        first token that comes as an embedding they are kept as vectors, earlier ones included."""
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
@@ -95,7 +96,8 @@ class ResidualCheckpoint(Checkpoint):
             self._drop()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the slots that any lane asks for, once for all of them, a page at a time; take each lane's own."""
+        """Project the slots that any lane asks for, once for all lanes and a page at a time; then pick those of each
+        lane."""
         union, place = slot.unique(return_inverse=True)
         rows: Rows | None = self._rows.get(layer)
         by_row = torch.arange(self.ledger.batch, device=slot.device)
@@ -148,7 +150,7 @@ class ResidualCheckpoint(Checkpoint):
             self.meter.hold(hidden.nbytes)
             replay = Replay(self.adapter, self.ledger, self.meter, self._windows, self.page, anchor, hidden)
             self._replay = replay
-        while replay.layer < layer:  # layers that keep their own window are passed through here
+        while replay.layer < layer:  # also runs the layers with a sliding window
             for _ in replay.advance():
                 pass
         return replay
@@ -179,6 +181,6 @@ class ResidualCheckpoint(Checkpoint):
             yield f"residual.{layer}", rows
 
     def expect(self, names: set[str]) -> None:
-        """Open the store of layer 0, which is there only where embeddings came instead of ids."""
+        """Open the store of layer 0, which exists only where tokens came as embeddings."""
         if "residual.0" in names:
             self._rows[0] = rows_of(self._home, self.spec)

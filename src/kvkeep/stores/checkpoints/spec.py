@@ -1,4 +1,4 @@
-"""What to keep as a checkpoint, and where: ``kv``, ``tokens``, ``residual``, ``residual:STRIDE``."""
+"""The kind and place of a checkpoint: ``kv``, ``tokens``, ``residual``, ``residual:STRIDE``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("tokens", "residual", "kv")
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What to keep of entries, and where.
+    """The kind and place of a checkpoint.
 
     kind: "tokens", "residual" or "kv". stride: layers per residual, for kind "residual". where: "device",
     "host" or "disk". capacity: entries the store may hold; the oldest beyond it are lost, and the cache is

@@ -1,1 +1,1 @@
-"""What becomes of evicted entries: groups of codes, tiers, sketches, merged entries."""
+"""Stores of evicted entries: groups of codes, tiers, sketches, merged entries."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.stores.evicted.groups import GROUP
 
 FINE = 2.0**-8
-"""The step of codes of 16 bits: they are those of 8 bits with 8 places more, and lie about 0."""
+"""The step of codes of 16 bits: these have 8 binary places more than codes of 8 bits, and are centred at 0."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -44,8 +44,8 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
-    """Return ``left @ unpack(packed)`` without unpacking: a byte shifted by i codes is code i and, times 2**bits, all
-    above it; so each product with a shifted byte has the next one's taken off."""
+    """Return ``left @ unpack(packed)`` without unpacking. A byte shifted by i codes is code i plus 2**bits times all
+    codes above it. So the next product, times 2**bits, is subtracted from each product with a shifted byte."""
     if bits == 16:
         return (left @ packed.float()).mul_(FINE)
     products = [left @ (packed >> shift if shift else packed).float() for shift in range(0, 8, bits)]
@@ -59,7 +59,7 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     the middle."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that the ends are within reach
+    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that codes reach both ends
         offset = ((low + high) / 2).half()
         reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
         scale = (reach / (128 - FINE)).clamp(min=1e-6).half()
@@ -73,7 +73,7 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Codes:
-    """offset + scale * code, the last axis of codes packed."""
+    """Numbers offset + scale * code, with codes packed along the last axis."""
 
     layout: ClassVar[str] = "grouped"
 
@@ -92,7 +92,7 @@ class CodedKeys(Codes):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim), as if they were written out."""
+        """The shape when decoded, (lanes, 1, entries, dim)."""
         lanes, groups, dim, _ = self.codes.shape
         return lanes, 1, groups * GROUP, dim
 
@@ -105,7 +105,7 @@ class CodedKeys(Codes):
         return products.transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        # One group is a view of what is transposed, which the attention kernel would misread.
+        # One group is a view of the transposed tensor, which the attention kernel would misread.
         return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
 
@@ -145,7 +145,7 @@ def encode_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def width(dim: int) -> int:
-    """Return how many of ``dim`` channels share an entry's scale."""
+    """Return the number of channels, out of ``dim``, that share an entry's scale."""
     return GROUP if dim % GROUP == 0 else dim
 
 

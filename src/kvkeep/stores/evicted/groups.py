@@ -26,15 +26,15 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
+    """How a group is stored, and how attention reads it. kept: the state of an entry in a group."""
 
     kept: ClassVar[EntryState]
     as_kept: ClassVar[bool] = False
-    """Whether attention reads all the parts themselves, whatever the query, and no numbers made of them."""
+    """Whether attention reads the parts themselves, all of them for any query, and not numbers decoded from them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it needs for that."""
+        """Bytes of its data for reading groups."""
         return 0
 
     @abstractmethod
@@ -44,22 +44,23 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield what groups hold: parts (lanes, groups, ...), slots (lanes, groups, GROUP); ``holes``: some are -1."""
+        """Yield the entries of groups: parts (lanes, groups, ...), slots (lanes, groups, GROUP). holes: some slots are
+        -1."""
 
 
 class Groups(EvictedStore):
-    """Entries wait as they are until they are a group; ``codec`` then encodes it. capacity: groups kept at most, the
-    oldest make way; None: no end."""
+    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the most groups; beyond it the
+    oldest is overwritten. None: no limit."""
 
     def __init__(self, capacity: int | None, codec: Codec) -> None:
         self.capacity, self.codec = capacity, codec
         self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
-        self.count = 0  # of them
+        self.count = 0  # entries that wait
         self.parts: list[Tensor] = []  # (lanes, groups, ...)
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
         self.written = 0  # groups ever written
         self.holes = False  # whether some slots are -1
-        self.gaps = False  # whether some of those that wait are
+        self.gaps = False  # whether some slots of waiting entries are -1
         self._evicted = torch.empty(0)  # slots of the entries that a planned step evicts, (lanes, 1)
         self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
 
@@ -98,7 +99,7 @@ class Groups(EvictedStore):
         old = [] if self.slots is None else [*self.parts, self.slots]
         size = grown(self.kept, self.capacity)
         fresh = [part.new_empty(len(part), size, *part.shape[1:]) for part in like]
-        fresh[-1].fill_(-1)  # no slot is one that nobody wrote
+        fresh[-1].fill_(-1)  # -1 marks unwritten slots
         for part, before in zip(fresh, old, strict=False):
             part[:, : self.kept] = before[:, : self.kept]
         *self.parts, self.slots = fresh
@@ -201,7 +202,7 @@ class Groups(EvictedStore):
         if not self.parts or self.slots is None:
             within("counts", self.written, 0, 1)
             return
-        within("counts", self.written, 1, sys.maxsize)  # entries that came back, or again, are written once more
+        within("counts", self.written, 1, sys.maxsize)  # an entry that comes back may be evicted, and written, again
         groups = self.slots.shape[1]
         within("groups", groups, self.kept, (groups if self.capacity is None else self.capacity) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))
@@ -215,18 +216,18 @@ class Groups(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, and for what groups are read by."""
+        """Bytes allocated for slots, and for the codec's data."""
         return nbytes(self.slots, *self.waiting[2:], self._evicted) + self.codec.nbytes
 
 
 def grown(groups: int, capacity: int | None) -> int:
-    """Return the groups there is memory for once it has grown beyond ``groups``: half as many again."""
+    """Return the groups that memory has room for after it grows from ``groups``: half more."""
     size = max(8, groups + groups // 2)
     return size if capacity is None else min(capacity, size)
 
 
 def allocated(written: int, capacity: int | None) -> int:
-    """Return the groups there is memory for once ``written`` were."""
+    """Return the groups that memory has room for after ``written`` groups."""
     size = 0
     while size < (written if capacity is None else min(written, capacity)):
         size = grown(size, capacity)
@@ -236,8 +237,8 @@ def allocated(written: int, capacity: int | None) -> int:
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
 ) -> PredictedBytes:
-    """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and
-    by; ``number``: bytes of an entry of a lane that attention writes out for a moment."""
+    """Return the bytes of a store of groups of ``size`` bytes a lane. left: the entries of a lane that are evicted, at
+    successive times. number: the temporary bytes for an entry of a lane in attention."""
     count, heads = sum(left), layer.kv_heads
     if not count:
         return PredictedBytes()

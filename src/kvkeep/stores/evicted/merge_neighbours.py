@@ -1,12 +1,12 @@
-"""Neighbours become one entry: nothing leaves, the least attended are merged (AsymKV, KVSlimmer).
+"""Neighbours become one entry: instead of evicting, the store merges the least attended (AsymKV, KVSlimmer).
 
 Entries lie in the order of the text. New ones are appended until the budget is full; then the cheapest disjoint pairs
-of neighbours are merged at once (:mod:`kvkeep.stores.evicted.pairs`), so that the work is paid once for many tokens. A
-pair's values are added up and held as their mean beside their count; how its key is made is the method's.
+of neighbours are merged at once (:mod:`kvkeep.stores.evicted.pairs`), so that one pass serves many tokens. A merged
+entry has the mean of its values, and their count. The method determines its key.
 
-Positions are the running sum of the counts (AsymKV), counted from the end: an entry's position is the next token's less
-the counts from it on. Rotary attention sees differences only, so queries and new keys keep the model's own positions,
-and a key is turned only when it is merged, or when a capped count or a rollback brings it nearer.
+Positions are the running sum of the counts (AsymKV), counted from the end: an entry's position is that of the next
+token minus the counts from the entry on. Rotary attention depends on differences only. So queries and new keys keep the
+model's positions, and a key is rotated only when it is merged, or when a capped count or a rollback brings it nearer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from kvkeep.stores.resident.eviction import Arriving
 
 
 class MergeNeighbours(MergesNeighbours):
-    """Merges by the queries that there were. The selector is one that adds up all attention, as H2O's does."""
+    """Merges by the attention of past queries. It needs a selector that adds up all attention, as H2O does."""
 
     by_lane = (*MergesNeighbours.by_lane, "since", "due", "outputs")
 
     def __init__(self, site: Site, how: PairMerging, adapter: Adapter, slack: int) -> None:
         super().__init__(site, adapter, slack)
         self.how, self.readers = how, site.readers
-        self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
-        self.due: Tensor | None = None  # (lanes, 1) int32: what that is at the next observation, 0 where it stays
+        self.since: Tensor | None = None  # (lanes, 1) int32: the slots at the last reset of attention
+        self.due: Tensor | None = None  # (lanes, 1) int32: its value at the next observation, 0: unchanged
         self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
         self.group, self.heads = 1, 1  # heads of a group; KV heads of a row
 
     # -- what is observed ---------------------------------------------------------------------------
 
     def begin(self, resident: WorkingSet) -> None:
-        """Forget what was observed before the last merging: done when more is about to be observed, so that there is
-        always something to merge by."""
+        """Forget the attention observed before the last merging. This happens just before the next observation, so that
+        some attention is always known."""
         if self.due is None or self.since is None:
             return
         kept = self.due == 0
@@ -63,7 +63,7 @@ class MergeNeighbours(MergesNeighbours):
         self.outputs = summed if self.outputs is None else self.outputs.add_(summed)
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
-        """Forget what is due where nothing was observed of what was kept."""
+        """Apply the reset that is due where the new entries' attention was not observed."""
         super().settled(observed, resident)
         if not observed:
             self.begin(resident)
@@ -72,7 +72,7 @@ class MergeNeighbours(MergesNeighbours):
         """Return each entry's weight, and which entries have one yet.
 
         The weight is the mean over the query heads of the lane, and over the queries since the last merging that could
-        see the entry: a new one is not thought little of because few came after it.
+        see the entry. A new entry therefore has no disadvantage because few queries followed it.
         """
         queries = (end - torch.maximum(slots, since)).clamp(min=0)
         return scores / (queries.clamp(min=1) * self.readers), (queries > 0) & (slots >= 0)
@@ -102,14 +102,14 @@ class MergeNeighbours(MergesNeighbours):
         excess = torch.where(occupied > bank.columns, (occupied - bank.columns).clamp(min=self.slack), 0)
         if bool(excess.any()):
             entries.clues = self.clues(bank, entries, end)
-        with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
+        with self.meter.holding(*both, *both):  # before and after merging
             merged = self._merged(bank, entries, excess, end)
             cut = entries.counts.sum(1, keepdim=True) - merged.counts.sum(1, keepdim=True)
             self.moved[bank.index] += cut.int()
             self._write(bank, merged, excess > 0, end)
 
     def _merged(self, bank: Bank, entries: OrderedEntries, excess: Tensor, end: int) -> OrderedEntries:
-        """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
+        """Merge ``excess`` (lanes, 1) pairs and return the entries; one pass at most halves their number."""
         first = self.ledger.first_by(self.heads)
         start = 0 if first is None else bank.of(first)
         while int(excess.max()) > 0:
@@ -123,20 +123,20 @@ class MergeNeighbours(MergesNeighbours):
         return entries
 
     def _output(self, bank: Bank, start: Tensor | int, end: int) -> Tensor | None:
-        """Return the layer's mean output since attention was last forgotten, (lanes, 1, value_dim)."""
+        """Return the layer's mean output since the last reset of attention, (lanes, 1, value_dim)."""
         if self.outputs is None or self.since is None:
             return None
         queries = (end - torch.maximum(bank.of(self.since), torch.as_tensor(start))).clamp(min=1)
         return (bank.of(self.outputs) / (queries * self.group * self.readers))[:, None]
 
     def clues(self, bank: Bank, entries: OrderedEntries, end: int) -> Tensor | None:
-        """Return what a method has to know of each entry beside its attention before some are merged, (lanes, entries,
-        any), as of the slots before ``end``; None for nothing."""
+        """Return the data of each entry, beside its attention, that the method needs for merging: (lanes, entries,
+        any), for the slots before ``end``; or None."""
         return None
 
     def _write(self, bank: Bank, entries: OrderedEntries, merged: Tensor, end: int) -> None:
-        """Put entries into a bank, its last column used in every lane; what was observed is forgotten, in time, where
-        there was merging."""
+        """Write entries into a bank, up to its last column in every lane. Where pairs were merged, the reset of
+        attention is due."""
         occupied = (entries.slots >= 0).sum(1)
         longest, shortest = int(occupied.max()), int(occupied.min())
         assert longest <= bank.columns
@@ -169,11 +169,10 @@ class MergeNeighbours(MergesNeighbours):
         super().truncate(length, resident)
 
     def forget_queries(self, length: int, resident: WorkingSet) -> None:
-        """Forget the queries from slot ``length`` on: what was observed stays the mean that it was, over as many as are
-        left."""
+        """Forget the queries from slot ``length`` on. The observed means stay the same, over the remaining queries."""
 
         def left(first: Tensor) -> Tensor:
-            """Return which share of the queries from slot ``first`` on are left."""
+            """Return the share of the queries from slot ``first`` on that remain."""
             return (length - first).clamp(min=0) / (self.length - first).clamp(min=1)
 
         for bank in resident.banks:

@@ -1,4 +1,4 @@
-"""What leaves is merged into what stays, whose entries then stand for several tokens (:attr:`Bank.extra`)."""
+"""Evicted entries are merged into resident ones, which then stand for several tokens (:attr:`Bank.extra`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class MergeOnEvict(EvictedStore):
-    """Holds nothing itself: :meth:`merge` puts entries into those of a bank."""
+    """A store without entries: :meth:`merge` merges them into those of a bank."""
 
     merges = True
 
@@ -31,15 +31,15 @@ class MergeOnEvict(EvictedStore):
 
     @abstractmethod
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
-        """Put what ``left`` into the entries of a bank, and keep ``bank.extra`` and ``bank.newest`` up to date: the
-        latter is the last slot whose value an entry has in it."""
+        """Merge the evicted entries ``left`` into those of a bank, and update ``bank.extra`` and ``bank.newest``, the
+        last slot merged into an entry."""
 
     def states(self, lanes: int, length: int) -> Tensor:
         return merged_states(self.ledger, lanes, length)
 
 
 def counts_of(left: EvictedEntries) -> Tensor:
-    """Return for how many tokens each entry stands, (lanes, n) float32, 0 for none."""
+    """Return the number of tokens that each entry stands for, (lanes, n) float32, 0 where there is no entry."""
     extra = 0 if left.extra is None else left.extra
     return (1.0 + extra) * (left.slots >= 0)
 

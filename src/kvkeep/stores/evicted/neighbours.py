@@ -1,7 +1,7 @@
-"""What both ways of merging neighbours keep of each lane, and what a rollback does.
+"""The base of stores that merge neighbours: their state of each lane, and its rollback.
 
-Entries lie in the order of the text and go by the last slot they stand for. Positions are the running sum of the
-counts, counted back from the next token; so a key is turned only when a count before the next token is cut or goes.
+Entries lie in the order of the text. An entry's slot is the last one it stands for. Positions are the running sum of
+the counts, counted back from the next token. So a key is rotated only when a count from it on is cut or removed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvkeep.stores.resident.banks import Bank
 class MergesNeighbours(EvictedStore):
     """Makes room among resident entries. The selector is not asked to rank.
 
-    by_lane: names of tensors (lanes, ...), each None until there is something. slack: for how many tokens room is made
-    at once while decoding. moved: (lanes, 1) int32, tokens that no count stands for any more: capped, lost where pairs
+    by_lane: names of tensors (lanes, ...), each None before its first use. slack: the number of tokens that one merging
+    makes room for while decoding. moved: (lanes, 1) int32, tokens that no count includes: capped, lost where pairs
     overlapped, or taken by a rollback with others. lost: (lanes, 2 n) int32, slots from..to that rollbacks took with
     others. tally: (2,) float64, pairs merged so far, and shares that had to be clamped. length: slots settled.
     """
@@ -44,12 +44,12 @@ class MergesNeighbours(EvictedStore):
         self.length = 0
 
     def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Return keys (lanes, n, dim) as they would be ``by`` (lanes, n) positions later."""
+        """Return keys (lanes, n, dim) rotated to ``by`` (lanes, n) positions later."""
         by_head = keys[:, None]
         return self.adapter.turn(self.layer, by_head, self.adapter.angles(self.layer, by_head, by.long()))[:, 0]
 
     def _tokens(self, bank: Bank, heads: int) -> Tensor:
-        """Return how many of the settled slots are tokens, in the row of each lane of a bank, (lanes, 1)."""
+        """Return the number of settled slots that are tokens, in the row of each lane of a bank, (lanes, 1)."""
         if (visible := self.ledger.visible_by(heads)) is None:
             return torch.full((len(bank.slots), 1), self.length, device=bank.slots.device)
         return bank.of(visible)[:, 0, 0, : self.length].sum(1, keepdim=True)
@@ -62,7 +62,8 @@ class MergesNeighbours(EvictedStore):
         return int(pairs), int(clamped)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return that everything is merged but what a rollback took; so are entries lost where pairs overlapped."""
+        """Return the states: dropped where a rollback removed entries, else merged (also for entries lost where pairs
+        overlapped)."""
         codes = merged_states(self.ledger, lanes, length)
         if self.lost is not None:
             slots = torch.arange(length)
@@ -73,8 +74,7 @@ class MergesNeighbours(EvictedStore):
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
-        moves up."""
+        """Remove every entry that stands for a forgotten slot, with its other slots; earlier entries move up."""
         if length >= self.length:
             return
         self.length = length
@@ -102,7 +102,7 @@ class MergesNeighbours(EvictedStore):
             setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
 
     def _by_lane(self) -> dict[str, Tensor]:
-        """Return what there is by lane."""
+        """Return the tensors by lane that exist."""
         return {name: rows for name in self.by_lane if (rows := getattr(self, name)) is not None}
 
     @property
@@ -127,6 +127,6 @@ class MergesNeighbours(EvictedStore):
             within("lost", self.lost.shape[1] % 2, 0, 1)
 
     def _counted(self, name: str, extent: Extent, columns: int | None = 1) -> None:
-        """Raise ShapeError where what is called ``name`` is there, and not (lanes, ``columns``) numbers of slots."""
+        """Raise ShapeError where the tensor ``name`` exists and is not (lanes, ``columns``) numbers of slots."""
         if (counted := getattr(self, name)) is not None:
             within(name, fits(name, counted, (extent.lanes, columns), torch.int32), 0, extent.slots + 1)

@@ -1,4 +1,4 @@
-"""One pass of merging neighbours: which disjoint pairs of a row merge, and what they become. Pure functions."""
+"""One pass of merging neighbours: choosing disjoint pairs of a row, and merging them. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 12
-"""Rounds of taking all local minima; after so many, what is undecided waits for the next pass."""
+"""The most rounds of taking all local minima; pairs that are undecided after them wait for the next pass."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class PairMerging(ABC):
 
     @abstractmethod
     def share(self, pairs: Pairs) -> Tensor:
-        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
-        outside [0, 1], or no number, is clamped and counted."""
+        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. The
+        caller clamps and counts shares that are outside [0, 1] or NaN."""
 
 
 @dataclass
 class OrderedEntries:
-    """What a pass works on: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
+    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
 
     counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
     entries, any), what else the store knows of each; a merged entry has the sum of both.
@@ -67,12 +67,12 @@ class OrderedEntries:
         return OrderedEntries(**{name: _gathered(part, index) for name, part in parts if part is not None})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> OrderedEntries:
-        """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
+        """Return the entries with new values in some fields at ``at`` (lanes, n), where ``real``."""
         return replace(self, **{name: _written(getattr(self, name), at, new, real) for name, new in merged.items()})
 
 
 class Merged(NamedTuple):
-    """Entries after a pass, and of how many pairs they come: (2,), all, and those whose share had to be clamped."""
+    """Entries after a pass, and the counts of merged pairs: (2,), all, and those with a clamped share."""
 
     entries: OrderedEntries
     tally: Tensor
@@ -90,10 +90,10 @@ def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Te
 def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
     """Return which pairs to take: (lanes, n) bool, pair i being entries i and i + 1.
 
-    cost: (lanes, n), inf for pairs that must not be. wanted: (lanes, 1), how many at most. No two of the chosen share
-    an entry, and they are those that a greedy choice by cost would take, first come first served where costs tie: a
-    pair that is cheaper than both its neighbours is greedy's, so all such are taken at once, their neighbours struck,
-    and so on.
+    cost: (lanes, n), inf for pairs that must not merge. wanted: (lanes, 1), the most pairs. No two chosen pairs share
+    an entry. The result is that of a greedy choice by cost, where the first of equal costs wins. A greedy choice
+    contains every pair that is cheaper than both its neighbours. So each round takes all of these at once and removes
+    their neighbours.
     """
     chosen = torch.zeros(cost.shape, dtype=torch.bool, device=cost.device)
     left = cost.clone()
@@ -116,8 +116,8 @@ def merge(
 ) -> Merged:
     """Merge the ``chosen`` pairs, (lanes, n) bool, and close the gaps.
 
-    turned: returns keys (lanes, n, dim) as they would be so many positions (lanes, n) later. output: the layer's mean
-    one, (lanes, 1, value_dim), for methods that work by it.
+    turned: a function that rotates keys (lanes, n, dim) by a number of positions (lanes, n). output: the layer's mean
+    output, (lanes, 1, value_dim), for methods that use it.
     """
     pairs = int(chosen.sum(1).max())
     at = (~chosen).int().argsort(dim=1, stable=True)[:, :pairs]
@@ -145,7 +145,7 @@ def merge(
     gone = torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
     result.slots, result.counts = result.slots.masked_fill(gone, -1), result.counts.masked_fill(gone, 0)
     if how.cap:
-        # A count that was cut brings what is before it nearer.
+        # A count that was cut brings earlier entries nearer.
         nearer = _from_end(entries.counts) - _from_end(result.counts)
         if bool(nearer.any()):
             result.keys = turned(result.keys.float(), nearer).to(dtype)

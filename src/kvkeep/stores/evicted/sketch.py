@@ -1,16 +1,18 @@
-"""A count sketch of vectors: many are added up in few cells, and each can be estimated from them.
+"""A count sketch of vectors: few cells hold sums of many vectors, and each vector can be estimated from them.
 
-r rows of b slots. An id has one slot in each row, by a hash, and there its vector is added, times a hashed sign of ±1
-where the sketch is signed (Charikar, Chen and Farach-Colton, 2002; KVReviver's Algorithms 1 and 2, which call the rows
-buckets). Of n ids, n / b share a slot: the *load*. An estimate is the median of the r slots, element by element, or
-their mean. The mean is linear: products with estimates are then those with the cells, and no estimate is written out.
+A sketch has r rows of b slots. A hash gives each id one slot in each row. Its vector is added there, times a hashed
+sign of ±1 where the sketch is signed (Charikar, Chen and Farach-Colton, 2002; KVReviver's Algorithms 1 and 2, which
+call the rows buckets). With n ids, n / b share a slot: the *load*. An estimate is the median of the r slots, element by
+element, or their mean. The mean is linear: products with estimates follow from products with the cells, and no estimate
+is written out.
 
-Averaged cells are divided by the number of vectors in each of them, which a sketch knows exactly: an estimate is the
-median of means and not of sums, so it is no longer than a vector (KVReviver does not divide).
+Averaged cells are divided by their number of vectors, which a sketch knows exactly. An estimate is then the median of
+means instead of sums, and therefore no longer than a vector (KVReviver does not divide).
 
-Centred estimates look at deviations from the mean of all vectors that were added, which a sketch knows exactly. Shrunk
-ones multiply the deviation by 1 / (1 + c load), the best factor where vectors scatter alike: c times the load is an
-estimate's variance in units of theirs, :data:`MEDIAN` of r rows for the median, 1 / r for the mean.
+Centred estimates use deviations from the mean of all added vectors, which a sketch knows exactly. Shrunk estimates
+multiply the deviation by 1 / (1 + c load), the best factor where all vectors have the same variance. Here c times the
+load is an estimate's variance in units of the vectors' variance; c is :data:`MEDIAN` of r rows for the median, 1 / r
+for the mean.
 """
 
 from __future__ import annotations
@@ -27,26 +29,26 @@ from kvkeep.portable import summed
 from kvkeep.stores.hashes import scattered
 
 MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
-"""The variance of the median of so many normal variables of variance 1 (KVReviver, appendix E, Eq. 2)."""
+"""By number: the variance of the median of that number of standard normal variables (KVReviver, appendix E, Eq. 2)."""
 
 PAGE = 512
 """Estimates of a lane that are written out at once."""
 
 
 def places(ids: Tensor, rows: int, slots: int, seed: int = 0) -> Tensor:
-    """Return where ``ids`` (...) are added, (rows, ...) int64: the number of the cell, and ``rows * slots`` more where
-    the sign is -1."""
+    """Return where ``ids`` (...) are added, (rows, ...) int64: the number of the cell, plus ``rows * slots`` where the
+    sign is -1."""
     row = torch.arange(rows, device=ids.device).view(-1, *[1] * ids.ndim)
     number = scattered(ids.long() + (row << 32) + (seed << 40))
     return (((number >> 1) * slots) >> 30) + row * slots + (number & 1) * (rows * slots)
 
 
 class CountSketch:
-    """Cells of some lanes. ``tallies``: what centred estimates need is kept, too; ``averaged``: what averaged ones
-    need, whose vectors have no signs.
+    """Cells of some lanes. tallies: the sketch keeps the data for centred estimates. averaged: it keeps the data for
+    averaged estimates, whose vectors have no signs.
 
-    Places ``at`` are (rows, lanes, n), as :func:`places` gives them, int32 or int64; vectors (lanes, n, dim); ``there``
-    (lanes, n) bool: which of them there are, None for all.
+    Places ``at`` are (rows, lanes, n), as :func:`places` returns them, int32 or int64. Vectors are (lanes, n, dim).
+    there: (lanes, n) bool, which of them exist; None: all.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class CountSketch:
         self._add(at, vectors, there, 1)
 
     def delete(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
-        """Subtract vectors: those that were added, or what they are estimated to be."""
+        """Subtract vectors: those that were added, or their estimates."""
         self._add(at, vectors, there, -1)
 
     def _add(self, at: Tensor, vectors: Tensor, there: Tensor | None, times: int) -> None:
@@ -97,8 +99,8 @@ class CountSketch:
     def estimates(
         self, at: Tensor, by: str, count: Tensor | None = None, shrink: bool = False, meter: Meter | None = None
     ) -> Estimates:
-        """Return what vectors are estimated to be: ``by`` "median" or "mean" of their slots. ``count``: how many are in
-        the sketch, (lanes,), for centred estimates; ``shrink``: and shrunk ones."""
+        """Return estimates of vectors. by: "median" or "mean" of their slots. count: the number of vectors in the
+        sketch, (lanes,), for centred estimates. shrink: shrink these."""
         cells, mean = self.cells, None
         if self.averaged:
             assert self.counts is not None
@@ -134,8 +136,8 @@ class CountSketch:
 class Estimates:
     """Estimated keys or values that know their products (:class:`~kvkeep.step.plan.Coded`).
 
-    cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, what the cells
-    are deviations from, if they are. by: "median" or "mean".
+    cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, where the cells
+    are deviations from a mean. by: "median" or "mean".
     """
 
     layout: ClassVar[str] = "sketched"
@@ -157,7 +159,7 @@ class Estimates:
         lanes, rows, _ = query.shape
         query = query.to(self.cells.dtype)
         if self.by == "mean":
-            # Of each cell with each query, and then of each entry: the mean of its cells'.
+            # The products of each cell with each query; an entry's product is the mean over its cells.
             products = (self.cells @ query.transpose(1, 2)).float().view(-1, rows)
             picked = products.index_select(0, self._index(self.at).flatten()).view(len(self.at), lanes, -1, rows)
             scores = picked.mean(0).transpose(1, 2)
@@ -184,7 +186,7 @@ class Estimates:
         return (written if self.mean is None else written + self.mean).to(dtype)
 
     def _pages(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield estimates a page at a time, with the number of the first, without the mean."""
+        """Yield estimates without the mean, a page at a time, each page with the number of its first."""
         for start in range(0, self.at.shape[2], PAGE):
             yield start, self._written(self.at[:, :, start : start + PAGE])
 

@@ -1,4 +1,4 @@
-"""Evicted entries in a count sketch: attention sees what each of them is estimated to be (KVReviver)."""
+"""Evicted entries in a count sketch: attention reads an estimate of each (KVReviver)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SWAPS = 8
 
 
 class Hashed:
-    """Where the entries at every slot are in a sketch, for all layers of one cache: what is hashed are positions."""
+    """The places of all slots in a sketch, for all layers of one cache. They are hashes of positions."""
 
     def __init__(self, ledger: Ledger, rows: int) -> None:
         self.ledger, self.rows = ledger, rows
         self._known: dict[int, Tensor] = {}  # by slots of a row: (rows, batch, slots of the sequence)
 
     def at(self, slots: Tensor, size: int) -> Tensor:
-        """Return where the entries at ``slots`` (lanes, n) are in rows of ``size`` slots, (rows, lanes, n) int32;
-        anywhere for -1."""
+        """Return the places of the entries at ``slots`` (lanes, n) in rows of ``size`` slots, (rows, lanes, n) int32;
+        any place for -1."""
         length = self.ledger.length
         known = self._known.get(size)
         if known is None or known.shape[2] != length:
@@ -51,10 +51,10 @@ class Hashed:
 class Sketched(EvictedStore):
     """Sketches of keys and values. An entry of a lane is in them or not, by slot.
 
-    slots: of a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its slots.
-    keys: "unsigned", "averaged", or "signed" as values always are. swap: an entry comes back, as it is estimated, when
-    it ranks above that many times the lowest resident one (KVReviver, Algorithm 3); what comes back is an estimate, and
-    so is what is deleted. 0: none does. leads: it accounts for what the sketches of all layers share.
+    slots: the slots in a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its
+    slots. keys: "unsigned", "averaged", or "signed" like values. swap: an entry's estimate becomes resident when its
+    rank exceeds this factor times that of the lowest resident entry (KVReviver, Algorithm 3); the sketch then subtracts
+    the same estimate. 0: never. leads: this store counts the data that the sketches of all layers share.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Sketched(EvictedStore):
                 yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], holes=holes)
 
     def _estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
-        """Return what the entries at ``slots`` (lanes, n) are estimated to be."""
+        """Return estimates of the entries at ``slots`` (lanes, n)."""
         assert self.sketches is not None and self.inside is not None
         at = self.hashed.at(slots, self.size)
         count = None if self.estimate == "plain" else self.inside.sum(1)
@@ -112,7 +112,7 @@ class Sketched(EvictedStore):
         return keys, values
 
     def _delete(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the entries at ``slots`` (lanes, n) out of the sketches and return what they were estimated to be."""
+        """Subtract the estimates of the entries at ``slots`` (lanes, n) from the sketches, and return them."""
         assert self.sketches is not None
         at, there, found = self.hashed.at(slots, self.size), slots >= 0, []
         for sketch, estimates in zip(self.sketches, self._estimates(slots), strict=True):
@@ -163,7 +163,7 @@ class Sketched(EvictedStore):
         return codes
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """Delete what the forgotten entries are estimated to be; by how much that is wrong stays as noise."""
+        """Subtract the estimates of the forgotten entries; their errors stay as noise."""
         if self.inside is not None and self.inside[:, length:-1].any():
             slots = compact(self.inside[:, length:-1])
             self._delete(torch.where(slots < 0, slots, slots + length))
@@ -220,8 +220,8 @@ class Sketched(EvictedStore):
 
 
 def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and where they are. Of those that rank the same the
-    first, which is the older entry, comes first: entries that share slots are estimated alike."""
+    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and their indices. Of equal ranks the first, which
+    is the older entry, comes first: entries that share slots have equal estimates."""
     bits = (ranks + 0.0).view(torch.int32)  # no negative zeros
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # the order of floats, as integers
     best = (ordered - torch.arange(ranks.shape[1], device=ranks.device)).topk(count, dim=1).indices
@@ -230,7 +230,7 @@ def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:
     """Write ``what`` at ``slots`` (lanes, n), -1 for none, of a table (lanes, slots and one more for none), which grows
-    as it needs to; None: a new one, of zeros."""
+    as needed. table: None for a new one, of zeros."""
     needed = int(slots.max()) + 2 if slots.numel() else 1
     if table is None or table.shape[1] < needed:
         size = max(256, needed + needed // 2)
@@ -246,5 +246,5 @@ def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:
 
 
 def _got(table: Tensor, slots: Tensor) -> Tensor:
-    """Return what a table has at ``slots`` (lanes, n), the zero of its last column for none."""
+    """Return a table's elements at ``slots`` (lanes, n), the zero of its last column for none."""
     return table.gather(1, torch.where((slots < 0) | (slots >= table.shape[1]), table.shape[1] - 1, slots).long())

@@ -1,4 +1,4 @@
-"""How many groups each precision tier holds, and the bytes of them: the rule that tiers are filled and planned by."""
+"""The number of groups in each precision tier, and their bytes. Tiers are filled and planned by this rule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
 """Bits of the tiers; a model whose numbers have 16 bits begins with the second."""
 
 ABOVE = (2.15, 0.95, 0.4, 0.0)
-"""How far above the depth at which entries are gone each tier ends, as a share of all groups. An entry is worth a tier
-while its squared share of the attention times the squared error that is spared exceeds a price in bytes. The attention
-of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens); so tiers end at differences of
-ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries have."""
+"""The end of each tier: its distance from the depth where entries are dropped, as a share of all groups. An entry is
+worth a tier while its squared share of the attention, times the squared error avoided, exceeds a price in bytes. The
+attention of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens). So tiers end at
+differences of ln(error avoided a byte) / 5.4, by the KL measured with codes of one width for all entries."""
 
 
 def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
-    """Return how many of so many groups of a lane are in each tier: the deepest that ``limit`` bytes allow, at
+    """Return the number of a lane's ``groups`` in each tier: the deepest division that ``limit`` bytes allow, at
     ``prices`` bytes a group."""
 
     ends_above = ABOVE[-len(prices) :]
@@ -49,8 +49,8 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
 
 
 def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
-    """Return the bytes of one layer's tiers, of ``limit`` bytes a lane, once so many entries of a lane ``left`` by and
-    by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
+    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the entries of a
+    lane that are evicted, at successive times. Groups never move up a tier, so the function repeats every time."""
     if not sum(left):
         return PredictedBytes()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
@@ -94,5 +94,5 @@ def group_bytes(key_dim: int, value_dim: int, bits: Bits) -> int:
 
 
 def channel_bytes(value_dim: int) -> int:
-    """Return the bytes of what one lane's channels are brought to."""
+    """Return the bytes of the mean and deviation of one lane's channels."""
     return 8 * value_dim

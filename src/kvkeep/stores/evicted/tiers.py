@@ -1,13 +1,13 @@
-"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, gone. As more come, the least attended fall a tier.
+"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, dropped. As more are evicted, the least attended move down.
 
-Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
-arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
-mean 0 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys
-keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
-Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
+Entries form groups of 32, which move as a whole. Keys have a scale for each channel and group (KIVI, arXiv:2402.02750),
+which is far better than one for each entry. Values have a scale for each entry, after channels are normalised to mean 0
+and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys have
+more bits than values: a wrong key moves attention, a wrong value is one of many in a mean. Entries that wait for a full
+group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
 
-**How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
-tensors; which groups these are is each head's own. See :data:`~kvkeep.stores.evicted.tier_sizes.ABOVE`.
+The number of groups in a tier depends only on the number of all groups and on the bytes, so all KV heads have tensors
+of the same shape. Each head chooses its groups. See :data:`~kvkeep.stores.evicted.tier_sizes.ABOVE`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvkeep.stores.evicted.waiting import Waiting
 from kvkeep.stores.slots import codes_of, without
 
 PARTS = ("attention", "channels", "waiting")
-"""What can be left out, to see what it is good for."""
+"""Parts that can be left out, to measure their effect."""
 
 
 class EntryGroups(NamedTuple):
@@ -108,8 +108,8 @@ class Tier:
     def settle(
         self, slots: Tensor, scores: Tensor, coming: EntryGroups, count: int, channels: Channels, meter: Meter
     ) -> tuple[Tensor, Tensor, EntryGroups]:
-        """Keep the ``count`` most attended groups of those held, whose slots and scores (lanes, groups, GROUP) are
-        given, and those ``coming``. Return the slots and scores of what is held now, and what falls."""
+        """Keep the ``count`` most attended groups among the present ones, with ``slots`` and ``scores`` (lanes, groups,
+        GROUP), and those ``coming``. Return slots and scores of the kept groups, and the groups that move down."""
         groups = self.groups
         if not groups and not count:
             return slots, scores, coming
@@ -124,7 +124,7 @@ class Tier:
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
-            if coming.groups:  # what passes by falls from what it was
+            if coming.groups:  # groups that only pass through keep their numbers
                 new = (falling - groups).clamp(min=0)
                 passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)
@@ -153,12 +153,13 @@ class Tier:
 
 
 class Tiers(EvictedStore):
-    """One layer's tiers, and the entries that wait to be a group. ``limit``: bytes of a lane for groups; ``width``:
-    bytes of a number of the model's; ``without``: one of :data:`PARTS`, or none. It listens: scores of what left go on,
-    so that a group ranks by the attention it gets; without attention a score is a slot, and the newest rank highest.
+    """One layer's tiers, and the entries that wait for a full group. limit: bytes of a lane for groups. width: bytes of
+    a number of the model. without: one of :data:`PARTS`, or none. The store listens: scores of evicted entries still
+    change, so that a group ranks by the attention it gets. Without attention a score is a slot, and the newest rank
+    highest.
 
-    Slots and scores of everything lie in one tensor each, (lanes, entries), tier by tier; the last GROUP are of what
-    waits.
+    Slots and scores are in one tensor each, (lanes, entries), tier by tier; the last GROUP are those of waiting
+    entries.
     """
 
     listens = True
@@ -194,7 +195,7 @@ class Tiers(EvictedStore):
                 keys, values = (part.dense(left.keys.dtype) for part in self.waiting.read(start))
                 waited = keys, values, self.slots[:, -GROUP:][:, :start], self.scores[:, -GROUP:][:, :start]
                 fresh = [torch.cat([old, new], 1) for old, new in zip(waited, fresh, strict=True)]
-            if count >= 2 * GROUP:  # those attended alike fall alike
+            if count >= 2 * GROUP:  # entries with similar attention share a group
                 order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
                 fresh = picked(fresh, order)
             grouped = count // GROUP * GROUP
@@ -206,7 +207,7 @@ class Tiers(EvictedStore):
         self.slots[:, -GROUP:][:, start:count], self.scores[:, -GROUP:][:, start:count] = fresh[2:]
 
     def _begin(self, fresh: Sequence[Tensor]) -> None:
-        """Let a group begin to wait, of numbers like keys, values and slots at hand."""
+        """Begin a group of waiting entries, with bounds from the present keys, values and slots."""
         self._spans = None
         self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
@@ -240,7 +241,7 @@ class Tiers(EvictedStore):
     # -- what attention sees ------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[Tier | None, Tensor]]:
-        """Yield what holds entries, with a view of its slots (lanes, n): tiers, and None for what waits."""
+        """Yield each tier, and None for the waiting entries, with a view of its slots (lanes, n)."""
         start = 0
         if self.slots is None:
             return
@@ -259,7 +260,7 @@ class Tiers(EvictedStore):
                 continue
             assert self.channels is not None
             keys, values = tier.read(self.channels)
-            # What attention writes out of them for a moment: codes as numbers.
+            # Attention decodes the codes into temporary numbers.
             size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
             self.meter.hold(size)
             yield Piece(keys, values, slots, holes=tier.holes)
@@ -292,7 +293,7 @@ class Tiers(EvictedStore):
     # -- the cache contract -------------------------------------------------------------------------
 
     def _strike(self, slots: Tensor) -> None:
-        """Replace the slots, some of which are gone now."""
+        """Replace the slots after some were removed."""
         self.gaps = True
         for tier in self.tiers:
             tier.holes = True
@@ -307,7 +308,7 @@ class Tiers(EvictedStore):
             self._strike(without(self.slots, slots))
 
     def _tensors(self) -> dict[str, list[Tensor]]:
-        """Return all tensors by the name of what holds them."""
+        """Return all tensors by the name of their holder."""
         named = {str(number): tier.parts for number, tier in enumerate(self.tiers) if tier.groups}
         if self.slots is not None and self.scores is not None:
             named["waiting"] = self.waiting.parts
@@ -317,7 +318,7 @@ class Tiers(EvictedStore):
         return named
 
     def _put(self, named: dict[str, list[Tensor]]) -> None:
-        """Replace all tensors, as :meth:`_tensors` gave them."""
+        """Replace all tensors, in the form that :meth:`_tensors` returns."""
         self._spans = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)

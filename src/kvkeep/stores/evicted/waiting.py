@@ -1,9 +1,9 @@
-"""Entries that wait to be a group: half as many bits as the model's own numbers, within bounds set beforehand.
+"""Entries that wait for a full group: codes with half the bits of the model's numbers, within bounds set in advance.
 
-A group is encoded when it is whole, because keys of 32 entries share a scale for each channel. Until then up to 31
-entries wait, which in a small budget are most of it, if they wait as they are. So each channel has bounds before
-entries come: those of the entries at hand when the last group was made, and half of their distance more to each
-side. What lies beyond is brought to them.
+A group is encoded when it is full, because keys of 32 entries share a scale for each channel. Until then up to 31
+entries wait, and without codes they would take most of a small budget. So each channel has bounds before entries
+arrive: the range of the entries present when the last group was made, widened by half of it to each side. Numbers
+beyond the bounds are clamped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.stores.evicted.groups import GROUP
 
 MARGIN = 0.5
-"""How far bounds are beyond what was seen, as a share of its range."""
+"""The distance of the bounds beyond the range, as a share of the range."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class ByChannel:
 
 
 class Waiting:
-    """Up to a group of entries of one layer, ``count`` of them there.
+    """Up to a group of entries of one layer. count: the present ones.
 
-    width: bytes of a number of the model's; entries have half of it, and scales and offsets float16 for numbers of 16
-    bits, float32 for wider ones. coded: False keeps them as numbers of 16 bits.
+    width: bytes of a number of the model. Codes have half of them; scales and offsets are float16 for numbers of 16
+    bits, float32 for wider ones. coded: False keeps entries as numbers of 16 bits.
     """
 
     def __init__(self, width: int, coded: bool = True) -> None:
@@ -64,12 +64,12 @@ class Waiting:
         self.parts: list[Tensor] = []  # of keys, and of values: codes (lanes, GROUP, dim), scale and offset
 
     def begin(self, parts: Sequence[Tensor], there: Tensor | None) -> None:
-        """Forget what waits, and set bounds by keys and values (lanes, n, dim), of which ``there`` (lanes, n) bool are
-        entries; None: all."""
+        """Forget the waiting entries, and set bounds by keys and values (lanes, n, dim). there: (lanes, n) bool, which
+        of them are entries; None: all."""
         self.parts, self.count = [part for numbers in parts for part in self._bounds(numbers, there)], 0
 
     def form(self, lanes: int, *dims: int) -> list[Tensor]:
-        """Return the parts that keys and values of such widths would have, empty."""
+        """Return empty parts for keys and values of widths ``dims``."""
         return [part for dim in dims for part in self._bounds(torch.zeros(lanes, GROUP, dim), None)]
 
     def _bounds(self, numbers: Tensor, there: Tensor | None) -> list[Tensor]:
@@ -90,7 +90,7 @@ class Waiting:
         return [numbers.new_zeros(lanes, GROUP, dim, dtype=self.codes), scale, ((low + high) / 2).to(self.scales)]
 
     def add(self, *parts: Tensor) -> None:
-        """Add keys and values (lanes, n, dim), no more than there is room for."""
+        """Add keys and values (lanes, n, dim), which must fit."""
         stop = self.count + parts[0].shape[1]
         for numbers, part in zip(parts, self.read(), strict=True):
             if self.coded:

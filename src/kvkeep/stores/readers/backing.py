@@ -1,7 +1,7 @@
 """The backing of one layer: a checkpoint that holds every entry, resident or not, in the order of the text.
 
-Nothing has to be rescued when it leaves the resident entries, so no entry counts twice: an exact pass attends to the
-backing and to what is new, and what is resident only learns what attention it got.
+The backing has every entry before it is evicted. An exact pass therefore attends to the backing and to the new entries,
+so that no entry counts twice. Resident entries only learn the attention that they received.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep.stores.slots import compact
 
 
 class Backed(Reader):
-    """A reader of a layer whose every entry is in the backing, whatever becomes of the resident one."""
+    """A reader of a layer whose backing holds every entry."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
@@ -30,7 +30,7 @@ class Backed(Reader):
 
     @property
     def first(self) -> int:
-        """The first slot that is still there; those before are lost."""
+        """The first slot that the backing still has; earlier ones are lost."""
         return self.checkpoint.first(self.index)
 
     def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
@@ -40,7 +40,7 @@ class Backed(Reader):
         yield from self.checkpoint.pieces(self.index, layer.length)
 
     def states(self, layer: Layer, evicted: Tensor) -> Tensor:
-        """What a store dropped is here, unless it was lost."""
+        """Return the states; entries that the store dropped are checkpointed, except lost ones."""
         evicted = evicted.masked_fill(evicted == EntryState.DROPPED, EntryState.CHECKPOINTED)
         lost = evicted[..., : self.first]
         lost.masked_fill_(lost == EntryState.CHECKPOINTED, EntryState.DROPPED)
@@ -56,13 +56,13 @@ class Backed(Reader):
     def segments(
         self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
     ) -> Iterator[Segment]:
-        """Yield all entries, a piece at a time; ``keep``: (lanes, slots) bool, those that are wanted."""
+        """Yield all entries, a piece at a time. keep: (lanes, slots) bool, the wanted entries."""
         if layer.length:
             for piece in self.checkpoint.pieces(self.index, layer.length, lazy=keep is None):
                 yield layer.segment(piece, step, wide, keep)
 
     def everything(self, layer: Layer, step: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """Return attention over all entries, those in hand included, and its log-sum-exp."""
+        """Return attention over all entries, pending ones included, and its log-sum-exp."""
 
         def segments() -> Iterator[Segment]:
             yield from self.segments(layer, step, wide=step.wide(layer.length))
@@ -72,7 +72,7 @@ class Backed(Reader):
         return attend(step.query, segments(), step.scaling, origin=layer.origin)
 
     def attend_exactly(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Attend to all entries; let the selector and the store learn, and settle."""
+        """Attend to all entries, let the selector and the store learn the attention, and settle the new entries."""
         output, lse = self.everything(layer, step)
         attended_exactly(layer, step, output, lse)
         if step.last:
@@ -92,7 +92,7 @@ class Backed(Reader):
         return filled[0], filled[1]
 
     def away(self, layer: Layer) -> Tensor:
-        """Return which slots can come back: here, not resident, not padding; (lanes, slots) bool."""
+        """Return which slots can come back: in the backing, not resident, not padding; (lanes, slots) bool."""
         flags = ~layer.resident.resident_slots()
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             flags &= visible[:, 0, 0, : layer.length]
@@ -100,7 +100,7 @@ class Backed(Reader):
         return flags
 
     def bring(self, layer: Layer, slots: Tensor) -> None:
-        """Make ``slots`` (lanes, n) resident, -1 for none; what a store holds of them is forgotten there."""
+        """Make ``slots`` (lanes, n) resident, -1 for none; the store forgets them."""
         if slots.shape[1]:
             layer.evicted.forget(slots)
             layer.resident.swap_in(slots, *self.picked(slots))
@@ -117,7 +117,7 @@ class Backed(Reader):
 
 
 def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
-    """Let the selector and the store learn what a step over everything gave what is resident, evicted and new."""
+    """Let the selector and the store learn the attention of a step over all entries: resident, evicted and new."""
     resident, store = layer.resident, layer.evicted
     wide = step.wide(layer.length)
     if step.brings_entries:

@@ -1,8 +1,8 @@
 """Bounds on scores: the least and the greatest of every key channel, for pages of slots.
 
 For any query q and any key k of a page, q·k = sum_i q_i k_i <= sum_i max(q_i min_i, q_i max_i), and that is
-q⁺·max + q⁻·min with q⁺ = max(q, 0) and q⁻ = min(q, 0): two small products bound every score of a page that is not
-there. It holds for real numbers; in floating point up to rounding.
+q⁺·max + q⁻·min with q⁺ = max(q, 0) and q⁻ = min(q, 0): two small products bound every score of a page without its keys.
+The bound holds for real numbers; in floating point it holds up to rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BLOCK = 8
 
 
 class Bounds:
-    """Of one layer: page p is of slots 32 p .. 32 p + 31, the last of them perhaps of fewer. ``low`` and ``high`` are
-    (lanes, pages, dim) in the keys' own dtype; padding counts like any other key."""
+    """The bounds of one layer. Page p has slots 32 p .. 32 p + 31; the last page may have fewer. ``low`` and ``high``
+    are (lanes, pages, dim) in the dtype of the keys; padding counts like any other key."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -59,16 +59,15 @@ class Bounds:
         self.length += count
 
     def upper(self, query: Tensor) -> Tensor:
-        """Return (lanes, heads, queries, pages) float32: no key of the page gives a higher score (not scaled) to
-        ``query`` (lanes, heads, queries, dim)."""
+        """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with the keys of
+        each page: (lanes, heads, queries, pages) float32."""
         low, high = (part.float().transpose(1, 2) for part in (self.low, self.high))
         rows = query.flatten(1, 2).float()
         bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on. What they did to the bounds of a page that stays is left: too wide a
-        bound is still one."""
+        """Forget the slots from ``length`` on. The last page keeps its bounds, which then are wider than necessary."""
         self.length = min(self.length, length)
         for rows in (self._low, self._high):
             rows.truncate(-(-self.length // PAGE))

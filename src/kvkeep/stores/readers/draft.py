@@ -1,12 +1,12 @@
-"""The reader of draft and verify: what is resident is what drafts attend to.
+"""The reader of draft and verify: drafts attend to the resident entries.
 
-In an exact pass attention runs over the backing, page by page, and what is new. In a draft pass it runs over the
-resident entries, what the store of evicted ones keeps, and the drafted ones, which lie in the *tail*: columns behind
-the resident ones, part of the budget. A verifying pass is an exact one whose entries wait in the tail, over the drafted
-ones, until it is known how many of them stay.
+In an exact pass attention runs over the backing, page by page, and the new entries. In a draft pass it runs over the
+resident entries, the store of evicted ones, and the drafted ones. These are in the *tail*: columns behind the resident
+ones, part of the budget. A verifying pass is an exact one. Its entries replace the drafted ones in the tail, until the
+round decides how many of them stay.
 
-An entry may be resident again when attention returns to it: after a draft went wrong, the resident ones are chosen anew
-from all, by the attention of the tokens that were verified.
+An entry may become resident again when attention returns to it: after a wrong draft, the resident entries are chosen
+anew from all entries, by the attention of the verified tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvkeep.stores.resident.draft_tail import DraftTail
 from kvkeep.stores.resident.reselection import reselect
 
 VOTERS = 32
-"""Queries at most that are remembered to choose the resident entries anew."""
+"""The most queries that are remembered to choose the resident entries anew."""
 
 
 @dataclass(frozen=True)
 class _Voters:
-    """The last queries of an exact step, what attention gave them, and the slot of the first."""
+    """The last queries of an exact step, the output of their attention, and the slot of the first."""
 
     step: AttentionInputs
     output: Tensor  # (lanes, heads, queries, value_dim)
@@ -41,7 +41,7 @@ class _Voters:
 
 
 class DraftAndVerify(Backed):
-    """Attends as its ``round`` wants it."""
+    """Attends in the way of its ``round``'s phase."""
 
     def __init__(self, site: Site, round: Round) -> None:
         super().__init__(site)
@@ -50,8 +50,8 @@ class DraftAndVerify(Backed):
         self._voters: _Voters | None = None
 
     def chooses(self, layer: Layer) -> bool:
-        """Whether the resident entries can be chosen anew from all: the selector goes by attention alone, what left is
-        nowhere but in the backing, and that can be read without computing."""
+        """Whether the resident entries can be chosen anew from all entries: the selector uses attention alone, only the
+        backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
@@ -77,7 +77,7 @@ class DraftAndVerify(Backed):
         return output
 
     def _draft(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Attend one query a row over what is resident, what the store keeps, and the tail."""
+        """Attend with one query a row over the resident entries, the store, and the tail."""
         self._stash(layer)
         segments = [layer.segment(piece, step, None) for piece in DraftTail(layer.resident.banks).pieces(self.waiting)]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
@@ -85,7 +85,7 @@ class DraftAndVerify(Backed):
         return attend(step.query, segments, step.scaling)[0]
 
     def _stash(self, layer: Layer) -> None:
-        """Put the entries in hand into the tail."""
+        """Put the pending entries into the tail."""
         if layer.pending is None:
             return
         (keys, values), layer.pending = layer.pending, None
@@ -106,8 +106,8 @@ class DraftAndVerify(Backed):
     # -- the end of a round -------------------------------------------------------------------------
 
     def commit(self, layer: Layer, count: int, agreed: bool) -> None:
-        """Keep the first ``count`` of the verified entries that wait. ``agreed``: the draft was right throughout; if it
-        was not, and :meth:`choose` will follow, what they attended to is learnt there."""
+        """Keep the first ``count`` of the verified entries that wait. agreed: the whole draft was right. If it was not
+        and :meth:`choose` follows, that method learns their attention."""
         keys, values = DraftTail(layer.resident.banks).read(count)
         self.waiting, voters = 0, self._voters
         layer.pending = keys, values
@@ -123,13 +123,13 @@ class DraftAndVerify(Backed):
         layer.finish()
 
     def choose(self, layer: Layer) -> None:
-        """Choose the resident entries anew from all that there are, if their number is more than the budget."""
+        """Choose the resident entries anew from all entries, if these exceed the budget."""
         voters, self._voters = self._voters, None
         if voters is None or not self.chooses(layer) or layer.resident.least_columns >= layer.length:
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
-            # Padding attends to something, too, and must not count.
+            # Queries of padding attend, too, and must not count.
             span = slice(voters.first, voters.first + step.queries)
             lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
         parts = []

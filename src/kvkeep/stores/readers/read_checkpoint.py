@@ -18,8 +18,8 @@ from kvkeep.stores.readers.backing import Backed
 
 
 class ReadCheckpoint(Backed):
-    """Attends to the checkpoint and to what is new; what is resident beside entries that were evicted only learns what
-    attention it received."""
+    """Attends to the checkpoint and to the new entries. After the first eviction, resident entries only learn the
+    attention that they received."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if layer.attends_settled(step):
@@ -29,8 +29,8 @@ class ReadCheckpoint(Backed):
     def segments(
         self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
     ) -> Iterator[Segment]:
-        """Yield all entries: as they are resident while none was evicted, else from the checkpoint. One of limited
-        capacity has lost its oldest: of those, the resident ones."""
+        """Yield all entries: the resident ones before the first eviction, else those of the checkpoint. A checkpoint of
+        limited capacity has lost its oldest entries; those of them that are resident are yielded, too."""
         if (piece := layer.resident.whole_text()) is not None:
             yield layer.segment(piece, step, wide)
             return

@@ -1,4 +1,4 @@
-"""The reader of most methods: a step attends to what is resident, and to all that the store of evicted entries has."""
+"""The reader of most methods: a step attends to the resident entries and to all of the store of evicted entries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvkeep.stores.layer import Layer
 
 
 class ReadEvicted(Reader):
-    """Attends over what comes back, what is resident and what is new."""
+    """Attends over the store's entries, the resident ones and the new ones."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Attend, and let the selector and the store learn what each entry received."""
+        """Attend, and let the selector and the store learn the attention of each entry."""
         store, resident = layer.evicted, layer.resident
         settled = layer.attends_settled(step)
         if settled:
@@ -38,8 +38,8 @@ class ReadEvicted(Reader):
         return step
 
     def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:
-        """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
-        some of it is masked or formed, or the library does not read it."""
+        """Attend to the settled entries in one call of the library, and let the selector and the store learn. None
+        where some of them are masked or temporary, or where the library cannot read them."""
         store, resident = layer.evicted, layer.resident
         if step.mask is not None or step.latent or layer.ledger.visible is not None:
             return None
@@ -64,7 +64,7 @@ class ReadEvicted(Reader):
         return done[0]
 
     def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
-        """Attend by segments, whatever there is of them."""
+        """Attend by segments."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         masked = wide is not None or layer.ledger.visible is not None
         ordered = masked or native.can_attend(step.query, step.key, step.value)
@@ -72,7 +72,7 @@ class ReadEvicted(Reader):
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
         if store.listens:
-            evicted = list(evicted)  # its pieces are held until it has learnt what they received
+            evicted = list(evicted)  # pieces stay until the store has learnt their attention
         complete = store.listens or store.merges or not store.keeps
         one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
         if settled and step.queries == 1 and complete and one_bank and resident.observes:
@@ -91,7 +91,7 @@ class ReadEvicted(Reader):
 
 
 def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
-    """Let a store that listens learn what its pieces received of a step, by the log-sum-exp of everything."""
+    """Let a store that listens learn the attention of its pieces in a step, by the log-sum-exp over all entries."""
     resident = layer.resident
     window, lse = resident.selector.observation_window or None, resident.unpadded(lse)
     reduce = resident.selector.reduce

@@ -1,9 +1,9 @@
-"""The reader of a reconstruction: while a text is read once more, what each of its entries receives of that.
+"""The reader of a reconstruction: it records the attention of each entry while a text is read a second time.
 
 KVzip (arXiv:2505.23416, section 3): an entry is scored by the most attention that any query of the repeated text, of
-any head that shares it, pays to it. A long text is repeated in pieces, and the attention of a piece's queries is then
-taken over three kinds of entries alone: the first ones of the text, those of the piece as they were read first, and
-those of the piece as it is read now.
+any head that shares it, pays to it. A long text is repeated in pieces. The attention of a piece's queries is then
+normalised over three kinds of entries: the first ones of the text, those of the piece from the first reading, and those
+of the piece from the second.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvkeep.stores.readers.rehearsal import Rehearsal
 
 
 class ReconstructionReader(Rehearsal):
-    """Attends to all that a layer has read, exactly, and to what is new, which nobody keeps.
+    """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
 
-    scores: (lanes, slots) float32, the most that each entry received. piece: slots that are repeated now. sinks: first
-    entries beside them whose attention a later piece's is compared with.
+    scores: (lanes, slots) float32, the largest weight that each entry received. piece: the slots that are repeated in
+    this pass. sinks: the number of first entries in the normalisation of a later piece.
     """
 
     def __init__(self, layer: Layer, sinks: int) -> None:
@@ -39,7 +39,7 @@ class ReconstructionReader(Rehearsal):
         return output
 
     def _past(self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
-        """Yield all that was read, or what of it ``keep`` says, (1, slots) bool."""
+        """Yield all entries, or those marked in ``keep`` (1, slots) bool."""
         wide = step.wide(layer.length)
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         for piece in chain(evicted, layer.resident.pieces()):

@@ -1,4 +1,4 @@
-"""A rehearsal: passes in which a cache's layers attend, and whose entries nobody keeps."""
+"""A rehearsal: passes in which a cache's layers attend, and whose entries are discarded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rehearsal(Reader):
     """The reader of a layer in such passes."""
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Nothing is kept, so nothing needs room."""
+        """Do nothing: the entries need no room."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         output = self.attended(layer, step)
@@ -30,7 +30,7 @@ class Rehearsal(Reader):
 
     @abstractmethod
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
+        """Return attention over past and new entries, (lanes, heads, queries, value_dim)."""
 
     def truncate(self, layer: Layer, length: int) -> None:
         self.waiting = 0
@@ -38,9 +38,9 @@ class Rehearsal(Reader):
 
 @contextmanager
 def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[], None]]:
-    """Within the block, what ``cache`` reads is attended by ``readers``, one for each full layer, in one piece; nobody
-    keeps it or is told of it. Yields a function that forgets what was read so far, as the end of the block does.
-    Gradients flow where they are enabled."""
+    """Within the block ``readers``, one for each full layer, attend for ``cache``, in one chunk. The entries are
+    discarded, and hooks are not called. Yields a function that forgets the tokens read so far, as the end of the block
+    does. Gradients flow where they are enabled."""
     stream, layers = cache.stream, cache.stream.bounded
     stream.roll_back()
     length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
@@ -69,4 +69,4 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
 
 
 _SET = ("rehearsing", "chunk", "on_progress", "pass_hooks", "earlier_outputs", "last_outputs")
-"""What a pass sets on a stream, and what a rehearsal does."""
+"""Attributes of a stream that a pass or a rehearsal sets."""

@@ -1,4 +1,4 @@
-"""A round of draft and verify: tokens are drafted from what is resident, read exactly, and kept while they agree."""
+"""A round of draft and verify: tokens are drafted with the resident entries, then verified by an exact pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvkeep.stores.windows import WindowState, noted
 
 
 class RoundPhase(Enum):
-    """What a forward pass is for."""
+    """The purpose of a forward pass."""
 
-    EXACT = "exact"  # over everything; what it reads stays
-    DRAFT = "draft"  # over what is resident; what it reads is taken back
-    VERIFY = "verify"  # over everything; what it reads waits for a decision
+    EXACT = "exact"  # over all entries; its entries stay
+    DRAFT = "draft"  # over resident entries; its entries are taken back
+    VERIFY = "verify"  # over all entries; its entries wait for a decision
 
 
 @dataclass
 class RoundStatistics:
-    """What decoding in rounds did. ``drafted``: tokens drafted by the model; ``copied``: drafts found in the text;
-    ``accepted``: of both; seconds of drafting and of exact passes."""
+    """Statistics of decoding in rounds. drafted: tokens drafted by the model. copied: drafts found in the text.
+    accepted: accepted tokens of both kinds. The others: seconds of drafting and of exact passes."""
 
     rounds: int = 0
     drafted: int = 0
@@ -37,8 +37,8 @@ class RoundStatistics:
 class Round:
     """The rounds of one cache, whose layers attend as :attr:`phase` says.
 
-    tail: the most entries that may wait for a decision. layers: those that draft; windows: those with a sliding window
-    of their own. statistics: what decoding in rounds last did. uneven: rows kept different numbers of tokens.
+    tail: the most entries that may wait for a decision. layers: those that draft. windows: those with a sliding window.
+    statistics: those of the last decoding in rounds. uneven: rows kept different numbers of tokens.
     """
 
     def __init__(self, tail: int, ledger: Ledger, checkpoint: Checkpoint) -> None:
@@ -54,7 +54,7 @@ class Round:
 
     @property
     def drafting(self) -> bool:
-        """Whether what is read now is taken back, so that neither checkpoints nor windows keep it."""
+        """Whether this pass drafts: its entries are taken back, so checkpoints and windows do not keep them."""
         return self.phase is RoundPhase.DRAFT
 
     @property
@@ -68,33 +68,33 @@ class Round:
                 "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
                 "aligned with them; call reset() and read the whole text again."
             )
-        if self.drafting and not self._agreed:  # the round may do without drafts of the model's own; now it will not
+        if self.drafting and not self._agreed:  # until now the round could work without drafts of the model
             for layer in self.layers:
                 layer.reader.choose(layer)
             self._agreed = True
 
     def after_forward(self) -> None:
-        """Note that a text was read exactly: what is resident was not chosen by its attention yet."""
+        """Note that a text was read exactly, and that its attention has not chosen the resident entries yet."""
         if not self.open:
             self._agreed = False
 
     def draft(self) -> None:
-        """Begin a round: from here on tokens are read with what is resident alone, one a row at a time, until
-        :meth:`verify`."""
+        """Begin a round. Until :meth:`verify`, tokens are read one a row at a time, and attend to the resident entries
+        alone."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
         self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
-        """Take the drafts back; the next forward pass reads the tokens to be verified, all at once and exactly."""
+        """Take the drafts back. The next forward pass then reads all tokens to be verified at once, exactly."""
         self.retract()
         self.phase = RoundPhase.VERIFY
         for window in self._before:
             window.layer.record_past = True
 
     def commit(self, counts: Sequence[int], agreed: bool) -> None:
-        """Keep the first ``counts`` tokens of each row that were verified, and forget the others; where rows keep
-        different numbers, the slots between are padding from now on. ``agreed``: no draft was wrong."""
+        """Keep the first ``counts`` verified tokens of each row, and forget the others. Where rows keep different
+        numbers, the slots between become padding. agreed: no draft was wrong."""
         self.phase, self._agreed = RoundPhase.EXACT, self._agreed and agreed
         count = max(counts)
         self.uneven = self.uneven or min(counts) < count

@@ -1,15 +1,14 @@
-"""The reader of selective recall: a step attends to what is resident, and to the most promising pages of the backing.
+"""The reader of selective recall: a step attends to the resident entries, and to chosen pages of the backing.
 
-Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
-(:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. So before anything is recalled it is
-known how much of the attention a page can have at most; a :class:`PageChoice` says which pages are worth it, by lane,
-and what is left out is bounded by
+Attention over resident and new entries gives the log-sum-exp of their scores, and the bounds of a page
+(:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. Together they bound the attention that
+a page can have, before it is recalled. A :class:`PageChoice` chooses the pages of each lane. The attention left out is
+bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
 
-with n the page's entries that are not resident and ``lse`` of everything attended exactly in the end. A store that
-keeps evicted entries in a smaller form is attended besides, but for what was recalled: it stands in for the pages left
-out.
+with n the page's entries that are not resident and ``lse`` that of all entries attended exactly. If a store keeps
+evicted entries in a smaller form, the step also attends to those that were not recalled.
 """
 
 from __future__ import annotations
@@ -33,31 +32,32 @@ from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 FEW = 8
-"""Queries at most for which pages are chosen; a longer step recalls everything."""
+"""The most queries for which pages are chosen; a longer step recalls everything."""
 
 
 class PageChoice(Protocol):
-    """Which pages are recalled. fetches: after a step, entries come back to be resident."""
+    """Chooses the pages to recall. fetches: after a step, entries become resident again."""
 
     fetches: ClassVar[bool]
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls, (lanes, pages) bool, or None for none. ``excess``: (lanes, heads,
-        queries, pages), the logarithm of the most that a page can add to what is attended already, whose sum is 1."""
+        """Return which pages each lane recalls, (lanes, pages) bool, or None for none. excess: (lanes, heads, queries,
+        pages), the logarithm of the most that a page can add to the sum of the attention so far, which counts as 1."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
-        """Return which slots come back after a step, (lanes, n) int64, -1 for none; only where it :attr:`fetches`.
+        """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
+        :attr:`fetches`.
 
-        bounds: (lanes, pages), the logarithm of the most that any query gave to any entry of a page. tokens: so far,
-        (lanes, 1). halves: of a limit, returns how many entries each lane can take in, (lanes, 1). away: (lanes, slots
-        of whole pages) bool, which slots can come back."""
+        bounds: (lanes, pages), the logarithm of the most attention that any query can have given to any entry of a
+        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the entries that each
+        lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What one layer can have left out. last: the largest bound on the attention any query of the last step gave to
-    entries left out; worst: the same over all steps. recalled: entries recalled in a step, and away: entries there were
-    to recall, both for one KV head of one row, mean over the steps of few queries."""
+    """Bounds on the attention that one layer left out. last: the largest bound on the attention of any query of the
+    last step to entries left out. worst: the same over all steps. recalled: entries recalled in a step; away: entries
+    that could be recalled; both for one KV head of one row, the mean over steps of few queries."""
 
     layer: int
     last: float
@@ -67,9 +67,8 @@ class Certificate:
 
 
 class Selective(Backed):
-    """Recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer ones, where the caller masks by
-    hand, and where attention is latent (bounds of what is cached say nothing about scores then), it recalls
-    everything."""
+    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls everything in
+    longer steps, where the caller has a mask, and for latent attention (bounds of latents do not bound scores)."""
 
     def __init__(self, site: Site, choice: PageChoice) -> None:
         super().__init__(site)
@@ -128,8 +127,8 @@ class Selective(Backed):
     def _chosen_pages(
         self, layer: Layer, near: list[Segment], step: AttentionInputs
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend over ``near`` and what is recalled; note the bound on the rest. Return output, log-sum-exp, and what
-        was recalled, (lanes, slots) bool, None for nothing."""
+        """Attend over ``near`` and the recalled entries; note the bound on the rest. Return output, log-sum-exp, and
+        the recalled slots, (lanes, slots) bool, or None."""
         output, lse = attend(step.query, near, step.scaling)
         away = self._away_by_page(layer)
         if away is None:
@@ -152,7 +151,7 @@ class Selective(Backed):
         return output, lse, wanted
 
     def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        """Bring back what a step may have missed, for the next one."""
+        """Make entries that a step may have missed resident, for the next one."""
         away = self._away_by_page(layer)
         if away is None:
             return
@@ -164,7 +163,7 @@ class Selective(Backed):
         self.bring(layer, self.choice.fetch(bounds, tokens, layer.resident.halves, away))
 
     def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
-        """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
+        """Return the log-sum-exp that pages are compared with, in which queries of padding do not count."""
         return layer.resident.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
 
     def _away_by_page(self, layer: Layer) -> Tensor | None:
@@ -177,8 +176,8 @@ class Selective(Backed):
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
     def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
-        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read
-        as it lies and masked."""
+        """Yield the ``wanted`` entries, (lanes, slots) bool: gathered, or where some lane wants most of the backing,
+        read in place and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:
             yield from self.segments(layer, step, wanted)
             return

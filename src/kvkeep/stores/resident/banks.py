@@ -1,9 +1,9 @@
 """Banks: packed tensors of the lanes that have as many columns.
 
-A lane is one KV head of one row of the batch. Lanes choose for themselves which entries stay, so they hold different
-slots, in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed tensor
-(lanes, columns, dim): a head or a row that holds less takes less memory, nothing is masked away. Nothing moves when an
-entry leaves: the new one is written over it.
+A lane is one KV head of one row of the batch. Each lane keeps its choice of entries, so lanes hold different slots, in
+any order, and may have different budgets. Lanes with the same number of columns form one *bank*, a packed tensor
+(lanes, columns, dim). A head or a row with fewer entries therefore takes less memory, instead of masked columns. An
+eviction moves no other entry: the new entry overwrites the evicted one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvkeep.memory.rows import up
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 BLOCK = 128
-"""Columns by which a bank grows until it has its budget."""
+"""The number of columns by which a bank grows, up to its budget."""
 
 SAVED = ("keys", "values", "slots", "scores", "extra", "newest", "sinks", "lanes")
 MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
@@ -34,11 +34,11 @@ MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
 class Bank:
     """Lanes whose entries lie in one tensor.
 
-    lanes: which, None for all of them. keys, values: (lanes, columns + tail, dim). slots: (lanes, columns) int32, -1
-    for an empty column. scores: float32, what the selector made of each entry. used: columns that may hold something;
-    vacant: the most columns among them that are empty in any lane. sinks: the first keys as they came, where positions
-    are within the cache. Where entries stand for several tokens: extra, for how many besides their own (float32, 0 in
-    empty columns), and newest, the last slot in them where that is not their own.
+    lanes: their indices, None for all. keys, values: (lanes, columns + tail, dim). slots: (lanes, columns) int32, -1
+    for an empty column. scores: float32, the selector's score of each entry. used: columns that may hold an entry.
+    vacant: the most empty columns among them in any lane. sinks: the first keys before rotation, where positions are
+    within the cache. Where entries stand for several tokens: extra, the number of further tokens (float32, 0 in empty
+    columns), and newest, the last slot merged into the entry.
     """
 
     lanes: Tensor | None
@@ -55,7 +55,7 @@ class Bank:
     _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # of keys and values, which stay
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return this bank's share of something that all lanes have."""
+        """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
         return rows if self.lanes is None else rows[self.lanes]
 
     @property
@@ -97,9 +97,9 @@ class Bank:
         return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
 
     def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
-        """Return where the entry of ``slot`` goes in each lane, the first column that is not in use unless the caller
-        gives ranks, and the first ``seen`` columns as attention reads them: the same objects every time, without what
-        lies beside keys and values."""
+        """Return a step that writes the entry of ``slot`` in each lane, and a span of the first ``seen`` columns. The
+        entry takes the first unused column, unless the caller adds ranks. The objects are the same every time; they
+        have keys and values only."""
         if self._next is None:
             self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
         step, span = self._next
@@ -107,12 +107,12 @@ class Bank:
         return step, span
 
     def counts(self) -> Tensor:
-        """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""
+        """Return the number of tokens that each column in use stands for, (lanes, used) float32, 0 for an empty one."""
         there = (self.slots[:, : self.used] >= 0).float()
         return there if self.extra is None else there * (1 + self.extra[:, : self.used])
 
     def at(self, columns: Tensor, scored: bool) -> EvictedEntries:
-        """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
+        """Return copies of the entries in ``columns`` (lanes, n). scored: with scores."""
         index = columns[..., None]
         keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
         scores, extra, newest = (
@@ -122,7 +122,7 @@ class Bank:
         return EvictedEntries(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
     def empty_entries(self, scored: bool) -> EvictedEntries:
-        """Return room for what leaves one column of each lane."""
+        """Return empty tensors for one evicted entry of each lane."""
         keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
         slots, scores, extra, newest = (
             None if one is None else one.new_empty(len(one), 1)
@@ -152,20 +152,20 @@ class Bank:
             raise ShapeError("'slots' are twice the same, or where none are used")
 
     def recount(self) -> None:
-        """Find out anew how many columns are in use, and how many of them are empty."""
+        """Count the columns in use, and the empty ones among them."""
         occupied = self.slots >= 0
         filled = occupied.any(0).nonzero()
         self.used = int(filled.max()) + 1 if filled.numel() else 0
         self.count_vacant()
 
     def count_vacant(self) -> None:
-        """Find out anew how many of the columns in use are empty, in the lane that has most."""
+        """Count the empty columns among those in use: the largest number of any lane."""
         self.vacant = int((self.slots[:, : self.used] < 0).sum(1).max()) if self.used else 0
 
 
 class Banks:
-    """The banks of one layer. ``budgets``: entries of each lane, or where rows are alike of each KV head; one number:
-    of each of them. ``tail``: columns behind those, for entries that wait for a decision."""
+    """The banks of one layer. budgets: entries of each lane, or of each KV head where all rows agree; one number: the
+    same for all. tail: columns behind these, for entries that wait for a decision."""
 
     def __init__(self, budgets: Sequence[int], home: Place, ledger: Ledger, meter: Meter, tail: int = 0) -> None:
         self.budgets, self.home, self.ledger, self.meter, self.tail = tuple(budgets), home, ledger, meter, tail
@@ -188,8 +188,8 @@ class Banks:
         return max(bank.columns for bank in self.banks)
 
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Let every lane have the columns that its row's entries need with the new ``keys`` and ``values`` (lanes, n,
-        dim) after ``length`` slots, up to its budget; lanes that need as many lie together."""
+        """Give every lane the columns for its row's entries, with the new ``keys`` and ``values`` (lanes, n, dim) after
+        ``length`` slots, up to its budget. Lanes with the same number of columns share a bank."""
         if not self.banks:
             self._found(keys, values)
         count = keys.shape[1]
@@ -272,8 +272,8 @@ class Banks:
         return flags[:, :length]
 
     def truncate(self, length: int) -> None:
-        """Leave empty columns where slots from ``length`` on were. An entry that one of them was merged into goes, too,
-        with all that it stands for: what was added up cannot be taken apart."""
+        """Empty the columns of slots from ``length`` on. An entry that such a slot was merged into is removed with all
+        its tokens, because a sum cannot be separated."""
         for bank in self.banks:
             gone = bank.slots >= length
             if bank.newest is not None:
@@ -325,8 +325,8 @@ class Banks:
             self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
 
     def check(self, extent: Extent, sinks: int | None) -> None:
-        """Raise ShapeError where banks are not of all lanes of ``extent``, each within its budget; ``sinks``: whose
-        keys may be kept as they came."""
+        """Raise ShapeError where banks do not have all lanes of ``extent``, each within its budget. sinks: the number
+        of first entries that may have a key before rotation."""
         if not self.banks and not extent.slots:
             return
         found: list[int] = []
@@ -343,7 +343,7 @@ class Banks:
 
 
 def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -> None:
-    """Copy lanes ``members`` from where they were into ``fresh``."""
+    """Copy lanes ``members`` from their present banks into ``fresh``."""
     sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
     for number, lane in enumerate(members):
         bank, place = homes[lane]
@@ -369,5 +369,5 @@ def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -
 
 
 def bank_columns(budget: int, tokens: int) -> int:
-    """Return the columns of a lane with ``budget`` entries once ``tokens`` came."""
+    """Return the columns of a lane with a budget of ``budget`` entries after ``tokens`` tokens."""
     return min(budget, up(tokens, BLOCK))

@@ -1,9 +1,9 @@
-"""Positions within the cache: what lets a stream outlast the positions a model was trained for.
+"""Positions within the cache: a stream can then be longer than the positions a model was trained for.
 
-StreamingLLM (arXiv:2309.17453, section 3.2) gives each entry its place in the cache as its position. Rotary attention
-sees differences of positions only. So nothing has to be rotated anew at every step except the few sinks: they follow
-the window, ``gap`` places behind what they would be in the text. All positions are told to the model relative to
-``base``, which moves on when they reach the model's last one; entries are then turned back once.
+StreamingLLM (arXiv:2309.17453, section 3.2) uses an entry's place in the cache as its position. Rotary attention
+depends on differences of positions only. So each step rotates only the few sinks: they follow the window, ``gap``
+places after their positions in the text. The model gets all positions relative to ``base``. When they reach the
+model's last one, ``base`` grows, and the entries are rotated back once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CachePositions:
 
     def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
         self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit
-        self.base = 0  # what is taken off every position
+        self.base = 0  # subtracted from every position
         self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
         self._next = self.gap
         self._turned = self.gap > 0  # (rows or 1,): whose sinks have been turned, and are held as they came
@@ -34,7 +34,8 @@ class CachePositions:
         self._moved = False
 
     def begin(self, ordinals: Tensor, length: int) -> Tensor:
-        """Return what to tell the model instead of ``ordinals`` (batch or 1, new): each row's tokens numbered from 0.
+        """Return the positions that the model gets instead of ``ordinals`` (batch or 1, new), the numbers of each row's
+        tokens from 0.
 
         length: slots before these.
         """
@@ -54,7 +55,7 @@ class CachePositions:
         return ordinals - self.base
 
     def place(self, layer: Layer) -> None:
-        """Turn the keys of ``layer`` to where this step wants them."""
+        """Rotate the keys of ``layer`` to the positions of this step."""
         if self._moved and layer.index not in self._placed:
             self._placed.add(layer.index)
             for bank in layer.resident.banks:
@@ -72,8 +73,8 @@ class CachePositions:
             bank.keys[:, : self.sinks] = self.adapter.turn(layer.index, bank.sinks[:, None], angles)[:, 0]
 
     def _keep(self, layer: Layer, bank: Bank) -> None:
-        """Keep the sinks of a bank as they came, of lanes whose sinks have not been turned: they may not all be there
-        yet."""
+        """Copy the sinks of a bank before rotation, for lanes whose sinks have not been rotated: some may have arrived
+        since the last copy."""
         came = bank.keys[:, None, : self.sinks]
         if base := self._bases.get(layer.index, 0):
             by = torch.full(came.shape[1:3], base, device=came.device)
@@ -85,7 +86,7 @@ class CachePositions:
             bank.sinks = torch.where(turned[:, None, None], bank.sinks, came[:, 0])
 
     def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
-        """Return the angles that bring a bank's sinks to the window; layers of one type share them."""
+        """Return the angles that rotate a bank's sinks to the window; layers of one type share them."""
         key = self.adapter.layer_type(layer.index), number
         if key not in self._angles:
             bank = layer.resident.banks.banks[number]
@@ -104,8 +105,8 @@ class CachePositions:
                 setattr(self, name, rows[index.to(rows.device)])
 
     def state(self) -> Tensor:
-        """Return what must be saved: the base, whether anything moved, bases by layer, and of every row the gap and
-        whether its sinks were turned."""
+        """Return the state to save: the base, whether anything moved, bases by layer, and for every row the gap and
+        whether its sinks were rotated."""
         bases = [number for layer in sorted(self._bases.items()) for number in layer]
         turned = self._turned.expand(len(self._next)).tolist()
         return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist(), *turned])
@@ -128,7 +129,7 @@ class CachePositions:
             raise ShapeError("the gap behind the sinks is not that of all rows")
 
     def holds_on_to(self, length: int) -> bool:
-        """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
+        """Return whether a cut to ``length`` would remove sinks that have moved already."""
         return self._moved and length < self.sinks
 
     def truncate(self, length: int) -> None:
@@ -136,5 +137,5 @@ class CachePositions:
 
 
 def _by_lane(layer: Layer, bank: Bank, rows: Tensor) -> Tensor:
-    """Return a bank's share of something that every row has, or (1,) that all have."""
+    """Return a bank's part of ``rows``, a tensor by row, or (1,) for all rows."""
     return rows if len(rows) == 1 else bank.of(rows.repeat_interleave(layer.heads))

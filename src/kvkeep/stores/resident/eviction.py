@@ -1,4 +1,4 @@
-"""Eviction: new entries of a bank are appended, take the place of the lowest-ranked one, or compete with all.
+"""Eviction: new entries of a bank are appended, replace the lowest-ranked one, or compete with all.
 
 A single new entry takes the place of the lowest-ranked one before it is attended, so a decoding step attends over the
 budget's entries, itself included. The entries of a chunk are attended first, and then compete with the resident ones.
@@ -56,8 +56,8 @@ class Arriving:
 
 
 class Ranking:
-    """What a selector is shown of the entries of one layer, and how it ranks them. ``scored``: every entry has a score,
-    also where the selector asks for none."""
+    """A selector's view of the entries of one layer, and its ranks. scored: every entry has a score, even where the
+    selector uses none."""
 
     def __init__(self, selector: Selector, banks: Banks, ledger: Ledger, layer: int, scored: bool) -> None:
         self.selector, self.banks, self.ledger, self.layer, self.scored = selector, banks, ledger, layer, scored
@@ -65,14 +65,14 @@ class Ranking:
     def candidates(
         self, bank: Bank | None, slots: Tensor, scores: Tensor | None, length: int, new: int = 0
     ) -> Candidates:
-        """Return entries of a bank as the selector is shown them, of ``length`` slots in all; None: of all lanes."""
+        """Return entries of a bank in the form for the selector. bank: None for all lanes. length: slots in all."""
         first = self.ledger.first_by(self.banks.heads)
         by_lane: Tensor | int = 0 if first is None else first if bank is None else bank.of(first)
         columns = self.banks.columns if bank is None else bank.columns
         return Candidates(slots, scores, by_lane, length, new, columns, self.banks.heads, self.layer)
 
     def arrived(self, bank: Bank, new: Arriving) -> Tensor | None:
-        """Return the scores of new entries: their own, or the selector's first ones; None if neither part needs
+        """Return the scores of new entries: those they have, or the selector's first ones. None if neither part needs
         scores."""
         if new.scores is not None:
             return new.scores
@@ -81,8 +81,8 @@ class Ranking:
         return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
 
     def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
-        """Return the entries in the first ``columns`` of a bank and the new ones as one list; ``scores``: of the new
-        ones, None where there are none yet."""
+        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: those of the new
+        ones, or None."""
         if scores is None and self.selector.observation_window != 0:
             scores = torch.zeros(new.slots.shape, device=new.keys.device)
         both = None if scores is None else torch.cat([bank.scored()[:, :columns], scores], 1)
@@ -97,7 +97,7 @@ class Ranking:
         )
 
     def of(self, bank: Bank, length: int) -> Tensor:
-        """Return the ranks of a bank's columns, (lanes, columns), of any dtype; those of empty columns mean nothing."""
+        """Return the ranks of a bank's columns, (lanes, columns), of any dtype; empty columns have arbitrary ranks."""
         scores = bank.scored() if self.selector.observation_window != 0 else bank.scores
         entries = self.candidates(bank, bank.slots, scores, length)
         if self.selector.needs_kv:
@@ -109,8 +109,8 @@ class Ranking:
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 
     def order(self, bank: Bank, length: int) -> Tensor:
-        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order in which they leave; of
-        those that rank the same, the older first."""
+        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction; of equal
+        ranks, the older first."""
         by_slot = bank.slots.argsort(dim=1, stable=True)
         return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
 

@@ -77,8 +77,7 @@ class Newest(Resident):
             self.store.commit(evicted)
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
-        """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
-        overwritten."""
+        """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
         self._next = None  # it would keep rings that are replaced
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)

@@ -1,8 +1,8 @@
 """Paged entries: fixed blocks in a pool, a table of blocks for each row, prefixes shared until they are written.
 
-The block table of vLLM's PagedAttention (arXiv:2309.06180): sequences grow without moving, and rows of a batch
-(beams, repeats) or whole caches (:meth:`KeepCache.fork <kvkeep.cache.KeepCache.fork>`) that begin alike hold their
-common blocks once. A block that somebody else holds too is copied before it is written.
+The block table of vLLM's PagedAttention (arXiv:2309.06180): sequences grow without moving. Rows of a batch (beams,
+repeats) or whole caches (:meth:`KeepCache.fork <kvkeep.cache.KeepCache.fork>`) with the same beginning share its
+blocks. A shared block is copied before it is written.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
-"""Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
+"""Entries a block. A row wastes half a block on average; at most one block of a shared prefix is copied."""
 
 Span = tuple[int, int, int]  # first slot, slots, first place in the pool (the same for every row)
 
 
 class BlockPool:
-    """Who holds which block: reference counts and a free list. The tensors are the layers' own, one place an entry."""
+    """Reference counts of blocks, and a free list. Each layer has the tensors, with one place for an entry."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.free: list[int] = []
 
     def take(self) -> int:
-        """Return a block nobody holds, now held once; the lowest, so that runs stay long."""
+        """Return the lowest free block, so that runs stay long, with a count of one."""
         if not self.free:
             grown = max(8, len(self.counts) // 2)  # as :func:`pool_rows` counts
             self.free = list(range(len(self.counts) + grown - 1, len(self.counts) - 1, -1))
@@ -73,7 +73,7 @@ class BlockTable:
         self._finalizer = weakref.finalize(self, _drop_all, pool, self.rows)
 
     def share(self, other: BlockTable) -> None:
-        """Take the blocks of ``other`` into this table, which is empty; each is held once more."""
+        """Take the blocks of ``other`` into this table, which is empty, and count one more holder of each."""
         self.pool, self.length = other.pool, other.length
         self.rows.extend(list(row) for row in other.rows)
         for row in self.rows:
@@ -82,9 +82,9 @@ class BlockTable:
         self._finalizer = weakref.finalize(self, _drop_all, self.pool, self.rows)
 
     def reserve(self, batch: int, stop: int) -> list[tuple[int, int]]:
-        """Make room for slots up to ``stop``; every layer calls it, the first one does it.
+        """Make room for slots up to ``stop``. Every layer calls it; the first call does the work.
 
-        Returns the (from, to) blocks each layer must copy before it writes: those that others hold too.
+        Returns the (from, to) blocks that each layer must copy before it writes, because they are shared.
         """
         if self.length == stop and self.rows:
             return self._copies
@@ -120,7 +120,7 @@ class BlockTable:
         self.length, self._spans, self._copies = length, None, []
 
     def select(self, index: list[int]) -> None:
-        """Make the rows those of ``index``: only tables move, no entry does."""
+        """Replace the rows by those of ``index``: only tables change, entries stay in place."""
         chosen = [list(self.rows[number]) for number in index]
         for row in chosen:
             self.pool.hold(row)
@@ -167,8 +167,8 @@ def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
 
 
 class Paged(Resident):
-    """One layer's entries in the places of a block table: nothing leaves. Attention reads runs of blocks that all rows
-    share as views, and gathers the others ``page`` slots at a time."""
+    """One layer's entries in the places of a block table; all stay. Attention reads runs of blocks that all rows share
+    as views, and gathers the others ``page`` slots at a time."""
 
     def __init__(self, site: Site, table: BlockTable) -> None:
         self.table, self.meter, self.page = table, site.meter, site.page
@@ -177,7 +177,7 @@ class Paged(Resident):
         self._pools: list[Tensor] = []  # keys and values, (kv_heads, places, dim); shared by forks
 
     def share(self, other: Paged) -> None:
-        """Hold the entries of ``other``: the same tensors, whose blocks this table shares."""
+        """Share the tensors of ``other``, whose blocks this layer's table shares."""
         self._pools, self.length = other._pools, other.length
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
@@ -218,7 +218,7 @@ class Paged(Resident):
                 yield Piece(keys, values, first=slot, shared=rows > 1)
                 continue
             index = where[:, :filled].flatten()
-            # A head of all rows, then the next: as they are gathered.
+            # Gathered entries are ordered by head, then by row.
             lanes = torch.arange(rows * self.heads, device=device).view(rows, self.heads).T.flatten()
             keys, values = (
                 pool.index_select(1, index).unflatten(1, (rows, filled)).flatten(0, 1)[:, None] for pool in self._pools
@@ -234,7 +234,7 @@ class Paged(Resident):
         self.table.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index; the table is every layer's, the first one moves it."""
+        """Replace the lanes by those of an index. All layers share the table; the first one changes it."""
         if self.leads and self.table.rows:
             self.table.select((lanes[:: self.heads] // self.heads).tolist())
 

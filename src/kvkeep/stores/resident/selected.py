@@ -1,4 +1,4 @@
-"""Selected entries: what a selector chose to stay, in banks, each lane within its own hard budget."""
+"""Selected entries: those that a selector keeps, in banks, each lane within its hard budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, 
 class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to ``budgets``; evicted ones go into ``store``.
 
-    ``tail``: columns behind those, for entries that wait for a decision of the round. ``adapter``: of the model, for a
+    tail: columns behind these, for entries that wait for a decision of the round. adapter: the model's adapter, for a
     selector that looks ahead.
     """
 
@@ -188,7 +188,7 @@ class Selected(WorkingSet):
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
 
         def slots() -> Tensor:
-            """Return those of all lanes."""
+            """Return the slots of all lanes."""
             numbers = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device)
             if (visible := self.ledger.visible_by(self.banks.heads)) is None:
                 return numbers.expand(len(keys), -1)
@@ -241,7 +241,7 @@ class Selected(WorkingSet):
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """The entries of each lane, or where rows are alike of each KV head; one number: of each of them."""
+        """The budget of each lane, or of each KV head where all rows agree; one number: the same for all."""
         return self.banks.budgets
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
@@ -313,11 +313,11 @@ class Selected(WorkingSet):
 
     @property
     def least_columns(self) -> int:
-        """The fewest entries that a lane has room for."""
+        """The smallest capacity of a lane, in entries."""
         return min((bank.columns for bank in self.banks), default=0)
 
     def halves(self, limit: int) -> Tensor:
-        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
+        """Return half of each lane's capacity, ``limit`` at most: (lanes, 1) int64."""
         limits = torch.empty(self.banks.lanes, 1, dtype=torch.int64, device=self.banks.banks[0].slots.device)
         for bank in self.banks:
             limits[bank.index] = min(limit, bank.columns // 2)
