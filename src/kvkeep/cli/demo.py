@@ -171,7 +171,7 @@ class MethodAnswer:
     """Reason why the method refused the budget."""
 
     def right(self, expect: str | None, full: MethodAnswer) -> bool:
-        """Return whether the answer contains ``expect``; if that is None, whether its tokens equal those of ``full``."""
+        """Return whether the answer contains ``expect``; if that is None, whether its tokens equal ``full``'s."""
         if self.made is None or full.made is None:
             return False
         return self.made.tokens == full.made.tokens if expect is None else expect.lower() in self.made.text.lower()
