@@ -18,7 +18,8 @@ from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries, 1)."""
+    """Sensitivities of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries,
+    1)."""
 
     g11: Tensor
     g12: Tensor

@@ -37,8 +37,8 @@ AFTER = 10
 
 @dataclass(frozen=True)
 class Patching:
-    """The next token after the residuals that enter ``layer`` are replaced. None marks missing figures in results of earlier
-    versions."""
+    """The next token after the residuals that enter ``layer`` are replaced. Figures that earlier versions did not
+    measure are None."""
 
     layer: int
     kl: float
