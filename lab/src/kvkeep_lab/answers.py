@@ -1,8 +1,8 @@
-"""Answers from a cache, judged token by token against transformers' own cache's.
+"""Compares the answers of a cache token by token with those of transformers' default cache.
 
-Where a token differs, the exact model gives the *gap* between their logits at that position,
-and the *noise*, the most by which the stock model's logits of that answer differ when it reads all of it at once, not
-one token at a time. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
+At the first differing token, the exact model gives the *gap* between the logits of both tokens. The *noise* is the
+largest difference of the stock model's logits of that answer between reading all of it at once and reading one token at
+a time. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from kvkeep_lab.prompts import Prompt
 
 @dataclass(frozen=True)
 class AnswerCase:
-    """One cache. ``copies``: as in :func:`~kvkeep.decode.generate.generate`; for "stock", transformers' own lookup."""
+    """One cache."""
 
     method: str
     budget: str | None = None
     checkpoint: str | None = None
     where: str | None = None
     copies: int | None = None
+    """As in :func:`~kvkeep.decode.generate.generate`; for "stock", transformers' prompt lookup."""
 
     @property
     def label(self) -> str:
-        """The case as a person reads it."""
+        """The case as text for people."""
         kind = "" if self.checkpoint is None and self.where is None else f" {self.checkpoint or ''}@{self.where or ''}"
         copies = "" if self.copies is None else ", no copies" if self.copies == 0 else f", copies of {self.copies}"
         return f"{self.method}{kind}{'' if self.budget is None else f' at {self.budget}'}{copies}"
@@ -44,40 +45,43 @@ class AnswerCase:
 
 @dataclass(frozen=True)
 class ComparedAnswer:
-    """One case's answer to one prompt.
-
-    key: what a store knows it by. same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first
-    that is not. gap, noise: of logits, see above. resident_bytes: entries held at their peak, in full or smaller, the
-    chunk in hand not counted. logits: the greatest difference of any logit of prompt and answer, read in chunks and in
-    a batch, from those of one token at a time through the unbounded cache, if that was asked for.
-    """
+    """The answer of one case to one prompt."""
 
     key: str
+    """Key of the case in a store."""
     label: str
     kind: str
     prompt_tokens: int
     tokens: int
+    """Tokens of the answer."""
     same: int
+    """Number of leading tokens that equal the stock cache's."""
     differs_at: int | None
+    """Index of the first differing token."""
     gap: float | None
+    """Gap of logits; see the module."""
     noise: float | None
+    """Noise of logits; see the module."""
     prefill_s: float
     decode_s: float
     prefill_ratio: float
     decode_ratio: float
     resident_bytes: int
+    """Peak bytes of entries, in full or compressed, without the current chunk."""
     budget_bytes: int | None
     rounds: dict[str, Any] | None
     logits: tuple[float, float] | None = None
+    """Largest difference of any logit of prompt and answer from reading one token at a time through the unbounded
+    cache: read in chunks, and in a batch. None if it was not requested."""
 
     @property
     def tie(self) -> bool:
-        """Whether the first difference is one that rounding decides."""
+        """Whether rounding decides the first difference."""
         return self.gap is not None and self.noise is not None and self.gap <= 2 * self.noise
 
 
 def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple[Generation, Any]:
-    """Return ``new`` greedy tokens after a prompt, ends of text ignored, and the cache that they were written with."""
+    """Return ``new`` greedy tokens after a prompt and the cache that generated them. Ends of text are ignored."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
     options: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
     return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **options), cache
@@ -86,7 +90,7 @@ def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple
 def judged(
     model: Any, prompt: Prompt, case: AnswerCase, key: str, result: Generation, reference: Generation, cache: Any
 ) -> ComparedAnswer:
-    """Return how an answer, written with ``cache``, stands beside the stock cache's."""
+    """Return the comparison of an answer, generated with ``cache``, with the stock cache's answer."""
     pairs = list(zip(result.tokens, reference.tokens, strict=False))
     differs_at = next((place for place, (ours, their_timing) in enumerate(pairs) if ours != their_timing), None)
     gap = noise = None
@@ -116,8 +120,8 @@ def judged(
 
 @torch.no_grad()
 def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: int) -> tuple[float, float]:
-    """Return by how much the stock model prefers token ``place`` of its answer to ``ours``, and the most by which its
-    two largest logits differ, at any token of the answer, when it reads all at once."""
+    """Return the gap by which the stock model prefers token ``place`` of its answer to ``ours``, and the noise: the
+    largest difference of its two largest logits at any token of the answer when it reads all at once."""
     text = torch.tensor([[*prompt, *answer[:-1]]], device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
     parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)

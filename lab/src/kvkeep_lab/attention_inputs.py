@@ -1,4 +1,4 @@
-"""The inputs and outputs of attention in a plain forward pass, for any family."""
+"""Inputs and outputs of attention in a plain forward pass, for any model family."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvkeep.models.forward import attending, probing
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One layer's attention over a whole text.
-
-    query: (batch, heads, n, key_dim). key: (batch, kv_heads, n, key_dim), value: (batch, kv_heads, n, value_dim); all
-    with norms and rotation. mask: broadcastable to (batch, 1, n, n), True or 0 where seen; None is causal. output:
-    (batch, heads, n, value_dim), in the graph of the pass.
-    """
+    """The attention of one layer over a complete text. Queries and keys include norms and rotation."""
 
     layer: int
     query: Tensor
+    """(batch, heads, n, key_dim)."""
     key: Tensor
+    """(batch, kv_heads, n, key_dim)."""
     value: Tensor
+    """(batch, kv_heads, n, value_dim)."""
     mask: Tensor | None
+    """Broadcastable to (batch, 1, n, n); True or 0 marks visible keys. None is causal."""
     scaling: float
     output: Tensor
+    """(batch, heads, n, value_dim), in the graph of the pass."""
 
     def visible(self, queries: Tensor) -> Tensor:
         """Return the mask of the queries (positions, int64): (batch or 1, 1, queries, n) bool."""
@@ -46,12 +46,12 @@ class Attended:
 
 
 def grouped(entries: Tensor, heads: int) -> Tensor:
-    """Return keys or values (batch, kv_heads, n, dim) for every query head: (batch, heads, n, dim)."""
+    """Return keys or values (batch, kv_heads, n, dim) repeated for every query head: (batch, heads, n, dim)."""
     return entries.repeat_interleave(heads // entries.shape[1], 1)
 
 
 class _Watcher:
-    """Computes stock attention and passes it to ``see``."""
+    """Computes stock attention and passes its inputs and output to ``see``."""
 
     def __init__(self, see: Callable[[Attended], None]) -> None:
         self.see = see
@@ -73,7 +73,7 @@ class _Watcher:
 
 @contextmanager
 def watching(see: Callable[[Attended], None]) -> Iterator[None]:
-    """Within the block, call ``see`` with the attention of every layer of a bound model that runs without a cache, in
-    order."""
+    """Call ``see`` within the block with the attention of every layer, in order, of a bound model that runs without a
+    cache."""
     with attending(_Watcher(see)), probing(lambda *_: None):
         yield

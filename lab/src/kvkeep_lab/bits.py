@@ -1,7 +1,8 @@
-"""Logits compared bit by bit: a text read one token at a time through the unbounded cache, and otherwise.
+"""Compares logits bit by bit between a text read one token at a time through the unbounded cache, and other ways of
+reading it.
 
 A verifying pass, a chunk of a prompt, a recall from a checkpoint and a batch with padding each read several tokens or
-texts at once. Where products and attention do not depend on that (:mod:`kvkeep.models.bits`), every logit of an exact
+texts at once. If products and attention are independent of that (:mod:`kvkeep.models.bits`), every logit of an exact
 method is the same number.
 """
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 3, 5, 16, 33, 100, 256)
-"""Tokens read at once, in turns by chance."""
+"""Possible numbers of tokens in a chunk, drawn at random."""
 PADDING = 37
-"""Tokens by which the other row of a batch is longer."""
+"""Extra tokens of the other row of a batch."""
 
 
 @torch.inference_mode()
@@ -30,9 +31,9 @@ def one_at_a_time(model: Any, text: Tensor, cache: Any) -> Tensor:
 def greatest_difference(
     model: Any, text: Tensor, reference: Tensor, cache: Callable[[], Any], seed: int = 0
 ) -> tuple[float, float]:
-    """Return the greatest difference of any logit of ``text`` (1, n) from ``reference``: read in chunks of random
-    sizes, and in a batch, as a padded row and as the beginning of a longer one, each by a new ``cache``. Infinite where
-    one is not a number."""
+    """Return the largest difference of any logit of ``text`` (1, n) from ``reference``. The text is read in chunks of
+    random sizes, and in a batch as a padded row and as the beginning of a longer row, each with a new ``cache``. The
+    result is infinite if a logit is not a number."""
     chance, device = random.Random(seed), text.device
     longer = torch.cat([text, text[:, :PADDING].repeat(1, -(-PADDING // text.shape[1]))[:, :PADDING]], 1)
     rows = torch.cat([torch.nn.functional.pad(text, (PADDING, 0)), longer])

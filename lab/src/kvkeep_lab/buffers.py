@@ -1,9 +1,9 @@
-"""Tensors in a place, warm or cold, and the machine's roofline: the times that its matrix rate and its
-bandwidths allow.
+"""Tensors in a place, warm or cold, and the roofline of the machine: the lower bounds of times by its matrix rate and
+bandwidths.
 
-Warm: what is read was read just before, and what is written is written again. Cold: what is read has left the CPU's
-caches (and, on disk, the page cache), and what is written is memory that the allocator gave back to the system, so that
-every page of it is a fault. The kernel's own counts (faults, bytes read from a device) confirm it.
+Warm: the source was read immediately before, and the target was written before. Cold: the source is in none of the
+CPU's caches (on disk, not in the page cache either), and the allocator has returned the target's memory to the system,
+so that every page of it causes a fault. The kernel's counts (faults, bytes read from a device) confirm it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvkeep.memory.places import Disk, Place, place
 from kvkeep_lab.timing import synchronize
 
 SWEEP_BYTES = 128 << 20
-"""Walked through to push everything else out of the CPU's caches; several times the largest."""
+"""Bytes that are read to evict other data from the CPU's caches; several times the largest cache."""
 
 
 class Storage:
-    """Tensors in one of the places that checkpoints live in; on disk as ``Disk`` does: mapped files without a name.
+    """Tensors in one place of checkpoints; on disk, mapped files without a name, as in ``Disk``.
 
-    ``Disk`` keeps no descriptor, and without one a file cannot be pushed out of memory; so files are mapped here.
+    ``Disk`` keeps no descriptor, which is needed to drop a file from memory, so this class maps files itself.
     """
 
     def __init__(self, name: str, device: torch.device, folder: str | os.PathLike[str] | None = None) -> None:
@@ -41,7 +41,7 @@ class Storage:
         self._files: list[tuple[Any, mmap.mmap]] = []
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor`` that lies here; raises StoreError where it cannot be kept."""
+        """Return a copy of ``tensor`` in this place. Raises StoreError if it cannot be stored."""
         if not isinstance(self.home, Disk):
             return self.home.allocate(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         try:
@@ -57,21 +57,22 @@ class Storage:
         return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
     def drop_pages(self) -> None:
-        """Push the files out of memory, where the system can be asked to."""
+        """Drop the files from memory, if the system supports it."""
         for file, mapped in self._files:
             if hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fadvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)  # a mapped page would stay
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def clear(self) -> None:
-        """Forget the files; the kernel frees them with the last tensor that looks at them."""
+        """Forget the files; the kernel frees each with its last tensor."""
         for file, _ in self._files:
             file.close()
         self._files.clear()
 
 
 class Sweep:
-    """Makes all else cold: the CPU's (and the device's) caches hold other bytes, freed memory is the system's again."""
+    """Makes all other data cold: fills the caches of CPU and device with other bytes, and returns freed memory to the
+    system."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.zeros(SWEEP_BYTES, dtype=torch.uint8)]
@@ -83,14 +84,14 @@ class Sweep:
             self._trim = lambda pad: 0
 
     def run(self) -> None:
-        """Walk the buffers, and give freed memory back."""
+        """Read the buffers, and return freed memory to the system."""
         for buffer in self._buffers:
             buffer.add_(1)
         self._trim(0)
 
 
 def faults() -> tuple[int, int]:
-    """Return what this process has had so far: page faults without reading, and bytes read from block devices."""
+    """Return the counts of this process so far: page faults without reading, and bytes read from block devices."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, 512 * usage.ru_inblock
 
@@ -101,23 +102,25 @@ PRODUCT_ROWS = 2048  # of a product
 
 @dataclass(frozen=True)
 class Roofline:
-    """The machine, as measured. flops: of a product of the layer's own widths, a second. bandwidth: bytes a second, by
-    place, read from there and written to the device: cold sources, buffers that are there already."""
+    """Measured rates of the machine."""
 
     flops: float
+    """Operations a second of a product with the layer's widths."""
     bandwidth: dict[str, float]
+    """Bytes a second read from each place and written to the device, from cold sources to allocated buffers."""
 
     def recompute_s(self, place: str, n: int, hidden: int, width: int, itemsize: int) -> float:
-        """Seconds for keys and values (``width`` elements a token) of ``n`` residuals: fetched, then multiplied."""
+        """Return the seconds to fetch ``n`` residuals and to project them to keys and values (``width`` elements a
+        token)."""
         return n * hidden * itemsize / self.bandwidth[place] + 2 * n * hidden * width / self.flops
 
     def read_s(self, place: str, n: int, width: int, itemsize: int) -> float:
-        """Seconds for a copy of them."""
+        """Return the seconds to copy ``n`` tokens of keys and values."""
         return n * width * itemsize / self.bandwidth[place]
 
     def break_even(self, hidden: int, itemsize: int) -> float:
-        """Bytes a second below which fetching entries takes longer than multiplying residuals that are at hand already:
-        ``2 d / flops`` seconds an element against ``b / bandwidth``."""
+        """Return the bytes a second below which fetching entries takes longer than projecting residuals that are on the
+        device: ``2 d / flops`` seconds an element against ``b / bandwidth``."""
         return itemsize * self.flops / (2 * hidden)
 
 

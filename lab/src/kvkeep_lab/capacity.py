@@ -1,5 +1,5 @@
-"""What one machine carries: how many sessions fit in its memory, how many tokens they write, and what it takes to bring
-a session there from another place."""
+"""The capacity of a machine: sessions that fit in its memory, tokens a second, and the cost of fetching a session from
+another place."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ class Capacity:
 
     candidate: Candidate
     sizes: Sizes
-    """Of one session, after its answer."""
+    """Sizes of one session after its answer."""
     idle: int
-    """Bytes of the device's memory that a session has while nothing is read or written."""
+    """Bytes of device memory of a session between passes."""
     granted: int
-    """Bytes that a server grants a session while it is answered: the most that it can come to hold."""
+    """Peak bytes that a server reserves for a session during an answer."""
     sessions: int
-    """Sessions that are answered at the same time."""
+    """Number of sessions that run at the same time."""
     single: Cost
-    """Of one session."""
+    """Cost of a single session."""
     shared: Cost | None
-    """Of a session among all of them; None where none fits."""
+    """Cost of a session while all of them run; None if no session fits."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all sessions."""
+        """Tokens a second of all sessions together."""
         return self.sessions / self.shared.step if self.shared is not None else 0.0
 
     @property
     def fixed_share(self) -> float | None:
-        """The share of a step of all sessions that does not grow with their texts: weights, logits and fixed times."""
+        """Share of a step of all sessions that is independent of the length of their texts: weights, logits and fixed
+        times."""
         return self.shared.fixed / self.shared.step if self.shared is not None else None
 
     @property
@@ -55,7 +56,7 @@ class Capacity:
         return self.sizes.total / self.single.prefill
 
     def fetched(self, rate: float) -> float:
-        """Return the seconds to fetch the session at so many bytes a second."""
+        """Return the seconds to fetch the session at ``rate`` bytes a second."""
         return self.sizes.total / rate
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,11 +81,11 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """What projecting residuals takes, beside fetching the entries."""
+    """The cost of projecting residuals, compared with fetching the entries."""
 
     tokens: int
     seconds: float
-    """Of projecting all residuals, which are on the device."""
+    """Seconds to project all residuals, which are on the device."""
     entries: int
     """Bytes of the keys and values."""
     residuals: int
@@ -108,12 +109,12 @@ def capacities(
     acceptance: float = ACCEPTANCE,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[Capacity]:
-    """Yield what ``machine`` carries in ``memory`` bytes of sessions of ``context`` tokens, answer included, cache by
-    cache.
+    """Yield the capacity of ``machine`` for each cache, with ``memory`` bytes for sessions of ``context`` tokens,
+    answer included.
 
-    budget: of each session, as everywhere. tell: gets the reason where a cache is left out, because it cannot work in
-    this budget, or because the budget holds the whole context. Raises UsageError for a context without a prompt, or
-    without positions in the model.
+    budget: budget of each session. tell: called with the reason for each cache that is left out, because the budget is
+    too small for it or holds the complete context. Raises UsageError for a context without a prompt, or beyond the
+    positions of the model.
     """
     positions = shape.geometry.max_positions
     if context <= answer:
@@ -161,15 +162,15 @@ def _capacity(
 
 
 def rebuilding(shape: Shape, machine: Machine, candidate: Candidate, tokens: int) -> Rebuilding:
-    """Return what projecting the residuals of ``candidate`` takes, where all of ``tokens`` tokens are rebuilt."""
+    """Return the cost of projecting the residuals of ``candidate`` if all ``tokens`` tokens are rebuilt."""
     size = sizes(shape.geometry, candidate, tokens, MIN_CHUNK, shared=machine.shared)
     entries, residuals = (tokens * shape.geometry.checkpoint_bytes_per_token(kind) for kind in ("kv", "residual"))
     return Rebuilding(tokens, Work(shape, candidate, size, machine).rebuilt(tokens), entries, residuals)
 
 
 def balance(shape: Shape, machine: Machine, candidate: Candidate, sessions: int) -> float:
-    """Return the tokens of each of ``sessions`` above which attention takes more than half of a step. candidate: a
-    cache that keeps everything."""
+    """Return the tokens per session above which attention takes more than half of a step of ``sessions`` sessions.
+    candidate: a cache that keeps all entries."""
     tokens = 1024
     size = sizes(shape.geometry, candidate, tokens, None, shared=machine.shared)
     one = cost(shape, candidate, size, machine, ACCEPTANCE, sessions)

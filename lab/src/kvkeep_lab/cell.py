@@ -9,22 +9,21 @@ from kvkeep_lab.tasks.base import Point, named
 
 @dataclass(frozen=True)
 class Cell:
-    """One unit of work, measured in one go and kept as one record.
-
-    Cells of the same ``setting`` can be compared; ``key`` is the cell's own. Both are hashes, of everything that
-    changes numbers and of nothing else. method: of a study, the study's name.
-    """
+    """One unit of work, measured in one piece and stored as one record."""
 
     key: str
+    """Hash of everything that changes the numbers of the cell."""
     setting: str
+    """Hash shared by all cells that can be compared."""
     model: str
     seed: int
     method: str
+    """A method; in a study, the name of the study."""
     budget: str | None = None
     point: Point = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The cell as a person reads it."""
+        """The cell as text for people."""
         place = ", ".join(f"{name} {named(value)}" for name, value in self.point.items())
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)

@@ -1,4 +1,4 @@
-"""The figure of ``compare``: match and KL by the bytes held, and the KL at each position."""
+"""The figure of ``compare``: match and KL by bytes held, and KL at each position."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOWEST = -9  # the decade (nats) below which no axis goes that shows methods wh
 
 
 def draw_comparisons(found: Comparisons, path: FilePath, *, title: str) -> None:
-    """Draw token match (free-running) and KL (teacher-forced) by the bytes held, and both KLs at each position of the
-    smallest budget; of several passages their means, with intervals. One budget alone gives bars instead of lines.
-    Raises UsageError if no method was measured."""
+    """Draw token match (free-running) and KL (teacher-forced) by bytes held, and both KLs at each position for the
+    smallest budget. Several passages give means with intervals. A single budget gives bars instead of lines. Raises
+    UsageError if no method was measured."""
     lines = found.lines
     if not lines:
         raise UsageError("There is nothing to draw: no method was measured.")
@@ -46,22 +46,22 @@ def draw_comparisons(found: Comparisons, path: FilePath, *, title: str) -> None:
 
 
 def nats(value: float | None) -> str:
-    """Return a KL as a person reads it: 0 only where it is 0."""
+    """Return a KL as text; "0" only for exactly 0."""
     if not value:
         return "-" if value is None else "0"
     return f"{value:.3f}" if value >= 1e-2 else f"{value:.1e}"
 
 
 def _budgets(lines: Sequence[MethodAtBudget]) -> list[str]:
-    """Return the budgets as asked, by the bytes that were held within them."""
+    """Return the budgets as the user wrote them, sorted by bytes held."""
     names = dict.fromkeys(line.budget for line in lines if line.budget)
     middle = {name: median(line.held_bytes for line in lines if line.budget == name) for name in names}
     return sorted(middle, key=lambda name: middle[name])
 
 
 def _floor(lines: Sequence[MethodAtBudget]) -> float:
-    """Return the lowest KL that is drawn: a decade below the smallest of the methods that are not exact, or of those
-    that are where there is no other."""
+    """Return the lowest KL that is drawn: a decade below the smallest KL of the lossy methods, or of the exact methods
+    if there are no others."""
     found = [kl for line in lines if (kl := line.mean("kl_mean"))]
     others = [kl for line in lines if line.exactness != Exactness.EXACT and (kl := line.mean("kl_mean"))]
     smallest = min(others or found, default=1e-5)
@@ -71,7 +71,7 @@ def _floor(lines: Sequence[MethodAtBudget]) -> float:
 def _reach(
     lines: Sequence[MethodAtBudget], name: str, scale: float = 1.0, floor: float = 0.0
 ) -> tuple[list[float], Any]:
-    """Return the means of a measure, and how far their intervals reach below and above; None where there are none."""
+    """Return the means of a measure, and the distances of the ends of their intervals; None without values."""
     found = [line.estimate(name) for line in lines]
     means = [max(scale * one.mean, floor) if one else floor for one in found]
     if all(one is None or one.n == 1 for one in found):
@@ -113,8 +113,8 @@ def _lines(figure: Any, lines: Sequence[MethodAtBudget], budgets: Sequence[str],
 
 
 def _ticks(lines: Sequence[MethodAtBudget], budgets: Sequence[str]) -> tuple[list[float], list[str]]:
-    """Return where the bytes axis is marked, in MB, and the labels: each budget at its median, and whatever was held
-    without a budget where there is room for it."""
+    """Return the marks of the bytes axis in MB, and their labels: each budget at its median, and methods without a
+    budget if there is space."""
     marks = {median(line.held_bytes for line in lines if line.budget == name) / 1e6: name for name in budgets}
     for megabytes in sorted((line.held_bytes / 1e6 for line in lines if line.budget is None), reverse=True):
         if all(abs(math.log(megabytes / other)) > 0.4 for other in marks):
@@ -143,7 +143,8 @@ def _bars(left: Any, right: Any, lines: Sequence[MethodAtBudget], floor: float) 
 
 
 def _positions(pair: Any, lines: Sequence[MethodAtBudget], floor: float, where: str = "") -> None:
-    """Draw one strip a method, a cell a position, coloured by the logarithm of its KL: teacher-forced, free-running."""
+    """Draw a strip for each method with a cell for each position, coloured by the logarithm of its KL: teacher-forced,
+    then free-running."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 
@@ -167,7 +168,7 @@ def _positions(pair: Any, lines: Sequence[MethodAtBudget], floor: float, where: 
 
 
 def _below(lines: Sequence[MethodAtBudget], floor: float) -> str:
-    """Say whose KL lies below the axis, and where its largest is."""
+    """Return a sentence on the methods whose KL lies below the axis, with their largest KL."""
     below: dict[str, float] = {}
     for line in lines:
         if (kl := line.mean("kl_mean")) is not None and kl < floor:

@@ -1,4 +1,4 @@
-"""Comparisons of several passages, and what they say together: means of each method at each budget, with intervals."""
+"""Comparisons on several passages, and their summary: means of each method at each budget, with intervals."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from kvkeep_lab.reference import Comparison, ReferenceCase, ReferenceRow
 from kvkeep_lab.statistics import Estimate, estimate
 
 MEASURES = ("match", "kl_free_mean", "kl_mean", "top1", "perplexity")
-"""Fields of a row that have a mean and an interval over passages; a perplexity's are of its logarithm."""
+"""Fields of a row that have a mean and an interval over passages; for perplexity, of its logarithm."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """What was compared on one passage. text: the file's name, "" where there is none but a prompt. seed: that drew its
-    place in the text; None: it is the text's beginning."""
+    """A comparison on one passage."""
 
     text: str
+    """Name of the file; "" for a prompt."""
     seed: int | None
+    """Seed of the passage's place in the text; None for the beginning of the text."""
     found: Comparison
 
 
 @dataclass(frozen=True)
 class MethodAtBudget:
-    """One method at one budget, with the row of every passage on which it was measured: one at least. full_bytes: of
-    each, the bytes of an unbounded cache in bfloat16."""
+    """One method at one budget."""
 
     method: str
     budget: str | None
     rows: tuple[ReferenceRow, ...]
+    """The row of every passage on which it was measured, at least one."""
     full_bytes: tuple[int, ...]
+    """For each row, the bytes of an unbounded cache in bfloat16."""
 
     @property
     def label(self) -> str:
@@ -43,12 +45,12 @@ class MethodAtBudget:
 
     @property
     def exactness(self) -> str:
-        """What the cache called itself in the end, on the last passage."""
+        """Exactness that the cache reported at the end of the last passage."""
         return self.rows[-1].exactness
 
     @property
     def entries(self) -> tuple[int, int] | None:
-        """The fewest and the most entries of a full layer; None where there is no budget."""
+        """Minimum and maximum entries of a full layer; None without a budget."""
         found = [row.entries for row in self.rows if row.entries is not None]
         return (min(found), max(found)) if found else None
 
@@ -57,12 +59,12 @@ class MethodAtBudget:
         return [float(value) for row in self.rows if (value := getattr(row, name)) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return a field's mean; None where no row has it."""
+        """Return a field's mean; None if no row has the field."""
         values = self.values(name)
         return fmean(values) if values else None
 
     def largest(self, name: str) -> float | None:
-        """Return a field's largest value; None where no row has it."""
+        """Return a field's maximum; None if no row has the field."""
         return max(self.values(name), default=None)
 
     def estimate(self, name: str) -> Estimate | None:
@@ -80,22 +82,22 @@ class MethodAtBudget:
 
     @property
     def held_bytes(self) -> float:
-        """Bytes of entries that attention reads, in full or in a smaller form, on average."""
+        """Mean bytes of entries that attention reads, in full or compressed."""
         return self.bytes(lambda row: row.held_bytes)
 
     @property
     def share(self) -> float | None:
-        """These bytes as a share of the unbounded cache's in bfloat16, on average; None where that is not known."""
+        """Mean share of the unbounded cache's bytes in bfloat16; None if these are unknown."""
         if not all(self.full_bytes):
             return None
         return fmean(row.held_bytes / full for row, full in zip(self.rows, self.full_bytes, strict=True))
 
     def positions(self, name: str) -> list[float]:
-        """Return the mean of a list of numbers, one for each position, over the passages."""
+        """Return the mean over passages of a list of numbers, one per position."""
         return [fmean(values) for values in zip(*(getattr(row, name) for row in self.rows), strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return method, budget, how many passages, and the estimates, as plain types."""
+        """Return method, budget, number of passages, and the estimates, as plain types."""
         found = {name: self.estimate(name) for name in MEASURES}
         facts = {"method": self.method, "budget": self.budget, "class": self.exactness, "n": len(self.rows)}
         estimates = {name: None if one is None else asdict(one) for name, one in found.items()}
@@ -104,27 +106,28 @@ class MethodAtBudget:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """The passages that were compared, in order, of so many that were ``asked`` for. left_out: a sentence for each text
-    that has none."""
+    """The compared passages, in order."""
 
     passages: list[Passage]
     asked: int
+    """Number of requested passages."""
     left_out: list[str] = field(default_factory=list)
+    """A sentence for each text without a passage."""
 
     @property
     def single(self) -> bool:
-        """Whether there was one text with one passage to compare."""
+        """Whether there is one text with one passage."""
         return self.asked == 1 and not self.left_out
 
     @property
     def reference(self) -> MethodAtBudget:
-        """The reference of every passage."""
+        """The reference on all passages."""
         rows = tuple(one.found.reference for one in self.passages)
         return MethodAtBudget(rows[0].method, None, rows, tuple(one.found.whole_bytes for one in self.passages))
 
     @property
     def lines(self) -> list[MethodAtBudget]:
-        """The cases that have figures, in the order of the first passage."""
+        """The measured cases, in the order of the first passage."""
         of: dict[tuple[str, str | None], list[tuple[ReferenceRow, int]]] = {}
         for one in self.passages:
             for row in one.found.rows:
@@ -134,8 +137,8 @@ class Comparisons:
 
     @property
     def refusals(self) -> list[str]:
-        """A sentence for each case that could not be measured, and its reason; for one that an interruption left
-        without a passage, too."""
+        """A sentence for each case without measurements, with its reason. It includes cases that an interruption
+        prevented."""
         found: dict[tuple[str, str], int] = {}
         measured = {line.label for line in self.lines}
         for row in (row for one in self.passages for row in one.found.rows):
@@ -155,17 +158,17 @@ class Comparisons:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens written on each passage."""
+        """Tokens generated on each passage."""
         return self.passages[0].found.new_tokens
 
     @property
     def interrupted(self) -> bool:
-        """Whether some passages were not begun."""
+        """Whether an interruption prevented some passages."""
         return len(self.passages) < self.asked
 
     @property
     def measured(self) -> str:
-        """What was read and written, in words, and of how many passages an interruption left these."""
+        """A description of what was read and generated, with the number of passages that were planned."""
         low, high = self.sizes
         read = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         if self.single:
@@ -176,7 +179,7 @@ class Comparisons:
 
     @property
     def texts(self) -> str:
-        """The texts, and how many passages are of each."""
+        """The texts, with the number of passages of each."""
         counts: dict[str, int] = {}
         for one in self.passages:
             counts[one.text] = counts.get(one.text, 0) + 1

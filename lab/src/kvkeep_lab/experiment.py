@@ -1,4 +1,4 @@
-"""Experiments: TOML files of measurements and the part of a paper they are compared with."""
+"""Experiments: TOML files of measurements, with the part of a paper that they are compared with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Kind = TypeVar("_Kind", bound="ExperimentBase")
 
 
 def _chosen(what: str, known: Mapping[str, type[BaseModel]]) -> BeforeValidator:
-    """Read a table with a ``name`` as the task or study of that name, with its sizes."""
+    """Parse a table with a ``name`` as the task or study of that name with its sizes."""
 
     def read(given: Any) -> Any:
         if not isinstance(given, dict):
@@ -73,7 +73,7 @@ class ExperimentBase(BaseModel, ABC):
     @property
     @abstractmethod
     def subject(self) -> Task | Study:
-        """What is measured."""
+        """The task or study."""
 
     @property
     def steps(self) -> int:
@@ -82,7 +82,7 @@ class ExperimentBase(BaseModel, ABC):
 
     @abstractmethod
     def _setting(self) -> dict[str, Any]:
-        """Return what the hashes are of, besides the name, the weights and the data."""
+        """Return the hashed fields besides the name, the weights and the data."""
 
     @abstractmethod
     def _variants(self, model: str) -> Iterator[dict[str, Any]]:
@@ -104,11 +104,11 @@ class ExperimentBase(BaseModel, ABC):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """The paper's."""
+        """The claims of the paper."""
         return () if self.paper is None else self.paper.claims
 
     def cells(self, digest: str) -> list[Cell]:
-        """Return all cells, those that share a prompt side by side; ``digest``: of the files that are read."""
+        """Return all cells; cells with the same prompt are adjacent. ``digest``: of the source files."""
         common = {"experiment": self.name, "dtype": self.weights, "data": digest, **self._setting()}
         setting, listed = hashed(common), []
         for model, seed in product(self.models, self.seeds):
@@ -118,7 +118,7 @@ class ExperimentBase(BaseModel, ABC):
         return listed
 
     def with_(self, **changes: Any) -> Self:
-        """Return the experiment with some fields changed; raises UsageError as reading a file does."""
+        """Return the experiment with some fields changed. Raises UsageError for invalid fields."""
         return _validated(type(self), {**self.model_dump(mode="json"), **changes}, f"experiment '{self.name}'")
 
     def smoked(self) -> Self:
@@ -131,7 +131,7 @@ class ExperimentBase(BaseModel, ABC):
         return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that are read; raises UsageError where files or packages are missing."""
+        """Return the source files. Raises UsageError if files or packages are missing."""
         for module, package in self.subject.packages.items():
             if find_spec(module) is None:
                 extra = "kvkeep[lab]" if self.subject.extra == "lab" else f"kvkeep-lab[{self.subject.extra}]"
@@ -179,8 +179,8 @@ class Experiment(ExperimentBase):
                 yield {"method": method, "budget": budget, "point": point}
 
     def ways(self, model: str) -> Iterator[tuple[str, str | None]]:
-        """Yield methods and budgets: the baseline, the others that take no budget, and the rest by budget, as they were
-        chosen for a model."""
+        """Yield methods and budgets: the baseline, the other methods without a budget, and the rest by budget, with the
+        parameters chosen for a model."""
         methods = list(dict.fromkeys((self.baseline, *self.methods)))
         yield from ((method, None) for method in methods if "budget" not in takes(method))
         for budget in self.budgets:
@@ -188,7 +188,7 @@ class Experiment(ExperimentBase):
             yield from ((method, budget) for method in dict.fromkeys(bounded))
 
     def choice(self, method: str, model: str, budget: str | None) -> str:
-        """Return what a method is on a model at a budget: what was chosen, or itself."""
+        """Return the chosen form of a method on a model at a budget, or the method itself."""
         return self.chosen.get(model, {}).get(budget or "", {}).get(method, method)
 
     def tuning(self) -> Experiment:
@@ -208,7 +208,8 @@ class Experiment(ExperimentBase):
         )
 
     def tuned(self, store: Store, digest: str) -> Self:
-        """Return the experiment with what was chosen by what ``store`` has of the search; ``digest``: of its files."""
+        """Return the experiment with parameters chosen by the search's records in ``store``; ``digest``: of its source
+        files."""
         assert self.tune is not None
         keys = {cell.key for cell in self.tuning().cells(digest)}
         records = [one for one in store.records if isinstance(one, TaskRecord) and one.cell in keys]
@@ -235,15 +236,17 @@ class StudyExperiment(ExperimentBase):
 
 
 def packaged() -> list[str]:
-    """Return the names of the experiments that come with the library."""
+    """Return the names of the packaged experiments."""
     folder = resources.files("kvkeep_lab").joinpath("experiments")
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
 def load_experiment(name: str) -> Experiment | StudyExperiment:
-    """Return a packaged experiment by its name, or a file by its path: one with a ``[task]`` or with a ``[study]``.
+    """Return a packaged experiment by its name, or an experiment from a file by its path. The file has a ``[task]`` or
+    a ``[study]``.
 
-    Raises UsageError with one sentence that says what is wrong with it or with its smoke version."""
+    Raises UsageError with a sentence about the first error in the experiment or its smoke version.
+    """
     path = Path(name)
     if name in packaged():
         text, where = resources.files("kvkeep_lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name
@@ -267,12 +270,12 @@ def load_experiment(name: str) -> Experiment | StudyExperiment:
 
 
 def read_experiment(given: dict[str, Any], where: str) -> Experiment | StudyExperiment:
-    """Return the experiment that plain types describe; raises UsageError, naming it as ``where``."""
+    """Return the experiment from plain types. Raises UsageError with the name ``where``."""
     return _validated(StudyExperiment, given, where) if "study" in given else _validated(Experiment, given, where)
 
 
 def digest(sources: Sequence[Path]) -> str:
-    """Return 16 hex digits of the names and contents of files."""
+    """Return 16 hex digits: a digest of the names and contents of files."""
     total = hashlib.sha256()
     for path in sources:
         total.update(f"{path.name}\0".encode())
@@ -281,12 +284,12 @@ def digest(sources: Sequence[Path]) -> str:
 
 
 def hashed(value: Any) -> str:
-    """Return 16 hex digits of plain types."""
+    """Return 16 hex digits: a digest of plain types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _merged(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``given`` with ``changes``, tables within tables merged too; lists are replaced."""
+    """Return ``given`` with ``changes``. Nested tables are merged; lists are replaced."""
     merged = dict(given)
     for key, value in changes.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -302,7 +305,7 @@ def _validated(kind: type[_Kind], given: dict[str, Any], where: str) -> _Kind:
 
 
 def _sentence(error: ValidationError, where: str) -> str:
-    """Return the first problem as a sentence, and how many more there are."""
+    """Return a sentence with the first error and the number of further errors."""
     problems = error.errors()
     first = problems[0]
     place = ".".join(str(part) for part in first["loc"])

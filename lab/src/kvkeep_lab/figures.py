@@ -1,4 +1,4 @@
-"""The style of figures, drawn with matplotlib, which is imported only where one is wanted."""
+"""The style of figures. matplotlib is imported only to draw one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FilePath = str | os.PathLike[str]
 
 
 def check_figure(path: FilePath) -> None:
-    """Raise UsageError or StoreError for a figure that could not be written, before anything is measured for it."""
+    """Raise UsageError or StoreError if a figure could not be written, before anything is measured for it."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise UsageError(f"The figure '{target}' has to end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")

@@ -1,5 +1,5 @@
-"""lm-evaluation-harness: any model under any method of kvkeep, as one of its models, ``kvkeep``; ``python -m`` of this
-module is ``lm_eval`` with it, for versions that know no entry points (up to 0.4.13)."""
+"""Makes any model with any method of kvkeep available to lm-evaluation-harness, as the model ``kvkeep``. ``python -m``
+of this module runs ``lm_eval`` with it, for versions without entry points (up to 0.4.13)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ except ImportError as error:
     raise UsageError("lm-evaluation-harness is missing (pip install 'kvkeep-lab[harness]').") from error
 
 Request = tuple[Any, list[int], list[int]]
-"""The texts, where there are some, and the tokens of a context and of what follows it."""
+"""The texts (if given), and the tokens of a context and of its continuation."""
 
 
 @register_model("kvkeep")
@@ -89,18 +89,18 @@ class KeepLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context: the first of texts, or else the last."""
+        """The token before a text without context: the beginning of text, or else its end."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context with what follows."""
+        """Maximum tokens of a context and its continuation."""
         return self._longest
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the harness's own caches of requests."""
+        """A name for the harness's caches of requests."""
         return self.subject.loaded.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -112,7 +112,7 @@ class KeepLM(TemplateLM):
         return list(self.tokenizer(string, verbose=False, **options).input_ids)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the conversation as the model's template writes it."""
+        """Return the conversation in the format of the model's template."""
         given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **given))
 
@@ -132,7 +132,7 @@ class KeepLM(TemplateLM):
         return found
 
     def _by_context(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], list[Request]]]:
-        """Yield contexts, as much of each as there are positions for, and the requests that have them."""
+        """Yield contexts, truncated to the positions of the model, and their requests."""
 
         def context(request: Request) -> list[int]:
             _, before, tokens = request
@@ -152,7 +152,7 @@ class KeepLM(TemplateLM):
         yield from ((before, list(group)) for before, group in groupby(requests, context))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return ln p of whole texts: in windows as long as the model's positions, each token once."""
+        """Return ln p of complete texts, in windows of the model's positions; each token counts once."""
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
@@ -162,7 +162,7 @@ class KeepLM(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return greedy answers up to the first of the strings that end them."""
+        """Return greedy answers up to the first stop string."""
         found = []
         for text, wanted in tqdm([request.args for request in requests], disable=disable_tqdm):
             given = normalize_gen_kwargs(wanted, self.max_gen_toks)
@@ -184,7 +184,7 @@ class KeepLM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens of an answer where the task does not say."""
+        """Default tokens of an answer."""
         return 256
 
 
@@ -193,7 +193,7 @@ def _ended(ends: Sequence[str], text: str) -> bool:
 
 
 def main() -> None:
-    """Run ``lm_eval`` with the model ``kvkeep`` known to it."""
+    """Run ``lm_eval`` with the registered model ``kvkeep``."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -27,26 +27,26 @@ _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv", "W_pack")
 _TRIAL_TOKENS = 8
 
 Split = Callable[[Tensor], list[Tensor]]
-"""Parts the rows of a projection: (rows, any) to (heads, dim, any) of the query, key and value heads."""
+"""Splits the rows of a projection: (rows, any) to (heads, dim, any) of the query, key and value heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """One layer's projections y = W x of the normalised residual x, without bias.
-
-    query: (heads, key_dim, hidden) float32. key: (kv_heads, key_dim, hidden), value: (kv_heads, value_dim, hidden);
-    None in a layer that reads another's. module: the one that receives x (the query's, or the fused one).
-    """
+    """Projections y = W x of one layer, where x is the normalised residual, without bias."""
 
     layer: int
     module: nn.Module
+    """The module that receives x: the query projection or the fused one."""
     query: Tensor
+    """(heads, key_dim, hidden) float32."""
     key: Tensor | None
+    """(kv_heads, key_dim, hidden) float32; None in a layer that reads another layer's keys."""
     value: Tensor | None
+    """(kv_heads, value_dim, hidden) float32; None in a layer that reads another layer's values."""
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The projections there are, by name."""
+        """The existing projections by name."""
         named = {"query": self.query, "key": self.key, "value": self.value}
         return {name: part for name, part in named.items() if part is not None}
 
@@ -95,8 +95,8 @@ def head_weights(model: Any) -> list[HeadWeights]:
 
 @contextmanager
 def inputs(weights: list[HeadWeights]) -> Iterator[dict[int, Tensor]]:
-    """Within the block, collect the inputs x of the projections by layer, (batch, n, hidden); pop them with the layer's
-    attention."""
+    """Collect the inputs x of the projections by layer, (batch, n, hidden), within the block. The caller pops them with
+    the attention of the layer."""
     taken: dict[int, Tensor] = {}
 
     def hook(layer: int) -> Any:
@@ -111,8 +111,8 @@ def inputs(weights: list[HeadWeights]) -> Iterator[dict[int, Tensor]]:
 
 
 def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
-    """Return a layer's projections: the fused one, or those of query, key and value (the query's alone where the
-    layer reads another's keys; no value's where values are keys)."""
+    """Return a layer's projections: the fused one, or those of query, key and value. A layer that reads another layer's
+    keys has only a query projection; a layer whose values are its keys has no value projection."""
     attention = next((part for name in _ATTENTION if (part := getattr(layer, name, None)) is not None), None)
     while (inner := getattr(attention, "attention", None)) is not None:  # GPT-Neo's has one within
         attention = inner
@@ -178,8 +178,8 @@ def _layouts(heads: int, kv_heads: int, key_dim: int, value_dim: int) -> Iterato
 
 
 def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
-    """Return a projection's weight (rows, hidden) in float32: a linear layer's own, packed or not, or the module's
-    output for unit vectors."""
+    """Return a projection's weight (rows, hidden) in float32: the weight of a linear layer, packed or not, or the
+    module's output for unit vectors."""
     if type(module) is nn.Linear:
         return module.weight.detach().float()
     if isinstance(module, PackedLinear):

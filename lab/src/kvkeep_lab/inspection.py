@@ -18,25 +18,28 @@ from kvkeep.engine.pieces import token_texts
 from kvkeep.errors import UsageError
 
 STATES = [code.name.lower() for code in EntryState]
-"""What an entry can be, by the code that stands for it."""
+"""States of an entry, by their codes."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One forward pass. ``tokens``: in the cache after it; ``changes``: what became of them, see :func:`encoded`."""
+    """One forward pass."""
 
     tokens: int
+    """Tokens in the cache after the pass."""
     changes: bytes
+    """Changed states; see :func:`encoded`."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """States of entries over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first.
-    ``counts``: how many entries of all lanes ended up where; names that nothing has are left out."""
+    """States of entries over time. A lane is one KV head of one layer; lanes are ordered by layer."""
 
     heads: list[int]
+    """KV heads of each layer."""
     steps: list[RecordedStep]
     counts: dict[str, int]
+    """Number of entries of all lanes in each final state; states without entries are left out."""
 
     @property
     def lanes(self) -> int:
@@ -49,7 +52,7 @@ class Trace:
         return self.steps[-1].tokens if self.steps else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types, as the page reads them."""
+        """Return plain types for the page."""
         return {
             "heads": self.heads,
             "steps": [[step.tokens, base64.b64encode(step.changes).decode("ascii")] for step in self.steps],
@@ -58,19 +61,21 @@ class Trace:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One generation looked at. ``texts``: every token of prompt and answer as text, which joined are the whole; the
-    last one was written and never read. ``entries``: the effective budget of each layer, None if there is none."""
+    """The record of one generation."""
 
     model: str
     budget: str | None
     entries: int | None
+    """Effective budget of each layer; None without a budget."""
     texts: list[str]
+    """Text of every token of prompt and answer; joined, they give the complete text. The last token was generated but
+    not read."""
     trace: Trace
     generation: Generation
 
 
 class Recorder:
-    """Takes down what changed in a cache whenever it has grown. Batches of one row."""
+    """Records the changes in a cache whenever it has grown. Batches of one row."""
 
     def __init__(self, cache: KeepCache) -> None:
         self.cache = cache
@@ -79,7 +84,7 @@ class Recorder:
         self._state = torch.zeros(0, 0, dtype=torch.int8)
 
     def record(self) -> None:
-        """Record a step if there was one since the last look."""
+        """Record a step if there was one since the last call."""
         layers = entry_states(self.cache)
         now = torch.cat(layers) if layers else self._state
         if now.shape[1] <= self._state.shape[1]:
@@ -91,7 +96,7 @@ class Recorder:
         self._state = now.clone()  # the cache may hand out the same tensor again
 
     def trace(self) -> Trace:
-        """Return what was recorded so far."""
+        """Return the recorded trace."""
         found = torch.bincount(self._state.flatten().long(), minlength=len(STATES)).tolist()
         return Trace(
             self.heads, self.steps, {state: count for state, count in zip(STATES, found, strict=True) if count}
@@ -99,24 +104,23 @@ class Recorder:
 
 
 def entry_states(cache: KeepCache) -> list[Tensor]:
-    """Return what became of every entry of a cache of one row: for each layer (kv_heads, tokens) int8, an index of
+    """Return the state of every entry of a cache with one row: for each layer (kv_heads, tokens) int8, an index of
     :data:`STATES`."""
     return [layer[0] for layer in cache.entry_states()]
 
 
 def arrived(state: Tensor, tokens: int) -> Tensor:
-    """Return ``state`` (lanes, before) widened to ``tokens``: what is new is taken to be resident."""
+    """Return ``state`` (lanes, before) extended to ``tokens``; new entries are resident."""
     new = state.new_full((state.shape[0], tokens - state.shape[1]), EntryState.RESIDENT)
     return torch.cat([state, new], dim=1)
 
 
 def encoded(before: Tensor, now: Tensor) -> bytes:
-    """Return what differs between two states of one shape (lanes, tokens) int8, as runs of slots with one new code.
+    """Return the differences of two states of one shape (lanes, tokens) int8, as runs of slots with one new code.
 
-    A run never crosses from one lane into the next. It is two numbers: the entries left alone since the last run's end
-    (lane after lane), and ``(length - 1) * 8 + code``. Numbers are LEB128: seven bits a byte, the lowest first, and the
-    eighth bit says that more follow. So a short run close to the last takes two bytes; for tokens that arrive and stay
-    resident there is nothing to say.
+    A run stays within one lane. It is two numbers: the unchanged entries since the end of the last run (lane after
+    lane), and ``(length - 1) * 8 + code``. Numbers are LEB128: seven bits a byte, the lowest first; the eighth bit says
+    that more bytes follow. A short run near the last takes two bytes. New tokens that stay resident need no run.
     """
     at = (before != now).flatten().nonzero().squeeze(-1)
     if not len(at):

@@ -1,4 +1,4 @@
-"""The physical limit of a step: the bytes that it has to read, by the rate at which memory gives them."""
+"""The physical limit of a step: the bytes that it reads, divided by the rate of memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.stock import memory_of
 
 RATE_BYTES = 512 << 20
-"""What is read to measure the rate: several times the largest cache of a processor."""
+"""Bytes read to measure the rate: several times a processor's largest cache."""
 
 _TRIES = 5
 
 
 @torch.inference_mode()
 def memory_rate(device: torch.device) -> float:
-    """Return the bytes a second that ``device`` reads of a tensor that was written before, at best, with the threads
-    in use."""
+    """Return the maximum bytes a second that ``device`` reads from a written tensor, with the current number of
+    threads."""
     tensor = torch.ones(RATE_BYTES // 4, device=device)
     ways = (lambda: tensor.dot(tensor), tensor.sum, tensor.amax)
     seconds = []
@@ -32,9 +32,9 @@ def memory_rate(device: torch.device) -> float:
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Return the bytes of parameters and buffers that a step reads, shared ones once: all but the embedding of the
-    input, of which it reads a row, unless the head shares it. None for a mixture of experts, of which a step reads what
-    its router chooses."""
+    """Return the bytes of parameters and buffers that a step reads, counting shared ones once. The input embedding is
+    left out unless the head shares it, because a step reads one row of it. None for a mixture of experts, whose router
+    decides."""
     if any("expert" in name.lower() for name, _ in model.named_modules()):
         return None
     parts = [*model.parameters(), *model.buffers()]
@@ -47,9 +47,9 @@ def weight_bytes(model: Any) -> int | None:
 
 
 def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
-    """Return the bytes of keys and values that attention reads in a step after ``tokens`` tokens in each row: of all
-    tokens where the cache is exact (rebuilt ones, too), else no more than the cache holds for attention, in full or in
-    a smaller form."""
+    """Return the bytes of keys and values that attention reads in a step after ``tokens`` tokens in each row. An exact
+    cache reads all tokens, including rebuilt ones; another cache reads at most what it holds for attention, in full or
+    compressed."""
     memory = memory_of(cache)
     held_bytes = memory.resident_bytes + memory.compressed_bytes
     if not isinstance(cache, KeepCache):
@@ -60,8 +60,8 @@ def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
 
 
 def step_limit_ms(weights: int | None, entries: int | None, rate: float | None) -> float | None:
-    """Return the milliseconds that reading ``weights`` and ``entries`` bytes takes at ``rate`` bytes a second; None
-    where one of them is not known."""
+    """Return the milliseconds to read ``weights`` and ``entries`` bytes at ``rate`` bytes a second; None if one of them
+    is unknown."""
     if weights is None or entries is None or not rate:
         return None
     return 1e3 * (weights + entries) / rate

@@ -15,7 +15,7 @@ from kvkeep_lab.inspection import STATES, Inspection
 
 
 def render(inspection: Inspection) -> str:
-    """Return the page. It holds the trace as JSON (see :meth:`Trace.as_dict`), and a script that replays it."""
+    """Return the page. It contains the trace as JSON (see :meth:`Trace.as_dict`) and a script that replays it."""
     generation = inspection.generation
     data = {
         "version": __version__,
@@ -43,16 +43,16 @@ def render(inspection: Inspection) -> str:
 
 
 def _script_safe(text: str) -> str:
-    """Return JSON that cannot end or open a script element, whatever its strings say; lone surrogates become escapes,
-    as UTF-8 has no place for them."""
+    """Return JSON that can neither end nor open a script element. Lone surrogates become escapes, because UTF-8 cannot
+    encode them."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return re.sub("[\ud800-\udfff\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def check_output(path: str | os.PathLike[str], example: str = "cache.html") -> Path:
-    """Return where a file asked for as ``path`` will lie, links followed. Raises UsageError if it cannot be written;
-    ``example``: a name that could be."""
+    """Return the resolved target of ``path``. Raises UsageError if it is not writable; ``example``: a valid name for
+    the message."""
     name = os.fspath(path)
     target = Path(os.path.realpath(name))
     if target.is_dir():
@@ -69,7 +69,7 @@ def check_output(path: str | os.PathLike[str], example: str = "cache.html") -> P
 
 
 def write_page(target: Path, page: str) -> None:
-    """Write a page whole, or nothing. Raises StoreError with the reason if the disk does not take it."""
+    """Write a page atomically. Raises StoreError with the reason if the write fails."""
     part = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
         try:

@@ -1,7 +1,7 @@
-"""Mapped files without a name, and the pages of them that the system keeps in memory.
+"""Mapped files without a name, and their pages in the page cache.
 
-Checkpoints on disk are such files (:class:`kvkeep.memory.places.Disk`). Reads of them are fast as long as the page
-cache holds them; dropped pages are read from the disk again.
+Checkpoints on disk are such files (:class:`kvkeep.memory.places.Disk`). Reads are fast while the page cache holds them;
+dropped pages are read from the disk again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Mapped:
     size: int
 
     def drop(self) -> None:
-        """Have its pages written and taken out of memory. Raises KvkeepError where the system does not do that."""
+        """Write its pages, and drop them from memory. Raises KvkeepError if the system does not support it."""
         self._call("msync", _SYNC)
         self._call("madvise", _PAGEOUT)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of it that are in memory, in this process or in the page cache."""
+        """Bytes of the file in memory, in this process or in the page cache."""
         pages = (ctypes.c_ubyte * (self.size // mmap.PAGESIZE))()
         self._call("mincore", pages)
         return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
@@ -47,8 +47,8 @@ class Mapped:
 
 
 def mapped_below(folder: Path) -> list[Mapped]:
-    """Return the files without a name that this process has mapped and that were made in ``folder``. Raises KvkeepError
-    where the system does not say what is mapped."""
+    """Return the files without a name that this process has mapped and that were created in ``folder``. Raises
+    KvkeepError if the system does not report mapped files."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A paper's claims in a form that measurements decide, and its printed values."""
+"""A paper's printed values, and its claims in a form that measurements can decide."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class PaperValue(BaseModel):
-    """A number that the paper prints, in the metric's own unit (shares from 0 to 1). It stands beside ours and is not
-    judged: it is of the paper's model and prompts.
-
-    method, budget: the row of ours that it stands beside, where there is one (no budget: every budget). note: what else
-    a reader has to know.
-    """
+    """A number that the paper prints, in the metric's unit (shares from 0 to 1). It is shown beside the measurement and
+    not judged, because it is of the paper's model and prompts."""
 
     model_config = STRICT
 
     metric: Text
     value: float
     method: str = ""
+    """Method of the row beside which it is shown; "" for none."""
     budget: str | None = None
+    """Budget of that row; None for every budget."""
     note: str = ""
+    """Further information for a reader."""
 
 
 class Claim(BaseModel):
@@ -67,24 +66,24 @@ class Claim(BaseModel):
 
     @property
     def limited(self) -> bool:
-        """Whether the paper names a limit."""
+        """Whether the paper gives a limit."""
         return self.at_least is not None or self.at_most is not None
 
 
 class ComparedPaper(BaseModel):
-    """The paper that an experiment is compared with.
-
-    where: the figure or table. setting: the paper's model, precision and machine. models: which of the models that an
-    experiment may name are the paper's. claims: a string stands for a claim that no number decides.
-    """
+    """The paper with which an experiment is compared."""
 
     model_config = STRICT
 
     title: Text
     where: Text
+    """The figure or table."""
     setting: Text
+    """The paper's model, precision and machine."""
     models: tuple[Text, ...] = ()
+    """The paper's models among those that an experiment may use."""
     claims: tuple[Claim, ...] = ()
+    """Its claims; a string is a claim that no number decides."""
     values: tuple[PaperValue, ...] = ()
 
     @field_validator("claims", mode="before")
@@ -94,7 +93,7 @@ class ComparedPaper(BaseModel):
         return [{"says": claim} if isinstance(claim, str) else claim for claim in given] if listed else given
 
     def no_verdict(self, claim: Claim, model: str) -> str:
-        """Return why numbers of ``model`` are no verdict on ``claim``; "" where they are."""
+        """Return the reason why numbers of ``model`` allow no verdict on ``claim``; "" if they do."""
         reasons = []
         if claim.of == "machine":
             reasons.append("another machine's")

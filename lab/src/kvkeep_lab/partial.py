@@ -1,4 +1,4 @@
-"""Measurements that end early keep the results so far."""
+"""Keeps the results of measurements that end early."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.plugins import first_line
 
 INTERRUPTED = "interrupted before it was measured"
-"""What is said of a row that an interruption left without figures."""
+"""Error of a row that an interruption left without figures."""
 
 
 def reason(error: Exception) -> str:
-    """Return what a row says of the error that left it without figures: a refusal, or a fault of one method, perhaps of
-    another package, which leaves the others their rows."""
+    """Return a row's sentence about the error that left it without figures. The error is a refusal, or a fault of one
+    method, perhaps from a plugin; the other rows are measured."""
     return str(error) if isinstance(error, KvkeepError) else f"{first_line(error)}."
 
 
 class Interruption(KeyboardInterrupt):
-    """Ctrl-C in the middle of a measurement; ``found``: what was measured until then."""
+    """Ctrl-C during a measurement; ``found``: the results so far."""
 
     def __init__(self, found: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Interruption(KeyboardInterrupt):
 
 
 class Ending(UsageError):
-    """A refusal in the middle of a measurement; ``found``: what was measured until then."""
+    """A refusal during a measurement; ``found``: the results so far."""
 
     def __init__(self, reason: str, found: Any) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class Ending(UsageError):
 
 @contextmanager
 def keeping(found: Any, rows: Sequence[Any]) -> Iterator[None]:
-    """Within the block, let an interruption or a refusal carry ``found``, if it has ``rows`` by then."""
+    """Attach ``found`` to an interruption or a refusal within the block, if ``rows`` is not empty by then."""
     try:
         yield
     except KeyboardInterrupt:

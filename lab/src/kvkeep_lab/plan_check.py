@@ -1,4 +1,4 @@
-"""Predictions against measurements: the same caches planned, and run by the bench."""
+"""Compares predictions with measurements: plans caches, and runs the same caches in the bench."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from kvkeep_lab.partial import Interruption
 from kvkeep_lab.timing import TimingCase, run
 
 GOOD = 0.25
-"""An error up to which a prediction counts as right."""
+"""Largest relative error of a correct prediction."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One cache, predicted and measured. Bytes are resident, compressed and checkpoints together; errors are shares of
-    what was measured, above 0 where too much was predicted; None where nothing was measured."""
+    """One cache, predicted and measured. Errors are relative to the measurement and positive if the prediction is too
+    large; None without a measurement."""
 
     label: str
     context: int
     budget: int | None
     predicted_bytes: int
+    """Resident, compressed and checkpoint bytes together."""
     measured_bytes: int
+    """Resident, compressed and checkpoint bytes together."""
     predicted_step_s: float
     measured_step_s: float | None
     predicted_prefill_s: float
@@ -39,17 +41,17 @@ class Checked:
 
     @property
     def step_error(self) -> float | None:
-        """Of a step."""
+        """Relative error of the step."""
         return self.predicted_step_s / self.measured_step_s - 1 if self.measured_step_s else None
 
     @property
     def prefill_error(self) -> float | None:
-        """Of the prompt."""
+        """Relative error of the prompt."""
         return self.predicted_prefill_s / self.measured_prefill_s - 1 if self.measured_prefill_s else None
 
     @property
     def good(self) -> bool:
-        """Whether both are within a quarter."""
+        """Whether both errors are at most a quarter."""
         errors = (self.step_error, self.prefill_error)
         return all(error is not None and abs(error) <= GOOD for error in errors)
 

@@ -1,4 +1,4 @@
-"""The plan as a figure: times by memory, with the frontier of what is exact and of what is not."""
+"""The plan as a figure: times by memory, with the frontiers of exact and lossy methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT, OTHER = COLOURS[:2]
 
 
 def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> None:
-    """Draw every row that fits, the best of them joined by a line, with the one recommended in a ring.
+    """Draw every row that fits. A line joins the best rows, and a ring marks the recommended one.
 
     Raises StoreError if the file cannot be written.
     """
@@ -64,7 +64,7 @@ def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[list[float]
 
 
 def _name(axes: Any, rows: list[Row], value: Callable[[Row], float], colour: str, *, above: bool) -> None:
-    """Name the rows where the method changes along the frontier; names that would lie on each other are stacked."""
+    """Write the names of the rows where the method changes along the frontier; overlapping names are stacked."""
     if not rows:
         return
     labels: list[tuple[Row, list[str]]] = []

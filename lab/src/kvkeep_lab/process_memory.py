@@ -1,6 +1,6 @@
-"""What a process holds with a cache, by the system's account, and its steps when the page cache cannot help.
+"""The memory of a process with a cache, as the system reports it, and the time of its steps without the page cache.
 
-Every case is measured in a process of its own, so that no other case's memory is counted.
+Each case is measured in a new process, so that the memory of other cases is not counted.
 """
 
 from __future__ import annotations
@@ -26,33 +26,40 @@ from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
 from kvkeep_lab.timing import TimingCase, random_ids
 
 WARM_UP = 16
-"""Tokens that are read before memory is counted: a process holds more after its first pass."""
+"""Tokens that are read before memory is counted, because a process allocates memory in its first pass."""
 
 
 @dataclass(frozen=True)
 class InProcess:
-    """One case in a process of its own. before: what it held with the model, before the cache was made; held: after
-    prompt and steps. resident_bytes, elsewhere_bytes: the cache's own account. step_ms: of a new token, on average;
-    dropped_ms: of as many more, with the checkpoint dropped from memory before each, or each round; None without one.
-    dropped_bytes, left_bytes: of the checkpoint's files, and what of them stayed in memory, on average.
-    per_pass: tokens of an exact pass, where others draft. error: why there is nothing else."""
+    """One case in a separate process."""
 
     label: str
     context: int
     before: ProcessMemory | None = None
+    """Memory of the process with the model, before the cache is created."""
     held: ProcessMemory | None = None
+    """Memory of the process after prompt and steps."""
     resident_bytes: int = 0
+    """Resident bytes that the cache reports."""
     elsewhere_bytes: int = 0
+    """Bytes in other places that the cache reports."""
     step_ms: float | None = None
+    """Mean milliseconds of a new token."""
     dropped_ms: float | None = None
+    """Mean milliseconds of a new token if the checkpoint is dropped from memory before each token or round; None
+    without a checkpoint."""
     dropped_bytes: int = 0
+    """Mean bytes of the checkpoint's files."""
     left_bytes: int = 0
+    """Mean bytes of these files that stayed in memory."""
     per_pass: float | None = None
+    """Tokens of an exact pass, for methods that draft."""
     error: str = ""
+    """Reason if there are no other figures."""
 
 
 def process_table(rows: Sequence[InProcess], title: str) -> Table:
-    """Return a table: what is held above the model, then seconds."""
+    """Return a table of bytes above those of the model, and of seconds."""
     table = Table(
         title,
         [
@@ -116,7 +123,7 @@ def measure_each(
 
 
 def measure(name: str, weights: str, device: str, threads: int, case: TimingCase, steps: int) -> InProcess:
-    """Measure one case in this process, which has to be a new one."""
+    """Measure one case in this process, which must be new."""
     torch.set_num_threads(threads)
     loaded = load(name, weights=weights, device=device)
     ids = random_ids(loaded.model, case.length)
@@ -146,13 +153,13 @@ def measure(name: str, weights: str, device: str, threads: int, case: TimingCase
 
 
 class _Drops:
-    """Drops files from memory when it is called, and counts how often, the seconds, and the bytes that stayed."""
+    """Drops files from memory on each call. Counts calls, seconds, and the bytes that stayed in memory."""
 
     def __init__(self, files: Sequence[Mapped]) -> None:
         self.files, self.count, self.seconds, self.left = files, 0, 0.0, 0
 
     def __call__(self) -> bool:
-        """Drop them; returns False, for it interrupts nothing."""
+        """Drop the files. Returns False, so that generation continues."""
         start = time.perf_counter()
         for file in self.files:
             file.drop()
@@ -165,8 +172,8 @@ class _Drops:
 def _written(
     loaded: Loaded, sequence: list[int], cache: Any, new: int, drops: _Drops | None = None
 ) -> tuple[Generation, float]:
-    """Write ``new`` greedy tokens more, dropping files before each round or token. Return the answer, and the
-    milliseconds of a token, those of dropping left out."""
+    """Generate ``new`` more greedy tokens, dropping files before each round or token. Return the answer and the
+    milliseconds of a token, without the time to drop files."""
     drops = drops or _Drops(())
     drops()
     apart, start = drops.seconds, time.perf_counter()

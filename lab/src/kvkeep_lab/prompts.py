@@ -1,4 +1,4 @@
-"""A built-in text, and prompts of several kinds made of a text."""
+"""A built-in text, and several kinds of prompts made from a text."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of about so many tokens; ``kind``: one of :data:`KINDS`."""
+    """One prompt."""
 
     kind: str
+    """One of :data:`KINDS`."""
     ids: list[int]
+    """Token ids, about the requested number."""
 
 
 def built_in(tokenizer: Any, count: int) -> Tensor:
-    """Return the first ``count`` tokens of the built-in text (over again if it is shorter), (1, count)."""
+    """Return the first ``count`` tokens of the built-in text, repeated if it is shorter, (1, count)."""
     ids = tokenizer(TEXT).input_ids
     return torch.tensor([(ids * (count // len(ids) + 1))[:count]])
 
@@ -57,11 +59,12 @@ def built_in(tokenizer: Any, count: int) -> Tensor:
 def prompts(
     tokenizer: Any, text: str, lengths: Sequence[int], count: int, kinds: Sequence[str] = KINDS
 ) -> list[Prompt]:
-    """Return ``count`` prompts from different places of ``text``, kinds and ``lengths`` (tokens) taking turns.
+    """Return ``count`` prompts from different places of ``text``, which alternate between kinds and ``lengths``
+    (tokens).
 
-    A *question* asks for a number that stands in the text's first half, which is evicted by then; a *chat* is several
-    turns about consecutive pieces; a *continuation* is the text itself, without a template. Raises UsageError for a
-    text that is too short.
+    A *question* asks for a number in the first half of the text, which is evicted by then; a *chat* is several turns
+    about consecutive pieces; a *continuation* is the text without a template. Raises UsageError for a text that is too
+    short.
     """
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(tokens) < max(lengths):

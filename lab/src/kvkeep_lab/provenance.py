@@ -1,5 +1,4 @@
-"""What made a file of results: the version of kvkeep, its commit in a clone or an installation from one, and the
-conditions of a measurement."""
+"""The provenance of results: the version of kvkeep, its commit if known, and the conditions of a measurement."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ import kvkeep
 
 
 def commit() -> str | None:
-    """Return the commit of the installed kvkeep, shortened, with "-dirty" where files differ from it; None where it was
-    installed from a release."""
+    """Return the abbreviated commit of the installed kvkeep, with "-dirty" if files differ from it; None for an
+    installed release."""
     folder = Path(kvkeep.__file__).parent
     tracked = _git(folder, "ls-files", "--error-unmatch", Path(kvkeep.__file__).name)
     if tracked is not None:  # not a repository that only happens to be around an environment
@@ -29,7 +28,7 @@ def commit() -> str | None:
 
 
 def version() -> str:
-    """Return version and commit in words."""
+    """Return version and commit as text."""
     found = commit()
     return f"kvkeep {kvkeep.__version__}" + (f" (commit {found})" if found else "")
 

@@ -1,8 +1,8 @@
-"""Workers on the machines of a Ray cluster: tasks that each work on the same job. Ray starts one that dies anew,
-elsewhere where its machine is gone.
+"""Workers on the machines of a Ray cluster: tasks that share one job. Ray restarts a failed task, on another machine if
+its machine has failed.
 
-Machines share nothing but the software: jobs and the contents of data files travel with Ray, and the store is an actor
-on the machine that has it.
+Machines share only the installed software. Ray transfers jobs and the contents of data files, and the store is an actor
+on the machine that has its file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep_lab.store import Store
 from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked
 
 Files = dict[str, bytes]
-"""Contents by path, within the folder that all of them lie in."""
+"""Contents by path relative to the common folder."""
 
 
 def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], N
 
 
 def _wait(running: list[Any], poll: Callable[[], None]) -> None:
-    """Wait for tasks to end, and take those that did out of ``running``. Raises what one of them raised."""
+    """Wait for tasks to end, and remove those from ``running``. Raises the error of a task."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -88,7 +88,7 @@ def _wait(running: list[Any], poll: Callable[[], None]) -> None:
 
 
 class _Remote:
-    """The store's actor, called as the store is."""
+    """The store's actor, with the methods of a store."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -110,7 +110,7 @@ def _work(order: bytes, files: Files, actor: Any, number: int) -> None:
 
 
 def cores(machines: Sequence[int], count: int) -> int:
-    """Return the most cores that each of ``count`` workers can have on machines with so many."""
+    """Return the maximum cores per worker for ``count`` workers on machines with these numbers of cores."""
     for each in range(max(machines, default=0), 0, -1):
         if sum(machine // each for machine in machines) >= count:
             return each

@@ -1,4 +1,5 @@
-"""Reading a text: into a cache and then on one token at a time, as decoding does, or once, to look at its attention."""
+"""Ways to read a text: into a cache and then one token at a time, as decoding does, or once, to observe its
+attention."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 
 _AT_ONCE = 128
-"""Positions whose logits are held together."""
+"""Positions whose logits are in memory at the same time."""
 
 
 def takes(method: str) -> tuple[str, ...]:
-    """Return the options that a method or a peer takes; raises UsageError for an unknown name."""
+    """Return the options that a method or a peer accepts; raises UsageError for an unknown name."""
     if method == STOCK:
         return ()
     peer = peer_of(method)
@@ -30,8 +31,8 @@ def takes(method: str) -> tuple[str, ...]:
 
 
 def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: int | None = None) -> Any:
-    """Return a cache of ``method`` for ``context`` tokens, read and written, or what a peer reads with; ``chunk`` goes
-    to those that take one."""
+    """Return a cache of ``method`` for ``context`` tokens (prompt and answer), or a peer's reader. ``chunk`` is passed
+    to those that accept it."""
     if (peer := peer_of(method)) is not None:
         return peer.open(model, budget, context)
     options: dict[str, Any] = {"budget": budget, "context": context}
@@ -41,8 +42,8 @@ def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: 
 
 
 def whole_bytes(model: Any, context: int) -> int:
-    """Return the bytes that an unbounded cache takes in bfloat16 for ``context`` tokens, whatever the model computes
-    in."""
+    """Return the bytes of an unbounded cache in bfloat16 for ``context`` tokens, independent of the dtype of the
+    model."""
     geometry = ModelGeometry.from_config(model.config, 2)
     return context * geometry.full_bytes_per_token + geometry.sliding_bytes(context)
 
@@ -51,8 +52,8 @@ def whole_bytes(model: Any, context: int) -> int:
 def watch(
     model: Any, ids: Tensor, observe: Callable[[Attended], None], progress: Callable[[str, float, float], None]
 ) -> None:
-    """Read ``ids`` (1, tokens) once, and hand ``observe`` the attention of every layer that sees all of it; layers with
-    a sliding window forget by themselves and are left out. Raises UnsupportedModelError where there is no other."""
+    """Read ``ids`` (1, tokens) once, and pass the attention of every full layer to ``observe``. Layers with a sliding
+    window are left out. Raises UnsupportedModelError if there are no full layers."""
     decoder = bind(model).decoder
     geometry = ModelGeometry.from_config(model.config)
     full = [layer.index for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
@@ -74,8 +75,9 @@ def watch(
 def read(
     model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens): the
-    first pays for the prompt. What is given next is ``forced``, or else the token with the largest logit."""
+    """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens). The
+    first includes the time of the prompt. The next token is taken from ``forced``, or is the one with the largest
+    logit."""
     given = ids
     for position in range(new):
         logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
@@ -84,8 +86,8 @@ def read(
 
 
 def greedy(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[int], float]:
-    """Return ``new`` greedy tokens after ``ids`` (1, tokens) by transformers' ``generate``, ends of text ignored, and
-    the seconds they took. options: ``generate``'s, such as ``past_key_values``."""
+    """Return ``new`` greedy tokens after ``ids`` (1, tokens) by transformers' ``generate``, and their seconds. Ends of
+    text are ignored. options: those of ``generate``, such as ``past_key_values``."""
     ids = ids.to(next(model.parameters()).device)
     start = time.perf_counter()
     output = model.generate(

@@ -1,6 +1,6 @@
-"""Ways to have exact keys and values of N evicted tokens in one layer, timed: projected from residuals, read, or
-attended where they lie; from every place, with warm and with cold buffers (:mod:`kvkeep_lab.buffers`), the arithmetic
-roofline beside them."""
+"""Times the ways to get exact keys and values of N evicted tokens in one layer: projected from residuals, read, or
+attended in place; from every place, with warm and cold buffers (:mod:`kvkeep_lab.buffers`), and with the roofline of
+arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvkeep_lab.timing import synchronize
 
 RECOMPUTE, READ, APART, ATTEND = "recompute", "read", "read, entry by entry", "attend in place"
 RERUN = {"residual:4": 4, "tokens": 1 << 30}
-"""Kinds of checkpoints that run layers again, and how many from one kept residual on."""
+"""Kinds of checkpoints that run layers again, with the number of layers per stored residual."""
 
 SLOW_TO = 500
 WARMTHS = ("warm", "cold")
@@ -35,48 +35,52 @@ WARMTHS = ("warm", "cold")
 
 @dataclass(frozen=True)
 class RecallRow:
-    """One way to have keys and values of ``n`` tokens in one layer.
-
-    way: "recompute": the model's projections of ``n`` residuals in one product. "read": a copy of ``n`` entries. "read,
-    entry by entry": of ``n`` entries held apart, one copy each, then put together. "attend in place": one query's
-    attention over them where they lie; nothing is copied. "residual:4", "tokens": those checkpoints' own recall, by
-    layer. ms: the fastest of all rounds (whatever else the machine does only ever adds); median_ms: their median.
-    roofline_ms: what arithmetic allows; None where it says nothing. recompute_ratio: the time of "recompute" from the
-    same place with the same buffers, relative to this (below 1: recomputing is faster). page_faults, device_bytes:
-    medians of what the kernel counts during one timing.
-    """
+    """One way to get keys and values of ``n`` tokens in one layer."""
 
     model: str
     way: str
+    """"recompute": the model's projections of ``n`` residuals in one product. "read": a copy of ``n`` entries. "read,
+    entry by entry": a copy of each of ``n`` separate entries, then their concatenation. "attend in place": attention of
+    one query to them without a copy. "residual:4", "tokens": the recall of these checkpoints, per layer."""
     place: str
     buffers: str
     n: int
     ms: float
+    """Minimum milliseconds over all rounds, because other work on the machine only adds time."""
     median_ms: float
+    """Median milliseconds over all rounds."""
     roofline_ms: float | None
+    """Lower bound by arithmetic; None if it gives no bound."""
     recompute_ratio: float | None
+    """Time of "recompute" from the same place with the same buffers, divided by this time (below 1: recomputing is
+    faster)."""
     page_faults: int
+    """Median of the kernel's count of page faults during one timing."""
     device_bytes: int
+    """Median of the kernel's count of bytes from block devices during one timing."""
 
 
 @dataclass(frozen=True)
 class RecallReport:
-    """One model's rows. hidden, width: d and w, elements of a residual and of a token's entries in one layer. layers:
-    which were measured. interrupted: whether it ended early."""
+    """The rows of one model."""
 
     model: str
     hidden: int
+    """Elements d of a residual."""
     width: int
+    """Elements w of the entries of a token in one layer."""
     itemsize: int
     layers: list[int]
+    """Indices of the measured layers."""
     roofline: Roofline
     break_even_bytes_per_s: float
     rows: list[RecallRow]
     interrupted: bool = False
+    """Whether the measurement ended early."""
 
 
 def places(device: torch.device) -> tuple[str, ...]:
-    """Return the places that differ: beside a CPU, host memory is the device's."""
+    """Return the distinct places: host memory is the device's for a CPU."""
     return tuple(name for name in PLACES if name != "host" or device.type != "cpu")
 
 
@@ -129,18 +133,22 @@ class _Case(NamedTuple):
 
 @dataclass
 class _Operands:
-    """What lies in one place: hidden (1, n, d), entries (keys and values, (1, kv_heads, n, dim)), the same apart, one
-    tensor each; buffers of their shapes on the device; and positions (1, n)."""
+    """Tensors in one place."""
 
     hidden: Tensor
+    """(1, n, d)."""
     entries: list[Tensor]
+    """Keys and values, (1, kv_heads, n, dim) each."""
     apart: list[list[Tensor]]
+    """The same keys and values, a tensor for each entry."""
     targets: list[Tensor]
+    """Buffers of their shapes on the device."""
     positions: Tensor
+    """(1, n)."""
 
 
 class _Bench:
-    """One model, the places, and what is timed."""
+    """One model, the places, and the operations to time."""
 
     @torch.inference_mode()
     def __init__(self, model: Any, counts: Sequence[int], folder: str | os.PathLike[str] | None) -> None:
@@ -162,7 +170,8 @@ class _Bench:
         }
 
     def _hold(self, storage: Storage, count: int) -> _Operands:
-        """Lay residuals and entries of ``count`` tokens in a storage; all layers read the same, of the same shape."""
+        """Put residuals and entries of ``count`` tokens in a storage. All layers have one shape and read the same
+        tensors."""
         hidden = torch.randn(1, count, self.hidden, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(self.device, self.dtype)
         positions = torch.arange(count, device=self.device).unsqueeze(0)
@@ -174,14 +183,14 @@ class _Bench:
         return _Operands(storage.put(hidden), [storage.put(part) for part in entries], apart, targets, positions)
 
     def close(self) -> None:
-        """Let go of everything that was laid out."""
+        """Release all tensors."""
         self._operands.clear()
         for storage in self.storages.values():
             storage.clear()
 
     @torch.inference_mode()
     def samples(self, count: int, turn: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
-        """Time every way once for ``count`` tokens, in one of the layers."""
+        """Time every way once for ``count`` tokens in one layer."""
         layer = self.geometry.layers[self.layers[turn % len(self.layers)]]
         for name, storage in self.storages.items():
             for buffers in WARMTHS:
@@ -229,8 +238,8 @@ class _Bench:
 
     @torch.inference_mode()
     def rerun(self, count: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
-        """Time the recall of checkpoints that keep fewer residuals, and so run layers; by layer. What the model's
-        family refuses is left out."""
+        """Time the recall of checkpoints that store fewer residuals and therefore run layers; by layer. Kinds that the
+        model family does not support are left out."""
         ids = torch.zeros(1, count, dtype=torch.long, device=self.device)
         for kind, stride in RERUN.items():
             try:
@@ -254,7 +263,7 @@ class _Bench:
             yield _Case(kind, "device", "cold", count), (seconds / parts, minor // parts, read // parts)
 
     def rows(self, name: str, samples: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[RecallRow]:
-        """Yield what was measured, in the order of ways, places and N."""
+        """Yield the measurements in the order of ways, places and N."""
         best = {case: min(sample[0] for sample in found) for case, found in samples.items()}
         for case in sorted(
             samples, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))

@@ -41,9 +41,9 @@ LENGTHS = (40, 560)
 NEW_TOKENS = 12
 """Tokens of each answer."""
 CHUNK = 128
-"""Tokens of a prompt read at a time: what a lossy method keeps depends on it."""
+"""Tokens of a prompt read at a time. A lossy method's choice of entries depends on it."""
 SHOWN = 16
-"""Digits of a digest in a table."""
+"""Shown digits of a digest in a table."""
 _BUDGET = "128"
 CASES = (
     AnswerCase("full"),
@@ -63,38 +63,43 @@ CASES = (
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """The digests of one cache. logits: of prompts, logits and tokens; session: of the saved sessions. promised:
-    whether the digest of logits is the same on every processor by design, not by measurement. error: why there is
-    no digest."""
+    """The digests of one cache."""
 
     label: str
     exactness: str
     promised: bool
+    """Whether the design, and not only measurement, makes the digest of logits equal on every processor."""
     logits: str = ""
+    """Digest of prompts, logits and tokens."""
     session: str = ""
+    """Digest of the saved sessions."""
     error: str = ""
+    """Reason if there is no digest."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """The digests of one model. family, weights, fingerprint: the model as loaded. prompts: the digest of the prompts'
-    token ids."""
+    """The digests of one model."""
 
     family: str
+    """Family of the loaded model."""
     weights: str
+    """Format of its weights."""
     fingerprint: str
+    """Fingerprint of the loaded model."""
     numerics: int
     prompts: str
+    """Digest of the prompts' token ids."""
     rows: list[ReceiptRow]
 
     @property
     def exact(self) -> str:
-        """One digest for the rows that are promised."""
+        """One digest of all promised rows."""
         return self._digest(row for row in self.rows if row.promised)
 
     @property
     def all(self) -> str:
-        """One digest for all rows."""
+        """One digest of all rows."""
         return self._digest(self.rows)
 
     def _digest(self, rows: Iterable[ReceiptRow]) -> str:
@@ -104,7 +109,7 @@ class Receipt:
 
 
 def check_library() -> None:
-    """Raise UsageError where there is no native library."""
+    """Raise UsageError if there is no native library."""
     if library() is None:
         raise UsageError(
             "A receipt needs the native library: without it torch computes the logits, and their bits differ "
@@ -113,12 +118,12 @@ def check_library() -> None:
 
 
 def text() -> str:
-    """Return the text that prompts are made of."""
+    """Return the source text of the prompts."""
     return (files("kvkeep_lab") / "receipt.txt").read_text(encoding="utf-8")
 
 
 def prompts(loaded: Loaded, source: str) -> list[list[int]]:
-    """Return the token ids of the prompts, shorter where the model has fewer positions. Raises UsageError for a text
+    """Return the token ids of the prompts, shortened if the model has fewer positions. Raises UsageError for a text
     that is too short."""
     ids = loaded.tokenizer(source, verbose=False).input_ids
     if len(ids) < max(LENGTHS):
@@ -129,7 +134,7 @@ def prompts(loaded: Loaded, source: str) -> list[list[int]]:
 
 
 def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
-    """Return a receipt without rows. Raises UsageError for a model of which torch computes a part."""
+    """Return a receipt without rows. Raises UsageError for a model that torch computes in part."""
     check_library()
     if not row_independent(loaded.model):
         raise UsageError(
@@ -151,7 +156,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 def rows(
     loaded: Loaded, cases: Sequence[AnswerCase], prompts: Sequence[Sequence[int]], progress: Callable[[str, int], None]
 ) -> Iterator[ReceiptRow]:
-    """Yield the row of each case. progress: gets a label and the number of cases done."""
+    """Yield the row of each case. progress: called with a label and the number of finished cases."""
     for number, case in enumerate(cases):
         progress(case.label, number)
         yield _row(loaded.model, case, prompts)
@@ -200,8 +205,8 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
 
 
 def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
-    """Save the session to a file; yield names, forms and bytes of its tensors. How many tokens a round drafts depends
-    on measured seconds, and what stays resident on the rounds: of a method that drafts, only the checkpoint."""
+    """Save the session to a file; yield names, forms and bytes of its tensors. The number of drafts depends on measured
+    seconds, and the resident entries depend on the rounds, so a method that drafts yields only its checkpoint."""
     with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))

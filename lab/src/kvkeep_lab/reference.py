@@ -36,59 +36,70 @@ from kvkeep_lab.reading import cache_for, read, takes
 from kvkeep_lab.statistics import mean
 
 Progress = Callable[[str, float, float], None]
-"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is 1
-until the reference has been measured."""
+"""Called with the current measurement, the work done and the total work, in seconds at the reference's speed. The total
+is 1 until the reference has been measured."""
 
 
 @dataclass(frozen=True)
 class ReferenceCase:
-    """One method (a name with its parameters) and one budget in the user's words; None where the method takes none."""
+    """One method and one budget."""
 
     method: str
+    """A name with its parameters."""
     budget: str | None = None
+    """The budget as the user wrote it; None for methods without a budget."""
 
     @property
     def label(self) -> str:
-        """The case as a person reads it."""
+        """The case as text for people."""
         return f"{self.method} at {self.budget}" if self.budget else self.method
 
 
 @dataclass(frozen=True)
 class ReferenceRow:
-    """What one method did within one budget.
-
-    exactness: what the cache called itself in the end. entries: the effective budget of a full layer.
-    Free-running: match, the share of the positions at which its token is the reference's; differs_at, the first at
-    which it is not (from 0), or None; kl_free, nats at each position, with its mean; tokens. Teacher-forced: kl, nats
-    at each position, with its mean and largest; top1, share of positions; perplexity, of the reference's continuation.
-    memory: bytes after the free run. tokens_per_s: of decoding, None where only one token was written. away, recalled:
-    where recall is selective, entries of a KV head there were to recall and those that were, mean over steps and
-    layers; left_out: the largest bound on the attention that a query gave to the others. merges: pairs that the free
-    run merged, and shares of keys that had to be clamped. error: why there is nothing else.
-    """
+    """The results of one method within one budget."""
 
     method: str
     budget: str | None
     exactness: str = ""
+    """Exactness that the cache reported at the end."""
     entries: int | None = None
+    """Effective budget of a full layer."""
     match: float | None = None
+    """Free-running: share of positions whose token is the reference's."""
     differs_at: int | None = None
+    """Free-running: first position (from 0) whose token is not the reference's, or None."""
     kl_mean: float | None = None
+    """Teacher-forced: mean of ``kl``."""
     kl_max: float | None = None
+    """Teacher-forced: maximum of ``kl``."""
     kl: list[float] = field(default_factory=list)
+    """Teacher-forced: KL in nats at each position."""
     kl_free_mean: float | None = None
+    """Free-running: mean of ``kl_free``."""
     kl_free: list[float] = field(default_factory=list)
+    """Free-running: KL in nats at each position."""
     top1: float | None = None
+    """Teacher-forced: share of positions whose largest probability is the reference's token."""
     perplexity: float | None = None
+    """Teacher-forced: perplexity of the reference's continuation."""
     memory: dict[str, Any] = field(default_factory=lambda: Memory().as_dict())
+    """Bytes after the free run."""
     prefill_s: float | None = None
     tokens_per_s: float | None = None
+    """Rate of decoding; None if only one token was generated."""
     tokens: list[int] = field(default_factory=list)
+    """Tokens of the free run."""
     away: float | None = None
+    """Selective recall: entries per KV head that could be recalled, mean over steps and layers."""
     recalled: float | None = None
+    """Selective recall: entries per KV head that were recalled, mean over steps and layers."""
     left_out: float | None = None
+    """Selective recall: largest bound on a query's attention to entries that were not recalled."""
     merges: tuple[int, int] = (0, 0)
+    """Pairs that the free run merged, and shares of keys that were clamped."""
     error: str = ""
+    """Reason if there are no other figures."""
 
     @property
     def label(self) -> str:
@@ -97,54 +108,57 @@ class ReferenceRow:
 
     @property
     def nll(self) -> float | None:
-        """The logarithm of the perplexity: the mean of -ln q of the reference's tokens, in nats."""
+        """Logarithm of the perplexity: the mean of -ln q of the reference's tokens, in nats."""
         return None if self.perplexity is None else math.log(self.perplexity)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of entries that attention reads, in full or in a smaller form."""
+        """Bytes of entries that attention reads, in full or compressed."""
         return self.memory["resident_bytes"] + self.memory["compressed_bytes"]
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what is kept in a smaller form, or elsewhere."""
+        """Bytes of entries that are compressed or in another place."""
         return self.memory["compressed_bytes"] + sum(self.memory["checkpoint_bytes"].values())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, and the reference as one more. context: prompt and continuation, what budgets in percent are of.
-    whole_bytes: of an unbounded cache in bfloat16."""
+    """All rows, and the row of the reference."""
 
     prompt_tokens: int
     new_tokens: int
     reference: ReferenceRow
     rows: list[ReferenceRow]
     whole_bytes: int = 0
+    """Bytes of an unbounded cache in bfloat16."""
 
     @property
     def context(self) -> int:
-        """Tokens read and written."""
+        """Tokens of prompt and continuation; the base of budgets in percent."""
         return self.prompt_tokens + self.new_tokens
 
     @property
     def measured(self) -> list[ReferenceRow]:
-        """The rows that have figures."""
+        """The rows with figures."""
         return [row for row in self.rows if not row.error]
 
 
 @dataclass(frozen=True)
 class Position:
-    """One position judged against the reference's: KL in nats, -ln q(token) in nats, and whether the largest agrees."""
+    """One position compared with the reference."""
 
     kl: float
+    """KL in nats."""
     nll: float
+    """-ln q(token) in nats."""
     agrees: bool
+    """Whether the largest probabilities are of the same token."""
 
 
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[ReferenceCase]:
-    """Return every method at every budget; those that take none come first, once. Raises UsageError for an unknown
-    name."""
+    """Return every method at every budget. Methods without a budget come first, once each. Raises UsageError for an
+    unknown name."""
     bounded = [method for method in methods if "budget" in takes(method)]
     free = [ReferenceCase(method) for method in methods if method not in bounded]
     return free + [ReferenceCase(method, budget) for budget in budgets for method in bounded]
@@ -162,10 +176,10 @@ def compare(
 ) -> Comparison:
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
-    ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
-    has its sentence in its row. ``measured`` gets each row as it is complete, the reference's first. Raises
-    :class:`Interruption` with the comparison when it is interrupted after the
-    reference is complete, and UsageError for a prompt that the model has no positions for.
+    ``chunk``: tokens of a prompt read at a time, for methods that read prompts in chunks. The row of a refused case
+    contains the reason. ``measured`` is called with each complete row, first the reference's. Raises
+    :class:`Interruption` with the comparison if interrupted after the reference is complete, and UsageError for a
+    prompt beyond the model's positions.
     """
     progress("the reference", 0.0, 1.0)
     reference = Reference.of(model, prompt, new, chunk)
@@ -191,9 +205,9 @@ def compare(
 
 
 def unbounded(model: Any) -> str:
-    """Return the cache that others are compared with: transformers' own in float32, kvkeep's ``full`` in 16 bits. There
-    transformers' attention sums in another order than kvkeep's, which moves every distribution more than a good method
-    does."""
+    """Return the cache of the reference: transformers' cache in float32, kvkeep's ``full`` in 16 bits. In 16 bits
+    transformers' attention sums in another order than kvkeep's, which changes every distribution more than a good
+    method does."""
     return STOCK if model.dtype.itemsize > 2 else "full"
 
 
@@ -205,7 +219,7 @@ def judge(expected: Tensor, got: Tensor, token: int) -> Position:
 
 
 def check_fits(model: Any, prompt_tokens: int, new: int) -> None:
-    """Raise UsageError for a prompt of no tokens, and for one that is too long for the model with ``new`` more."""
+    """Raise UsageError for an empty prompt, and for one that exceeds the model's positions with ``new`` more tokens."""
     positions = ModelGeometry.from_config(model.config).max_positions
     if prompt_tokens == 0:
         raise UsageError("There is nothing to continue: the prompt is empty; give --prompt or --file.")
@@ -251,7 +265,7 @@ def _free(
 
 
 def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
-    """Return ``row`` with what the positions report that were given the reference's text."""
+    """Return ``row`` with the results of the teacher-forced positions."""
     divergences = [position.kl for position in judged]
     return replace(
         row,
@@ -265,23 +279,23 @@ def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the unbounded cache writes after one prompt: what all cases are measured against.
-
-    ids: the prompt (1, tokens). logits: one (vocabulary,) a position, in float32 on the CPU. step_s: seconds of a
-    decoding step. chunk: tokens of the prompt that a case takes at a time.
-    """
+    """The answer of the unbounded cache to one prompt, with which all cases are compared."""
 
     model: Any
     ids: Tensor
+    """The prompt, (1, tokens)."""
     logits: list[Tensor]
+    """(vocabulary,) for each position, in float32 on the CPU."""
     row: ReferenceRow
     step_s: float
+    """Seconds of a decoding step."""
     chunk: int | None
+    """Tokens of the prompt that a case reads at a time."""
 
     @classmethod
     def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
-        """Read ``prompt`` (token ids) and write ``new`` tokens; raises UsageError where the model has no positions for
-        them."""
+        """Read ``prompt`` (token ids) and generate ``new`` tokens. Raises UsageError if the model has too few
+        positions."""
         check_fits(model, len(prompt), new)
         ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
@@ -295,12 +309,12 @@ class Reference:
         return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
 
     def work(self, tokens: int, steps: int) -> float:
-        """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
+        """Return the reference's seconds for ``tokens`` tokens of the prompt and ``steps`` steps."""
         return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
 
     def measure(self, case: ReferenceCase, report: Callable[[float], None] = lambda done: None) -> ReferenceRow:
-        """Run one case freely, and then forced unless the free run was given the same text anyway. ``report`` gets the
-        work done, in seconds of the reference's own speed."""
+        """Measure one case free-running, and then teacher-forced unless the free run had the same text. ``report`` is
+        called with the work done, in seconds at the reference's speed."""
         row, judged = self._run_freely(case, report)
         if row.tokens[:-1] != self.row.tokens[:-1]:
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)

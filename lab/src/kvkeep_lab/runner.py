@@ -1,4 +1,4 @@
-"""Running an experiment: missing cells, the measurement of one, and the outcome of all."""
+"""Runs an experiment: finds missing cells, measures each, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from kvkeep_lab.workers import ATTEMPTS, RunProgress, WorkerJob, work_in_process
 
 @dataclass
 class Runner:
-    """Measures cells. The model, the samples and the references of one cell stay for the next that needs the same.
-
-    sources: the files that prompts are made of. device: None is the loader's choice. workers: how many measure at the
-    same time, with this one; every record says so. notify: gets what takes long, in words.
-    """
+    """Measures cells. The model, samples and references of a cell are kept for the next cell with the same ones."""
 
     experiment: Experiment | StudyExperiment
     sources: Sequence[Path]
+    """Source files of the prompts."""
     device: str | None = None
+    """None for the loader's choice."""
     workers: int = 1
+    """Number of workers that measure at the same time, including this one; stored in every record."""
     notify: Callable[[str], None] = lambda text: None
+    """Called with a description of each slow operation."""
     _loaded: Loaded | None = None
     _prepared: object = None  # what the samples and references are of
     _samples: list[Sample] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Runner:
         return self._record(cell, machine=machine, started=started, seconds=seconds, **found)
 
     def lost(self, cell: Cell) -> Record:
-        """Return the record of a cell that processes die of."""
+        """Return the record of a cell that repeatedly killed its process."""
         error = f"{ATTEMPTS} processes ended while they measured this cell; it may need more memory than they have."
         return self._record(cell, status="failed", error=error, started=_now())
 
@@ -79,7 +79,7 @@ class Runner:
         return TaskRecord(method=cell.method, budget=cell.budget, point=cell.point, **common)
 
     def _found(self, loaded: Loaded, cell: Cell, step: Callable[[int], None]) -> dict[str, Any]:
-        """Return the fields that a study's or a task's record has of its own."""
+        """Return the fields that only a study's or a task's record has."""
         if isinstance(self.experiment, StudyExperiment):
             study, steps = self.experiment.study, self.experiment.steps
 
@@ -102,7 +102,7 @@ class Runner:
         return self._loaded
 
     def _prepare(self, loaded: Loaded, task: Task, cell: Cell) -> list[Sample]:
-        """Return the samples of a cell, and drop what only other cells need."""
+        """Return the samples of a cell, and drop the data of other cells."""
         wanted = (cell.model, cell.point, cell.seed)
         if wanted != self._prepared:
             self._references.clear()
@@ -113,15 +113,18 @@ class Runner:
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of an experiment's cells. found: measured before. done, failed: since the run began, by it or by
-    another run, those of a search among them. elsewhere: another run is measuring them. searched: cells of the search
-    that were done, besides."""
+    """Counts of the cells of an experiment."""
 
     done: int = 0
+    """Cells measured since the run began, by this or another run."""
     found: int = 0
+    """Cells measured before this run."""
     elsewhere: int = 0
+    """Cells that another run is measuring."""
     failed: tuple[Record, ...] = ()
+    """Cells that failed since the run began, including those of a search."""
     searched: int = 0
+    """Finished cells of the search, counted separately."""
 
 
 def run(
@@ -213,7 +216,7 @@ def _run(
 
 
 def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
-    """Return the newest record of each of ``cells``, in the order they came."""
+    """Return the newest record of each of ``cells``, in the order of the records."""
     keys = {cell.key for cell in cells}
     return {record.cell: record for record in store.records if record.cell in keys}
 
@@ -226,7 +229,7 @@ def _finite(outcome: TaskOutcome) -> TaskOutcome:
 
 
 def _numbers(metrics: Sequence[Metric], outcomes: Sequence[TaskOutcome]) -> dict[str, Any]:
-    """Return the scores and costs of a cell's samples, as its record keeps them."""
+    """Return the scores and costs of a cell's samples in the form of its record."""
     costs = [outcome.cost for outcome in outcomes]
     largest = max(costs, key=lambda cost: cost.held_bytes)
     names = [metric.name for metric in metrics]

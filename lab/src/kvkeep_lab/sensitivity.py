@@ -1,10 +1,10 @@
 """The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2).
 
-The formulas stand in :mod:`kvkeep.policies.fates.kvslimmer`.
+:mod:`kvkeep.policies.fates.kvslimmer` gives the formulas.
 
 Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
-queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
-products of values, outputs and E.
+queries, tokens - 1), one per pair. No c_ij is materialised: products of values, outputs and E give their norms and
+their products with E.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries, 1)."""
+    """Sensitivities of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries,
+    1)."""
 
     g11: Tensor
     g12: Tensor
@@ -30,7 +31,7 @@ class Sensitivity:
 
     @property
     def cosines(self) -> tuple[Tensor, Tensor, Tensor]:
-        """cos(E, c_11), cos(E, c_12), cos(E, c_22) (Eq. 31); nan where one of the two is 0."""
+        """cos(E, c_11), cos(E, c_12), cos(E, c_22) (Eq. 31); nan if one of the two vectors is 0."""
         return (
             self.g11 / (self.external * self.norm11),
             self.g12 / (self.external * self.norm12),
@@ -39,17 +40,18 @@ class Sensitivity:
 
     @property
     def exact_weight(self) -> Tensor:
-        """The weight of key m in the merged key (Eq. 30); that of key m + 1 is 1 minus it."""
+        """Weight of key m in the merged key (Eq. 30); the weight of key m + 1 is 1 minus it."""
         return best_share(self.g11, self.g12, self.g22)
 
     @property
     def closed_weight(self) -> Tensor:
-        """The same without E, as if Eq. 32 held (Eq. 33)."""
+        """The weight without E, under the assumption of Eq. 32 (Eq. 33)."""
         return best_share(self.norm11, -self.norm12, self.norm22)
 
 
 def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
-    """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
+    """Return the sensitivities of every query and pair in float64, because attention is small and c_12 contains its
+    square."""
     external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
     first, second = attention[..., :-1], attention[..., 1:]
     square, pair = _gram(values, outputs)

@@ -1,5 +1,5 @@
-"""Servers under load: as many conversations at once as are asked for, each with a prompt of its own, as clients of
-OpenAI's see them."""
+"""Measures servers under load through their OpenAI interface, with several conversations at once, each with a different
+prompt."""
 
 from __future__ import annotations
 
@@ -21,40 +21,47 @@ from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 
 WORDS = ("river", "stone", "winter", "morning", "letter", "garden", "paper", "window", "market", "island", "summer")
-"""What prompts are made of."""
+"""Words of the prompts."""
 METHODS = ("full", "kv-direct", "h2o")
-"""Of the sessions of our own server, unless others are named."""
+"""Default methods of the sessions of kvkeep's server."""
 SAMPLED_S = 0.25
-"""Seconds between two looks at a server's memory."""
+"""Seconds between two samples of a server's memory."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One server with so many sessions at once. context: tokens of a prompt, about. tokens_s: of all answers, by the
-    time of prompts and answers; writing_s: those of the time in which all of them write, None where there is none.
-    first_s: from a request to its first token, the median; between_s: from a piece to the next, the 95th percentile.
-    peak_bytes: of its processes. fit: sessions that the memory asked for has room for, None where that is not known.
-    error: why there is nothing else."""
+    """One server with a number of simultaneous sessions."""
 
     label: str
     context: int
+    """Approximate tokens of a prompt."""
     sessions: int
     tokens_s: float | None = None
+    """Tokens a second of all answers, over the time of prompts and answers."""
     writing_s: float | None = None
+    """Tokens a second while all answers are being generated; None if there is no such time."""
     first_s: float | None = None
+    """Median seconds from a request to its first token."""
     between_s: float | None = None
+    """95th percentile of the seconds between two pieces."""
     peak_bytes: int | None = None
+    """Peak bytes of its processes."""
     fit: int | None = None
+    """Sessions that fit in the requested memory; None if unknown."""
     error: str = ""
+    """Reason if there are no other figures."""
 
 
 @dataclass(frozen=True)
 class StreamedAnswer:
-    """One answer: when it was asked for, when its pieces came, and its tokens."""
+    """One answer."""
 
     requested: float
+    """Time of the request."""
     times: list[float]
+    """Times of the pieces."""
     tokens: int
+    """Number of tokens."""
 
 
 def measure_servers(
@@ -71,8 +78,8 @@ def measure_servers(
     only: Sequence[str] | None,
     progress: Callable[[str, float, float], None],
 ) -> list[Served]:
-    """Start one server after the other, and ask each for ``steps`` tokens of as many sessions as are given, in turn.
-    Raises :class:`Interruption` with the rows, when it is interrupted after the first."""
+    """Start one server after another, and request ``steps`` tokens for each number of sessions in turn. Raises
+    :class:`Interruption` with the rows if interrupted after the first."""
     most_tokens, most_sessions = max(contexts) + steps + 64, max(sessions)
     servers: list[Server] = [
         Ours(loaded, most_tokens, most_sessions, method, budget, memory)
@@ -126,8 +133,8 @@ def _measured(server: Server, running: Running, context: int, count: int, steps:
 
 
 def writing_rate(streams: Sequence[StreamedAnswer]) -> float | None:
-    """Return the tokens a second between the last first token and the first last one; None where an answer had ended
-    before another began."""
+    """Return the tokens a second between the last first token and the first last token; None if an answer ended before
+    another began."""
     begin, end = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
     if end <= begin:
         return None
@@ -137,7 +144,8 @@ def writing_rate(streams: Sequence[StreamedAnswer]) -> float | None:
 
 
 def fitting(server: Server, tokens: int, memory: str) -> int | None:
-    """Return how many sessions of so many tokens our own server has room for; None: not known, it is another's."""
+    """Return the number of sessions of ``tokens`` tokens that fit in kvkeep's server; None for other servers, where it
+    is unknown."""
     if not isinstance(server, Ours):
         return None
     cache = KeepCache(server.loaded.model, server.method, server.requested_budget)  # as it is started
@@ -147,7 +155,7 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
 def _answers(
     server: Server, running: Running, context: int, count: int, steps: int
 ) -> tuple[list[StreamedAnswer], int]:
-    """Ask for ``count`` answers at once. Return them, and the most bytes that the server held. Raises KvkeepError."""
+    """Request ``count`` answers at once. Return them, and the server's peak bytes. Raises KvkeepError."""
     from openai import OpenAIError
 
     try:

@@ -1,5 +1,5 @@
-"""The shapes of published models: from their configs alone, or as layers with random weights, since how long a product
-takes does not depend on them."""
+"""The shapes of published models: their configs, or layers with random weights, because the time of a product is
+independent of the weights."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ Shape = Annotated[str, AfterValidator(_known)]
 
 
 def config_of(name: str, layers: int | None = None) -> Any:
-    """Return the config of the shape called ``name``, with all its layers or so many; raises UsageError for other
-    names. Its vocabulary is a small one, which no entry depends on."""
+    """Return the config of the shape called ``name``, with all its layers or the first ``layers``. Raises UsageError
+    for other names. Its vocabulary is small; entries do not depend on it."""
     kind, sizes = _SHAPES[_known(name)]
     given = sizes if layers is None else {**sizes, "num_hidden_layers": layers}
     config = kind(**given, vocab_size=256, max_position_embeddings=32768)
@@ -60,7 +60,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
 
 
 def weights_of(name: str) -> int:
-    """Return how many weights the layers of the shape called ``name`` have, embeddings and head left out."""
+    """Return the number of weights in the layers of the shape called ``name``, without embeddings and head."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(name))
     return sum(weight.numel() for label, weight in model.named_parameters() if ".layers." in label)

@@ -1,4 +1,4 @@
-"""Means with intervals, ranks and their correlation."""
+"""Means with intervals, ranks and rank correlation."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ T = TypeVar("T")
 
 
 def where(rows: Iterable[T], **fields: Any) -> list[T]:
-    """Return the rows whose fields are these."""
+    """Return the rows with these values of fields."""
     return [row for row in rows if all(getattr(row, name) == value for name, value in fields.items())]
 
 
 def each(rows: Iterable[Any], *names: str) -> list[Any]:
-    """Return the values of a field, or of several together, in the order of the rows and each once."""
+    """Return the distinct values of a field, or of several fields together, in the order of the rows."""
     return list(dict.fromkeys(map(attrgetter(*names), rows)))
 
 
 def mean(rows: Iterable[Any], name: str) -> float | None:
-    """Return the mean of a field over the rows that have it; None where none has."""
+    """Return the mean of a field over the rows that have it; None if no row has it."""
     values = [value for row in rows if (value := getattr(row, name)) is not None]
     return fmean(values) if values else None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % interval; ``n`` numbers. Of one number there is no interval: low and high are the mean."""
+    """A mean of ``n`` numbers and its 95 % interval. For one number, low and high equal the mean."""
 
     mean: float
     low: float
@@ -43,9 +43,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of ``values`` (one at least) and its percentile bootstrap interval: between which values 95 % of
-    the means of :data:`RESAMPLES` samples lie, each drawn from ``values`` with replacement. The draws are always the
-    same ones."""
+    """Return the mean of ``values`` (at least one) and its percentile bootstrap interval. The interval contains 95 % of
+    the means of :data:`RESAMPLES` samples, each drawn from ``values`` with replacement. The draws are the same in every
+    call."""
     given = torch.tensor(list(values), dtype=torch.float64)
     if len(given) == 1:
         return Estimate(float(given), float(given), float(given), 1)
@@ -58,13 +58,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 def student(
     values: Sequence[float], share: float = 0.95, scale: tuple[float, float] = (-math.inf, math.inf)
 ) -> Estimate:
-    """Return the mean of ``values`` (one at least) and Student's interval that covers ``share``: of few numbers it is
-    as wide as it has to be, where a bootstrap interval is too narrow (of two numbers it covers their mean half the
-    time).
+    """Return the mean of ``values`` (at least one) and Student's interval that covers ``share``. Student's interval is
+    wide enough for few numbers, where a bootstrap interval is too narrow (with two numbers it covers their mean half
+    the time).
 
-    scale: the least and the greatest that a number can be. The interval does not leave it; and where both are finite
-    and all numbers are the same, which says little of so few, it is as if there were one more at either end. Of one
-    number the interval is the scale.
+    scale: the minimum and maximum possible numbers. The interval is limited to the scale. If both are finite and all
+    numbers are equal, one more number is assumed at either end, because few equal numbers say little. With one number,
+    the interval is the scale.
     """
     count, mean, (least, greatest) = len(values), fmean(values), scale
     if count == 1:
@@ -77,7 +77,8 @@ def student(
 
 
 def _quantile(share: float, freedom: int) -> float:
-    """Return t for which Student's distribution of ``freedom`` degrees lies between -t and t with ``share``."""
+    """Return t such that Student's distribution with ``freedom`` degrees lies between -t and t with probability
+    ``share``."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < share:
         high *= 2
@@ -88,7 +89,7 @@ def _quantile(share: float, freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """Return the probability of -t to t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return the probability of the interval from -t to t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     cosine, odd = math.cos(angle), freedom % 2
     total, term = 0.0, cosine if odd else 1.0
@@ -99,22 +100,22 @@ def _within(t: float, freedom: int) -> float:
 
 
 def effective_rank(energies: Tensor, share: float) -> Tensor:
-    """Return how many of the ``energies`` (..., modes), falling, it takes to hold a ``share`` of their sum (KV-Direct,
-    Eqs. 19-20): (...) float32."""
+    """Return the number of ``energies`` (..., modes), in falling order, whose sum reaches a ``share`` of the total
+    (KV-Direct, Eqs. 19-20): (...) float32."""
     total = energies.double().cumsum(-1)
     return (total < share * total[..., -1:]).sum(-1).float() + 1
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's correlation of two vectors, ties at their mean rank; None where there is none."""
+    """Return Spearman's correlation of two vectors, with mean ranks for ties; None if it is undefined."""
     if len(a) < 3 or a.unique().numel() < 2 or b.unique().numel() < 2:
         return None
     return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
 def conditional_entropy(outcomes: Tensor, given: Tensor) -> float:
-    """Return H(outcome | given), in bits, of as many observations as there are rows (n, ...), which are the same where
-    all their bits are: the entropy of their frequencies, without a correction for few. 0 where what is given decides
+    """Return H(outcome | given) in bits. Each row (n, ...) is an observation; rows are equal if all their bits are. The
+    result is the entropy of the frequencies, without a correction for small samples; it is 0 if ``given`` determines
     the outcome."""
     seen, joint = given.unique(dim=0, return_inverse=True), outcomes.unique(dim=0, return_inverse=True)
     pairs = torch.stack([seen[1], joint[1]], dim=1).unique(dim=0, return_counts=True)[1]

@@ -1,7 +1,8 @@
-"""The store: a file of JSON lines, one for each cell, and claims of cells by workers.
+"""The store: a file of JSON lines, one for each cell, and locks of cells for workers.
 
-A line is appended by one write, flushed to the disk, while a lock is held; what a kill or a full disk left torn stays
-a line of its own. A cell is measured under a lock file, which the operating system releases when its process dies.
+Each line is appended with one write while a lock is held, and flushed to the disk. A line that a kill or a full disk
+truncated stays a separate line. A worker measures a cell under a lock file, which the operating system releases when
+the process dies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Definition(BaseModel):
-    """An experiment as it was when cells of ``setting`` were measured."""
+    """The definition of an experiment at the time when cells of ``setting`` were measured."""
 
     kind: Literal["experiment"] = "experiment"
     setting: str
@@ -30,7 +31,7 @@ class Definition(BaseModel):
 
 
 class Record(BaseModel):
-    """One cell, measured or failed. error: why it failed, in a sentence. started: UTC. seconds: the whole cell's."""
+    """One cell, measured or failed."""
 
     cell: str
     setting: str
@@ -39,38 +40,42 @@ class Record(BaseModel):
     seed: int
     status: Literal["done", "failed"]
     error: str = ""
+    """Reason of the failure, in a sentence."""
     versions: dict[str, str] = {}
     machine: dict[str, Any] = {}
     started: str = ""
+    """Start in UTC."""
     seconds: float = 0.0
+    """Seconds of the complete cell."""
 
     @property
     def label(self) -> str:
-        """What was measured, as a person reads it."""
+        """The measured case as text for people."""
         return self.model
 
 
 class TaskRecord(Record):
-    """One cell of a task.
-
-    scores: for each metric, the number of every sample that has one, in the samples' order. prompt_tokens, prefill_s,
-    token_s (seconds for each token after the first): by sample, too. memory: bytes, of the sample that held most;
-    whole_bytes: of an unbounded bfloat16 cache for that one, 0 in stores of earlier versions. entries: the budget of a
-    full layer.
-    """
+    """One cell of a task."""
 
     kind: Literal["cell"] = "cell"
     method: str
     budget: str | None
     point: dict[str, int | float | str]
     scores: dict[str, list[float]] = {}
+    """For each metric, the numbers of the samples that have one, in the order of samples."""
     prompt_tokens: list[int] = []
+    """Tokens of the prompt, by sample."""
     prefill_s: list[float] = []
+    """Seconds of the prompt, by sample."""
     token_s: list[float | None] = []
+    """Seconds per token after the first, by sample."""
     memory: dict[str, Any] = {}
+    """Bytes of the sample with the largest cache."""
     whole_bytes: int = 0
+    """Bytes of an unbounded bfloat16 cache for that sample; 0 in stores of earlier versions."""
     exactness: str = ""
     entries: int | None = None
+    """Budget of a full layer."""
 
     @property
     def held_bytes(self) -> int:
@@ -79,7 +84,7 @@ class TaskRecord(Record):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of checkpoints, wherever they are."""
+        """Bytes of checkpoints in all places."""
         return sum(self.memory.get("checkpoint_bytes", {}).values())
 
     @property
@@ -89,7 +94,7 @@ class TaskRecord(Record):
 
 
 class StudyRecord(Record):
-    """One cell of a study. data: what it found, as :meth:`~kvkeep_lab.studies.base.Study.plain` returns it."""
+    """One cell of a study. data: its result, as :meth:`~kvkeep_lab.studies.base.Study.plain` returns it."""
 
     kind: Literal["study"] = "study"
     data: Any = None
@@ -101,8 +106,8 @@ _LINE: TypeAdapter[Definition | TaskRecord | StudyRecord] = TypeAdapter(
 
 
 class Store:
-    """One file of results, and what was read of it so far. start: the byte that reading begins at, the beginning of a
-    line. torn: lines that are no results."""
+    """One file of results, and the results read from it so far. start: the byte at which reading begins, at the
+    beginning of a line. torn: invalid lines."""
 
     def __init__(self, path: str | os.PathLike[str], start: int = 0) -> None:
         self.path = Path(path)
@@ -113,7 +118,7 @@ class Store:
         self._locks: dict[int, tuple[Cell, FileLock]] = {}  # by worker
 
     def refresh(self) -> None:
-        """Read what was added since the last time; raises StoreError where the file cannot be read."""
+        """Read the lines added since the last call. Raises StoreError if the file cannot be read."""
         found, self.end = whole_lines(self.path, self.end)
         for line in found:
             try:
@@ -128,27 +133,28 @@ class Store:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the file, as far as it was read, ends within a line that no process goes on with."""
+        """Whether the file, as far as it was read, ends within a line that no process will complete."""
         return self.path.exists() and self.path.stat().st_size > self.end
 
     def done(self) -> set[str]:
-        """Return the keys of the cells that were measured, as far as the file was read."""
+        """Return the keys of the measured cells, as far as the file was read."""
         return {record.cell for record in self.records if record.status == "done"}
 
     def append(self, record: Record | Definition) -> None:
-        """Add one line; raises StoreError where it cannot be written."""
+        """Append one line. Raises StoreError if it cannot be written."""
         append_line(self.path, record.model_dump_json())
 
     def define(self, setting: str, experiment: dict[str, Any]) -> None:
-        """Add what an experiment is, unless the last definition of its setting is the same."""
+        """Append the definition of an experiment, unless the last definition of its setting is the same."""
         known = [definition for definition in self.definitions if definition.setting == setting]
         if not known or known[-1].experiment != experiment:
             self.append(Definition(setting=setting, experiment=experiment))
 
     def claim(self, cell: Cell, worker: int = 0) -> int:
-        """Lock a cell for a worker, and return how many have begun it, this one included: others have died of it where
-        that is more than one. Return 0 where it is not free: another process is measuring it, or there is a record of
-        it beyond ``start``. What the worker holds already, it has died of. Raises StoreError."""
+        """Lock a cell for a worker, and return the number of workers that have begun it, including this one. A number
+        above 1 means that others died while measuring it. Return 0 if the cell is not free: another process is
+        measuring it, or has recorded it after ``start``. A cell that this worker has locked already counts as a death.
+        Raises StoreError."""
         if worker in self._locks:
             self._locks.pop(worker)[1].release()
         if (lock := self._locked(cell)) is None:
@@ -163,19 +169,20 @@ class Store:
             return file.tell()
 
     def release(self, worker: int = 0) -> None:
-        """Free what a worker holds; one that dies never comes to this."""
+        """Release the locks of a worker. A worker that dies does not call this."""
         if worker in self._locks:
             self._free(*self._locks.pop(worker))
 
     def forget(self, cells: Iterable[Cell]) -> None:
-        """Forget that cells were begun, except those that are being measured: their workers were ended on purpose."""
+        """Remove the marks of begun cells, except cells that are being measured. Used after their workers were ended on
+        purpose."""
         for cell in cells:  # a worker killed before it began one leaves the lock's file
             left = self._begun(cell).exists() or self._lock_file(cell).exists()
             if left and (lock := self._locked(cell)) is not None:
                 self._free(cell, lock)
 
     def _begun(self, cell: Cell) -> Path:
-        """A byte for each worker that has begun the cell and not come to its end."""
+        """Return the path of a file with one byte for each worker that began the cell and did not finish it."""
         return Path(f"{self.path}.{cell.key}.begun")
 
     def _lock_file(self, cell: Cell) -> Path:
@@ -206,7 +213,7 @@ class Store:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line atomically; raises StoreError if there is no room."""
+    """Append one line atomically. Raises StoreError if the disk is full."""
     data = line.encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,8 +232,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
-    """Return the whole lines from byte ``start`` on that are not empty, and where the next one begins; none of a file
-    that does not exist. Raises StoreError where it cannot be read."""
+    """Return the complete lines from byte ``start`` on that are not empty, and the byte at which the next line begins.
+    A missing file has no lines. Raises StoreError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -240,7 +247,7 @@ def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:
-    """Return what to raise where ``path`` cannot be written."""
+    """Return the error to raise if ``path`` cannot be written."""
     return StoreError(f"The results '{path}' cannot be written: {_reason(error)}.")
 
 

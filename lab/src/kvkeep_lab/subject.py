@@ -1,4 +1,4 @@
-"""A model under test: one model with one cache method within one budget. Tasks use it without access to the cache."""
+"""A model under test, with one cache method within one budget. Tasks use it without access to the cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from kvkeep_lab.reference import Reference, ReferenceCase, ReferenceRow
 
 @dataclass(frozen=True)
 class AnswerCost:
-    """What one answer took. prefill_s: seconds of the prompt. token_s: seconds of each token after the first, None
-    where there is none. memory: bytes afterwards, as ``cache.memory()`` gives them. entries: the budget of a full
-    layer, None where it has none. whole_bytes: what an unbounded cache of bfloat16 would hold."""
+    """The cost of one answer."""
 
     prompt_tokens: int
     prefill_s: float
+    """Seconds of the prompt."""
     token_s: float | None
+    """Seconds of each token after the first; None if there is none."""
     memory: dict[str, Any]
+    """Bytes after the answer, as ``cache.memory()`` returns them."""
     exactness: str
     entries: int | None
+    """Budget of a full layer; None without one."""
     whole_bytes: int
+    """Bytes of an unbounded cache in bfloat16."""
 
     @property
     def held_bytes(self) -> int:
@@ -41,50 +44,52 @@ class AnswerCost:
 
 @dataclass(frozen=True)
 class SubjectAnswer:
-    """What was written, greedily, and its cost. logs: ln p of each token of the right answer, where one was given."""
+    """A greedy answer and its cost."""
 
     text: str
     tokens: list[int]
     cost: AnswerCost
     logs: list[float] = field(default_factory=list)
+    """ln p of each token of the right answer, if there was one."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely a continuation is: ln p of each of its tokens, and whether each is the likeliest."""
+    """The likelihood of a continuation."""
 
     logs: list[float]
+    """ln p of each of its tokens."""
     greedy: bool
+    """Whether each of its tokens is the most probable."""
 
 
 @dataclass
 class Subject:
-    """One model with one way of caching, kvkeep's or a peer's.
-
-    budget: in the user's words, a share being of prompt and answer together; None where the method takes none. chunk:
-    tokens of a prompt taken at a time. references: what the unbounded cache wrote, kept for the subjects that follow.
-    """
+    """One model with one cache method, kvkeep's or a peer's."""
 
     loaded: Loaded
     method: str
     budget: str | None
+    """The budget as the user wrote it; a share is of prompt and answer together. None for methods without a budget."""
     chunk: int | None = None
+    """Tokens of a prompt read at a time."""
     references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+    """Answers of the unbounded cache, shared with later subjects."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's tokenizer."""
         return self.loaded.tokenizer
 
     @property
     def versions(self) -> dict[str, str]:
-        """What took part beside kvkeep's own, by name: a peer's."""
+        """Versions of packages other than kvkeep's, by name, for a peer."""
         peer = peer_of(self.method)
         return {} if peer is None else peer.versions
 
     def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> SubjectAnswer:
-        """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
-        called with the text so far. Methods that draft do so in rounds."""
+        """Read a prompt and generate greedily up to ``new`` tokens. An end of text ends the answer, and so does
+        ``ended``, which is called with the text so far. Methods that draft generate in rounds."""
         context = len(ids) + new
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
@@ -95,11 +100,11 @@ class Subject:
         return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
 
     def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
-        """Return ln p of each token of a ``right`` answer to a prompt, and what is written without it.
+        """Return ln p of each token of a ``right`` answer to a prompt, and the answer generated without it.
 
-        The right answer is given token by token, as decoding would. Where each of its tokens is the likeliest, the
-        greedy answer begins with it, and nothing more is run; elsewhere the prompt is read again, and up to ``new``
-        tokens are written. The cost is of the first reading, so methods that draft make no rounds.
+        The right answer is read token by token, as in decoding. If each of its tokens is the most probable, the greedy
+        answer begins with it, and no second run is needed. Otherwise the prompt is read again, and up to ``new`` tokens
+        are generated. The cost is that of the first reading, so methods that draft have no rounds.
         """
         context = len(ids) + max(new, len(right))
         cache = self._cache(context)
@@ -115,8 +120,8 @@ class Subject:
         return replace(self.write(ids, new), cost=cost, logs=logs)
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
-        """Return ln p of each token from number ``first`` on: those before it are read as a prompt, the others ``step``
-        at a time. Each attends to what the cache holds of earlier steps, and to its own step."""
+        """Return ln p of each token from index ``first`` on. Earlier tokens are read as a prompt, the others ``step``
+        at a time. Each attends to the entries that the cache holds of earlier steps, and to its step."""
         cache = self._full(len(ids))
         passed = list(scores(self.loaded.model, self._tensor(ids), cache, first, step))
         logs = [log for found, _ in passed for log in found]
@@ -125,11 +130,11 @@ class Subject:
         return logs, self._cost(cache, len(ids), len(ids), seconds)
 
     def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], AnswerCost]:
-        """Read a prompt once, and return how likely each of ``continuations`` (a token each at least) is.
+        """Read a prompt once, and return the likelihood of each of ``continuations`` (at least a token each).
 
-        They are given token by token, as decoding would, side by side; where the cache is exact many at once, and the
-        cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
-        are those of the prompt, before the cache is repeated for each.
+        Continuations are read token by token, as in decoding, as rows of a batch. An exact cache reads many tokens at
+        once, and the cost then has no seconds per token. The base of a budget in percent is the prompt and the longest
+        continuation. The bytes of the cost are those of the prompt, before the cache is repeated for each continuation.
         """
         context = len(ids) + max(map(len, continuations))
         cache = self._full(context)
@@ -150,15 +155,15 @@ class Subject:
         return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
 
     def compare(self, ids: Sequence[int], new: int) -> ReferenceRow:
-        """Return how far ``new`` tokens after the prompt are from the unbounded cache's."""
+        """Return the comparison of ``new`` tokens after the prompt with the unbounded cache's tokens."""
         key = (*ids, new)
         if key not in self.references:
             self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
     def _cost(self, cache: Any, prompt_tokens: int, context: int, seconds: Sequence[float]) -> AnswerCost:
-        """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each; ``context``:
-        tokens of prompt and answer at most."""
+        """Return the cost of an answer. The first of ``seconds`` is the time of the prompt, the others are times of a
+        token each; ``context``: maximum tokens of prompt and answer."""
         exactness, entries = str(getattr(cache, "exactness", Exactness.EXACT)), getattr(cache, "entries", None)
         token_s, full_bytes = fmean(seconds[1:]) if seconds[1:] else None, whole_bytes(self.loaded.model, context)
         return AnswerCost(
@@ -172,7 +177,7 @@ class Subject:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
 
     def _full(self, context: int) -> Any:
-        """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
+        """Return a cache for scoring texts. Raises UsageError for a peer that reads the text itself."""
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
             raise UsageError(
@@ -182,7 +187,7 @@ class Subject:
         return cache
 
     def _written(self, reader: PeerReader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> SubjectAnswer:
-        """Write greedily with what does the reading itself."""
+        """Generate greedily with a peer that reads the text itself."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
         ends = stated if isinstance(stated, list) else [stated]

@@ -14,23 +14,25 @@ from kvkeep_lab.statistics import Estimate
 
 @dataclass
 class Table:
-    """A table: headings, and rows as long, in Markdown. notes: what is to be said below it, a sentence each. named:
-    columns at the left that say what a row is of."""
+    """A table with headings and rows of equal length, in Markdown."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     notes: Sequence[str] = ()
+    """Sentences below the table."""
     named: int = 1
+    """Number of columns at the left that identify a row."""
 
     def markdown(self) -> str:
-        """Return it as Markdown: the title as a heading of the third level, the first column to the left."""
+        """Return the table as Markdown, with the title as a heading of the third level and the first column
+        left-aligned."""
         notes = ["", " ".join(self.notes)] if self.notes else []
         return "\n".join([f"### {self.title}", "", markdown(self.headings, self.rows), *notes])
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, right: int | None = None) -> str:
-    """Return a Markdown table: the first ``left`` columns to the left, ``right`` others (None: all) to the right."""
+    """Return a Markdown table: the first ``left`` columns left-aligned, ``right`` others (None: all) right-aligned."""
     others = len(headings) - left
     numbers = others if right is None else right
     rule = [*["---"] * left, *["---:"] * numbers, *["---"] * (others - numbers)]
@@ -47,8 +49,8 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> list[str]:
-    """Return a sentence for each reason of a method, once, with all that it refused in ``words``. found: method, what
-    it was asked for, and its reason or ""."""
+    """Return one sentence for each reason of a method, with all refused cases in ``words``. found: method, refused
+    case, and its reason or ""."""
     of: dict[tuple[str, str], list[str]] = {}
     for method, case, reason in found:
         if reason:
@@ -65,24 +67,24 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with so many digits that count; "-" where there is none."""
+    """Return a number with ``digits`` significant digits; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def fixed(value: float | None, digits: int = 2) -> str:
-    """Return a number with so many digits after the point; "-" where there is none."""
+    """Return a number with ``digits`` digits after the point; "-" for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Return a share in percent."""
+    """Return a share as text in percent."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def spread(found: Estimate | None, words: Callable[[float], str], unit: str = "") -> str:
-    """Return a mean in words, with its interval in brackets where it is of several numbers."""
+    """Return a mean as text, with its interval in brackets if it is of several numbers."""
     if found is None:
         return "-"
     mean, low, high = (words(value) for value in (found.mean, found.low, found.high))
@@ -90,15 +92,15 @@ def spread(found: Estimate | None, words: Callable[[float], str], unit: str = ""
 
 
 def times(value: float | None) -> str:
-    """Return a ratio."""
+    """Return a ratio as text."""
     return "-" if value is None else f"{value:.2f} ×"
 
 
 def megabytes(value: float | None) -> str:
-    """Return bytes in MB."""
+    """Return bytes as text in MB."""
     return "-" if value is None else f"{value / 1e6:,.2f} MB"
 
 
 def milliseconds(value: float | None) -> str:
-    """Return seconds in ms."""
+    """Return seconds as text in ms."""
     return "-" if value is None else f"{number(1e3 * value)} ms"

@@ -1,7 +1,7 @@
-"""Prefill and decoding of many caches, timed in one run.
+"""Times prefill and decoding of many caches in one run.
 
-Timings on a shared machine wander, so cases are interleaved over several rounds and the figures are medians and
-ratios to the stock cache of the same run. Token ids are random: the time a step takes does not depend on them.
+Timings on a shared machine drift, so the cases are interleaved over several rounds. The figures are medians, and ratios
+to the stock cache of the same run. Token ids are random, because the time of a step is independent of them.
 """
 
 from __future__ import annotations
@@ -23,67 +23,73 @@ from kvkeep_lab.limits import entry_bytes
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 
 NAIVE = "naive"
-"""No cache: the whole sequence is computed again for every token."""
+"""Without a cache: the complete sequence is computed again for every token."""
 
 SAME_ENTRIES = "stock, the budget's entries"
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
-"""Seconds that pass, and those in which this process's threads work, together: what a pass costs where others use
-the machine, too, but without waiting, and without a GPU."""
+""""wall": elapsed seconds. "processor": seconds of work of all threads of this process, which excludes waiting, other
+processes and a GPU."""
 
 
 Timer = Callable[[Tensor, int], tuple[float, list[float]]]
-"""Gets the ids of a prompt, (batch, tokens), and a number of steps; returns the seconds of the prompt and of each step
-after it, the first of all left out: it warms up."""
+"""Called with the ids of a prompt, (batch, tokens), and a number of steps. Returns the seconds of the prompt and of
+each later step, without the first step, which warms up."""
 
 
 @dataclass(frozen=True)
 class TimingCase:
-    """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
-    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows.
-    ``by``: who takes the seconds, where another engine runs the model."""
+    """One cache at one context: a prompt, then single steps."""
 
     label: str
     length: int
+    """Tokens of the prompt."""
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     rival: str = STOCK
+    """Label of the case that it is compared with."""
     reads: int | None = None
+    """Tokens that are read if not ``length``: for a stock cache with a budget's entries."""
     batch: int = 1
+    """Number of rows."""
     by: Timer | None = None
+    """Measures the seconds if another engine runs the model."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
-    ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``, ``mean_ms``: the
-    slowest step, and the mean of all, for methods that do their work once for many; ``merging_ms``: how much of that
-    mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own account; on a GPU also
-    ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
-    activations included. ``entry_bytes``: of keys and values that attention reads in a step; None without a cache, and
-    for other engines, which do not say what they hold. ``prefills_s`` and ``steps_ms``: all that was taken, in order,
-    round by round."""
+    """The figures of one case. Seconds are medians; ratios are to the rival at the same context (below 1 is faster)."""
 
     label: str
     context: int
     prefill_s: float | None
     step_ms: float | None
     slowest_ms: float | None
+    """Milliseconds of the slowest step."""
     mean_ms: float | None
+    """Mean milliseconds of all steps, for methods that work once for many steps."""
     merging_ms: float | None
+    """Milliseconds of the mean that merging takes by the wall clock (on a GPU, to launch it)."""
     prefill_ratio: float | None
     step_ratio: float | None
     held_ratio: float | None
+    """Ratio of the step to a stock cache with only the budget's entries."""
     steps: int
     memory: dict[str, Any]
+    """Bytes that the cache reports. On a GPU ``device_peak_bytes`` is the allocator's peak during the case beyond the
+    bytes before it, including activations."""
     error: str = ""
     entry_bytes: int | None = None
+    """Bytes of keys and values that attention reads in a step; None without a cache, and for other engines, which do
+    not report them."""
     prefills_s: list[float] = field(default_factory=list)
+    """All measured seconds of prompts, in the order of rounds."""
     steps_ms: list[float] = field(default_factory=list)
+    """All measured milliseconds of steps, in the order of rounds."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of entries that attention reads, in full or in a smaller form."""
+        """Bytes of entries that attention reads, in full or compressed."""
         return int(self.memory["resident_bytes"] + self.memory["compressed_bytes"])
 
 
@@ -92,7 +98,7 @@ _Figures = tuple[float | None, float | None, float | None, float | None]
 
 @dataclass
 class _Taken:
-    """What was taken of one case so far, in seconds."""
+    """The samples of one case so far, in seconds."""
 
     prefills: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -103,7 +109,7 @@ class _Taken:
 
     @property
     def medians(self) -> tuple[float | None, float | None]:
-        """Of prompts, and of steps."""
+        """Return the median seconds of prompts and of steps."""
         return median(self.prefills) if self.prefills else None, median(self.steps) if self.steps else None
 
 
@@ -169,8 +175,8 @@ def _rows(listed: Sequence[TimingCase], taken: Sequence[_Taken]) -> list[Timed]:
 def _measure(
     model: Any, case: TimingCase, samples: _Taken, steps: int, patience_s: float, clock: Callable[[], float]
 ) -> None:
-    """Add the seconds of a prompt, of steps and of merging to ``samples``, and set its ``memory`` to what the cache
-    holds."""
+    """Append the seconds of a prompt, of steps and of merging to ``samples``, and set ``memory`` to the bytes of the
+    cache."""
     peak = _peak_from_here(next(model.parameters()).device)
     ids = random_ids(model, case.length + steps, case.batch)
     if case.method == NAIVE:
@@ -205,7 +211,8 @@ def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> li
 
 
 def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
-    """Return a function of the most memory that a GPU gives out from here on; on a CPU of nothing."""
+    """Return a function that returns a GPU's peak of allocated memory from this call on; on a CPU it returns an empty
+    dict."""
     if device.type != "cuda":
         return dict
     torch.cuda.synchronize(device)
@@ -215,14 +222,13 @@ def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
 
 
 def random_ids(model: Any, length: int, batch: int = 1, seed: int = 0) -> Tensor:
-    """Return token ids by chance, (batch, length), where the model is."""
+    """Return random token ids, (batch, length), on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds that a pass over ``ids`` (batch, tokens) takes by ``clock``, until its last logits are
-    there."""
+    """Return the seconds by ``clock`` of a pass over ``ids`` (batch, tokens), including its last logits."""
     synchronize(ids.device)  # what earlier steps left running is not this one's
     start = clock()
     logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
@@ -231,7 +237,7 @@ def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for ``device``, if it is one that has to be waited for."""
+    """Wait for ``device`` if it works asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,8 +1,7 @@
-"""Tuning: parameters of methods are chosen on other passages than those that the methods are judged on.
+"""Tuning: chooses parameters of methods on passages that are not used to compare the methods.
 
-Every candidate of a method is measured at every budget on passages of files that are kept for this; the one with the
-least mean KL (teacher-forced, task ``match``) is the method's at that budget. The search is an experiment of its own,
-in the same store.
+Every candidate of a method is measured at every budget on passages of reserved files. The candidate with the smallest
+mean KL (teacher-forced, task ``match``) is used at that budget. The search is a separate experiment in the same store.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from kvkeep_lab.studies.base import MethodName
 from kvkeep_lab.tasks.texts import text_files
 
 Chosen = dict[str, dict[str, dict[str, str]]]
-"""By model and budget: what each tuned method is there."""
+"""By model and budget: the chosen candidate of each tuned method."""
 
 
 class Tuning(BaseModel):
-    """What methods may be, and the passages that choose.
-
-    candidates: by method of the experiment, what else it may be; the method as it is named is always tried. length,
-    new, samples: tokens read and written, and passages, as of task ``match``. files: how many of the text files, the
-    last by name, passages are cut from; the experiment's own prompts are not.
-    """
+    """The candidates of methods, and the passages for the choice."""
 
     model_config = STRICT
 
     candidates: dict[MethodName, tuple[MethodName, ...]]
+    """Further candidates by method of the experiment; the named method is always a candidate."""
     length: Annotated[int, Field(ge=1)] = 512
+    """Tokens read, as in task ``match``."""
     new: Annotated[int, Field(ge=2)] = 24
+    """Tokens generated, as in task ``match``."""
     samples: Annotated[int, Field(ge=1)] = 2
+    """Number of passages, as in task ``match``."""
     files: Annotated[int, Field(ge=1)] = 8
+    """Number of text files, the last by name, from which passages are cut; the experiment's prompts use the other
+    files."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Tuning:
@@ -49,12 +49,12 @@ class Tuning(BaseModel):
         return self
 
     def tried(self, methods: Iterable[str]) -> list[str]:
-        """Return everything that the tuned ones among ``methods`` may be, each once."""
+        """Return the distinct candidates of the tuned ones among ``methods``."""
         tuned = (method for method in methods if method in self.candidates)
         return list(dict.fromkeys(one for method in tuned for one in (method, *self.candidates[method])))
 
     def passages(self, data: Path | None) -> tuple[Path, ...]:
-        """Return the files that are kept for tuning; raises UsageError where no other would be left."""
+        """Return the files reserved for tuning. Raises UsageError if no other file would remain."""
         found = text_files(data)
         if len(found) <= self.files:
             raise UsageError(

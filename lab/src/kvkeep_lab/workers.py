@@ -1,7 +1,7 @@
-"""Workers. Each takes a free cell, measures it and appends its record, until no cell is free.
+"""Workers. Each worker locks a free cell, measures it and appends its record, until no cell is free.
 
-They know of each other by the store alone, so any number of them, of any number of runs, may share one store. Here they
-are processes of this machine; one that dies is started anew.
+Workers communicate only through the store, so any number of workers and runs may share one store. The workers of this
+module are processes on this machine; a process that dies is restarted.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:  # a worker imports torch when it has a job
     from kvkeep_lab.cell import Cell
 
 ATTEMPTS = 3
-"""How many workers may die of a cell before it counts as failed."""
+"""Number of workers that may die on a cell before it counts as failed."""
 
 POLL = 0.5
-"""Seconds after which the store is read again."""
+"""Seconds between two reads of the store."""
 
 RunProgress = Callable[[str, int, int], None]
-"""Gets the cell in hand, the steps done and all steps; cells that were done before the run are not counted."""
+"""Called with the current cell, the steps done and all steps, without cells that were done before the run."""
 
 _SPAWN = multiprocessing.get_context("spawn")
 
 
 class CellRunner(Protocol):
-    """What measures cells: a :class:`~kvkeep_lab.runner.Runner`."""
+    """Measures cells: a :class:`~kvkeep_lab.runner.Runner`."""
 
     def measure(self, cell: Cell, step: Callable[[int], None]) -> Record:
         """Measure a cell and return its record. step: gets the number of steps done."""
 
     def lost(self, cell: Cell) -> Record:
-        """Return the record of a cell that processes die of."""
+        """Return the record of a cell that repeatedly killed its process."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class WorkerJob:
             step(self.steps)
 
     def order(self, number: int) -> Iterator[Cell]:
-        """Yield the cells as a worker takes them. Cells that share a prompt are a group; each worker begins at another
-        group, so that what it prepares serves all of the group."""
+        """Yield the cells in the order of a worker. Cells with the same prompt form a group. Each worker begins at
+        another group, so that its preparation serves the complete group."""
         shared = groupby(self.cells, key=lambda cell: (cell.model, cell.seed, cell.point))
         groups = [list(group) for _, group in shared]
         first = number * len(groups) // self.workers
@@ -133,7 +133,7 @@ def devices(device: str | None, count: int) -> list[str | None]:
 
 
 def packed(dumps: Callable[[Any], bytes], job: WorkerJob) -> bytes:
-    """Return a job as bytes for another process; raises UsageError where that cannot be."""
+    """Return a job as bytes for another process. Raises UsageError if it cannot be pickled."""
     try:
         return dumps(job)
     except Exception as error:  # pickling raises errors of every kind
@@ -141,7 +141,7 @@ def packed(dumps: Callable[[Any], bytes], job: WorkerJob) -> bytes:
 
 
 def unpacked(order: bytes) -> WorkerJob:
-    """Return the job; raises UsageError where it is made of what this process cannot import."""
+    """Return the job. Raises UsageError if it contains something that this process cannot import."""
     try:
         job: WorkerJob = pickle.loads(order)
         return job
@@ -150,8 +150,8 @@ def unpacked(order: bytes) -> WorkerJob:
 
 
 def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> None:
-    """Start a worker. Ctrl-C is blocked until it is one of ``running``, and in its process for good: its parent ends
-    it."""
+    """Start a worker. Ctrl-C is blocked until the worker is in ``running``, and permanently in its process: the parent
+    ends it."""
     before = None
     if hasattr(signal, "pthread_sigmask"):
         resource_tracker.ensure_running()  # as it starts, it unblocks the signal
@@ -174,8 +174,8 @@ class _Worker:
         sending.close()
 
     def died(self) -> bool:
-        """Return whether a process that has ended was ended while it worked, from outside or for want of memory. Raises
-        the error that it sent, and KvkeepError where it never began."""
+        """Return whether a process ended while it worked, by a signal or for lack of memory. Raises the error that it
+        sent, and KvkeepError if it never began."""
         self.process.join()
         sent: list[KvkeepError | None] = []
         with suppress(EOFError):

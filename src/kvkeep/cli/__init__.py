@@ -1,4 +1,4 @@
-"""The command line: ``kvkeep COMMAND``. One file for each command, imported when it is run.
+"""The command line: ``kvkeep COMMAND``. Each command is a module, imported when the command runs.
 
 Other packages add commands by an entry point of the group ``kvkeep.commands`` that names a table like :data:`COMMANDS`.
 """
@@ -32,7 +32,7 @@ COMMANDS = {
     "models": ("kvkeep.cli.models:models", "List the embedded models, and which of them are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Compare five caches on a question about a long text."),
 }
-"""Name: where the command is (``module:function``, or a Typer application), and its line in ``kvkeep --help``."""
+"""Commands by name: the location (``module:function``, or a Typer application) and the line in ``kvkeep --help``."""
 
 
 LAB = (
@@ -48,13 +48,13 @@ LAB = (
     "capacity",
     "lab",
 )
-"""Commands of the lab, a distribution of its own (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
+"""Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
 
 
 def program() -> None:
-    """Run the command line as a process, which exits without Python's teardown of two thousand modules."""
+    """Run the command line as a process. It exits without Python's teardown of two thousand modules."""
     codes: list[int] = []
-    atexit.register(_end, codes)  # the first one, which runs last
+    atexit.register(_end, codes)  # registered first, so it runs last
     try:
         main()
     except SystemExit as error:
@@ -64,8 +64,10 @@ def program() -> None:
 
 
 def _end(codes: list[int]) -> None:
-    """Exit with the code in ``codes``; threads are joined by now, and other functions of :mod:`atexit` have run. It is
-    empty after an exception, which Python reports."""
+    """Exit with the code in ``codes``, after threads are joined and other functions of :mod:`atexit` have run.
+
+    ``codes`` is empty after an exception, which Python then reports.
+    """
     if not codes:
         return
     try:
@@ -73,7 +75,7 @@ def _end(codes: list[int]) -> None:
             if stream is not None:
                 stream.flush()
     except (OSError, ValueError):
-        return  # as Python reports it
+        return  # Python reports the exception
     os._exit(codes[0])
 
 
@@ -114,6 +116,6 @@ def _fail(sentence: str, code: int) -> NoReturn:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether host or device memory is exhausted. torch has no common error class."""
+    """Return whether ``error`` says that host or device memory is exhausted. torch has no common class for it."""
     said = "can't allocate memory" in str(error) or "not enough memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said

@@ -1,4 +1,4 @@
-"""The options of a cache: checked before torch is imported, parsed before the model is loaded, built after."""
+"""The options of a cache. They are checked before torch is imported, and parsed before the model is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The options of a cache, as given."""
+    """The options of a cache as the user gave them."""
 
     method: options.Method = None
     budget: options.Budget = None
@@ -63,7 +63,7 @@ class CacheOptions:
     )
 
     def check(self, chunk: int | None = None) -> None:
-        """Check what can be known without importing torch. Raises UsageError or BudgetError."""
+        """Check the options as far as possible without torch. Raises UsageError or BudgetError."""
         method, budget = self._resolved()
         if budget == AUTO:
             chosen = {"method": method, "chunk": chunk} | {
@@ -87,8 +87,8 @@ class CacheOptions:
         CheckpointSpec.parse(self.checkpoint or "kv", self.where or "host")
 
     def parse(self, chunk: int | None = None) -> RequestedCache:
-        """Check the options, and return the cache that they request. Raises as :meth:`check` and
-        :meth:`~kvkeep.policies.request.Request.parse` do."""
+        """Check the options, and return the requested cache. Raises the errors of :meth:`check` and
+        :meth:`~kvkeep.policies.request.Request.parse`."""
         from kvkeep.stock import requested
 
         self.check(chunk)
@@ -100,7 +100,7 @@ class CacheOptions:
         return RequestedCache(requested(method, budget, recall=recall, chunk=chunk, **stored))
 
     def _resolved(self) -> tuple[str | None, str | None]:
-        """Return method and budget, whichever options give them."""
+        """Return the method and the budget from the options."""
         limits = [f"{self.kv_budget_tokens}"] if self.kv_budget_tokens else []
         limits += [f"{self.kv_budget_mb}MB"] if self.kv_budget_mb else []
         if not limits:
@@ -115,18 +115,18 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class RequestedCache:
-    """A cache that is not built yet, because its model is not loaded."""
+    """A requested cache; it is built after its model is loaded."""
 
     request: Request | None
-    """None: transformers' own cache, or the planner's choice."""
+    """The parsed options; None for transformers' cache or the planner's choice."""
     auto: bool = False
-    """The planner chooses the request."""
+    """Whether the planner chooses the request."""
     memory: str | None = None
-    """Bytes that the planner may use; None: half of the free memory."""
+    """Memory that the planner may use, as text; None for half of the free memory."""
 
     def build(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
-        """Return the cache for ``context`` tokens, the last ``answer`` of them generated. The context is at most the
-        model's number of positions, unless the method continues beyond them."""
+        """Return the cache for ``context`` tokens; the last ``answer`` of these are generated. The context is limited
+        to the model's positions, unless the method continues beyond them."""
         from transformers.cache_utils import DynamicCache
 
         from kvkeep.cache import KeepCache

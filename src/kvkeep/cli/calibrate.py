@@ -1,4 +1,4 @@
-"""``kvkeep calibrate``: measure this machine, for the times that plans predict."""
+"""``kvkeep calibrate``: measure the rates of this machine, with which plans predict times."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def calibrate(
 
 
 def _table(machine: Machine, guess: Machine) -> Table:
-    """Return the most important rates, beside the estimates that they replace."""
+    """Return a table of the most important rates and the estimates that they replace."""
     table = Table(box=None, header_style="bold")
     table.add_column("")
     for heading in ("measured", "estimated before"):
@@ -74,7 +74,7 @@ def _table(machine: Machine, guess: Machine) -> Table:
 
 
 def _product(machine: Machine, rows: int) -> float:
-    """Return operations a second of a product of ``rows`` rows with a square matrix."""
+    """Return operations a second of a product of ``rows`` rows and a square matrix."""
     return 2 * rows * WIDTH**2 / machine.multiply(rows, WIDTH, WIDTH**2)
 
 

@@ -1,4 +1,4 @@
-"""Shell completion of the values of options."""
+"""Shell completion of option values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvkeep.cli.registry_cache import cached
 
 
 def methods(incomplete: str) -> list[str]:
-    """Return completions of the last of several methods, separated by commas: names of methods, or after a ``+`` those
-    of fates and recalls."""
+    """Return completions of the last method in a list separated by commas: names of methods, or after a ``+`` names of
+    fates and recalls."""
     before = re.match(r"(.*[,+])?", incomplete)[0]  # type: ignore[index] # matches everything
     names = cached("completion", _names)["parts" if before.endswith("+") else "methods"]
     return [before + name for name in names if (before + name).startswith(incomplete)]

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY = ("window", "streaming-llm", "h2o")
-LICENCE = Path(__file__).with_name("demo.txt")  # of this project
+LICENCE = Path(__file__).with_name("demo.txt")  # the licence of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
 QUESTION, SUMMARISE = "What is the secret password of the library?", "Summarise this text in one sentence."
 PLACE = 0.15
-"""The planted sentence is a paragraph of its own, the first one to begin after this share of the text's characters."""
+"""The planted sentence is a separate paragraph, at the first break after this share of the text's characters."""
 MAX_TEXT_TOKENS = 3200
-"""Longer texts are cut, so that the demo ends within two minutes."""
+"""Maximum tokens of the text. Longer texts are cut, so that the demo ends within two minutes."""
 WIDE, TABLE = 64, 40
-"""Minimum columns for the bytes of evicted entries, and for a table."""
+"""Minimum columns of a terminal for the bytes of evicted entries, and for a table."""
 NEXT = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
@@ -72,7 +72,7 @@ def demo(
     Without --doc, a sentence is planted in the text and the question asks for it: the answers show which methods
     lost it.
     """
-    # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
+    # OpenMP reads the variable when torch is imported. Spinning threads slow down a busy machine a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
@@ -146,14 +146,14 @@ def demo(
 
 
 def _cause() -> str:
-    """Return why the tokens of an exact method can differ."""
+    """Return the reason why the tokens of an exact method can differ."""
     if library() is None:
         return "Without the native library, rounding can decide between two equally likely tokens."
     return "With the native library this is a bug: please report text, question and 'kvkeep prove --receipt'."
 
 
 def plant(text: str) -> str:
-    """Return ``text`` with the planted sentence as a paragraph of its own at its place."""
+    """Return ``text`` with the planted sentence as a separate paragraph."""
     at = text.index("\n\n", int(PLACE * len(text))) + 2
     return f"{text[:at]}{PLANTED}\n\n{text[at:]}"
 
@@ -164,20 +164,20 @@ class MethodAnswer:
 
     method: str
     made: Generation | None = None
-    """None: the method refused the budget."""
+    """The answer; None if the method refused the budget."""
     process: ProcessMemory | None = None
-    """Memory of the process after the answer; None: unknown."""
+    """Memory of the process after the answer; None if unknown."""
     refused: str = ""
-    """Why the method refused the budget."""
+    """Reason why the method refused the budget."""
 
     def right(self, expect: str | None, full: MethodAnswer) -> bool:
-        """Return whether the answer contains ``expect``; if that is None, whether its tokens are those of ``full``."""
+        """Return whether the answer contains ``expect``; if that is None, whether its tokens equal ``full``'s."""
         if self.made is None or full.made is None:
             return False
         return self.made.tokens == full.made.tokens if expect is None else expect.lower() in self.made.text.lower()
 
     def as_json(self, expect: str | None, full: MethodAnswer) -> dict[str, Any]:
-        """Return plain types for ``--json``."""
+        """Return the answer as plain types for ``--json``."""
         if self.made is None:
             return {"method": self.method, "right": False, "refused": self.refused}
         process = None if self.process is None else asdict(self.process)
@@ -202,7 +202,7 @@ def _print_head(count: int, place: float | None, question: str, conditions: str)
 
 
 def _print_pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
-    """Print words beside their names, or below them on a narrow terminal."""
+    """Print values beside their names, or below them on a narrow terminal."""
     table = Table.grid(padding=(0, 2))
     for name, words in rows:
         cells = [Text(name, "dim"), Text(printable(words), style)]
@@ -215,7 +215,7 @@ COLUMNS = ("cache", "elsewhere", "process", "tokens/s")
 
 
 def _line(name: str, cache: str, away: str, process: str, speed: str) -> str:
-    """Return a line of the table; on a narrow terminal without evicted entries."""
+    """Return a line of the table. A narrow terminal gets no column of evicted entries."""
     if out.width < WIDE:
         return f"{name:15}{cache:>8}{process:>8}{speed:>9}"
     return f"{name:17}{cache:>10}{away:>10}{process:>10}{speed:>10}"

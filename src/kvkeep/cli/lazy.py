@@ -1,4 +1,4 @@
-"""A group of commands whose modules are imported when they run: ``kvkeep --help`` imports none of them."""
+"""A group of commands that imports a command's module when it runs; ``kvkeep --help`` imports none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line
 
 GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]
-"""Commands by name: where each is (``module:function``, or a Typer application), and its line of help."""
+"""Commands by name: the location (``module:function``, or a Typer application) and the line of help."""
 
 
 class Commands(TyperGroup):
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
 
     table: Table = MappingProxyType({})
     missing: frozenset[str] = frozenset()
-    """Commands of the lab, if it is not installed."""
+    """Names of the lab's commands if the lab is missing."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return all names, in the table's order."""
@@ -52,15 +52,15 @@ class Commands(TyperGroup):
         where = self.table[name][0]
         try:
             return name, loaded(name, where), rest
-        except Exception as error:  # of a package's module, or of a signature that Typer cannot use
+        except Exception as error:  # from a package's module, or from Typer for an unsupported signature
             if isinstance(error, KvkeepError) or where.startswith(("kvkeep.", "kvkeep_lab.")):
                 raise
             raise KvkeepError(f"The command '{name}' ({where}) is broken: {first_line(error)}.") from error
 
 
 def application(commands: Table, lab: Sequence[str] = ()) -> Commands:
-    """Return the command line: ``commands`` and those of installed packages. lab: names of the lab's commands, for the
-    error if it is not installed."""
+    """Return the command line with ``commands`` and the commands of installed packages. lab: names of the lab's
+    commands, for the error message if the lab is missing."""
     if "_KVKEEP_COMPLETE" in os.environ:  # a shell asks for completions: warnings would overwrite its prompt
         logging.disable()
     table = dict(commands)

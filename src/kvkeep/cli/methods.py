@@ -1,4 +1,4 @@
-"""``kvkeep methods``: all methods and parts, and their combinations."""
+"""``kvkeep methods``: lists all methods, parts and combinations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
 from kvkeep.policies.names import LAB
 
-Rows = list[list[str]]  # the first are headings
+Rows = list[list[str]]  # the first row holds the headings
 
 
 def methods(
@@ -48,7 +48,7 @@ def methods(
             raise unknown("table", table, list(TABLES))
         typer.echo(_markdown(made()))
         return
-    # With plugins the list is made anew each time, so that warnings about a broken package are printed.
+    # With plugins the list is rebuilt on each call, so that warnings about a broken package are printed.
     plugins = any(point.name not in LAB for point in points(PARTS))
     found = _registered() if plugins else cached("methods", _registered)
     if json:
@@ -74,7 +74,7 @@ def methods(
 
 
 def _registered() -> dict[str, Any]:
-    """Return all methods with a name, and all parts with their parameters."""
+    """Return all named methods, and all parts with their parameters."""
     with startup():
         from kvkeep.policies.methods import parts
         from kvkeep.policies.specs import parameters
@@ -87,7 +87,7 @@ def _registered() -> dict[str, Any]:
 
 
 def _bibtex(given: str) -> str:
-    """Return the papers of methods as BibTeX, and a comment for a method without a paper."""
+    """Return the papers of methods as BibTeX, with a comment for each method without a paper."""
     from kvkeep.policies.methods import methods as registered
     from kvkeep.policies.methods import resolve
     from kvkeep.policies.papers import papers_of
@@ -99,7 +99,7 @@ def _bibtex(given: str) -> str:
 
 
 START = "kv-direct"
-"""The method to begin with."""
+"""The recommended first method."""
 _PROMISES = {
     "exact": "every token is the same as with the unbounded cache",
     "reversible": "evicted entries can come back, approximately",
@@ -153,7 +153,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _methods() -> Rows:
-    """Named methods other than plain selectors."""
+    """Return rows for the named methods, except plain selectors."""
     from kvkeep.policies.methods import parts
 
     columns = _COLUMNS | {"source": "source"}
@@ -169,7 +169,7 @@ _PARTS = {
 
 
 def _parts(kind: str) -> Rows:
-    """The selectors, fates or recalls, with their former names."""
+    """Return rows for the selectors, fates or recalls, with their former names."""
     from kvkeep.policies.methods import parts
     from kvkeep.policies.registry import FORMER
 
@@ -182,8 +182,10 @@ def _parts(kind: str) -> Rows:
 
 
 def _combinations() -> Rows:
-    """For each fate: its selectors, and the exactness without a recall and with each one. Parts have their default
-    parameters, and those of a preset if they change a row. Numbered reasons for refusals follow."""
+    """Return a row for each fate: its selectors, and the exactness without a recall and with each recall.
+
+    Parts have default parameters, and those of a preset if they change the row. Numbered reasons for refusals follow.
+    """
     from kvkeep.policies.methods import combined, parts
     from kvkeep.policies.recalls.evicted import Evicted
     from kvkeep.policies.registry import PRESETS
@@ -195,7 +197,7 @@ def _combinations() -> Rows:
     names = {type(fate): name for name, fate in fates.items()}
     for preset in PRESETS.values():
         given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
-        if given and preset.fate in names:  # a preset's fate may have no name
+        if given and preset.fate in names:  # a preset's fate may be unnamed
             fates[f"{names[preset.fate]}:{given}"] = preset.fate(**preset.defaults)
     reasons: list[str] = []
 
@@ -255,7 +257,7 @@ def _code(text: str) -> str:
 
 
 def _markdown(rows: Rows) -> str:
-    """Return rows as a Markdown table; rows of one cell become a list below it."""
+    """Return rows as a Markdown table; rows with one cell become a list below it."""
     lines = [f"| {' | '.join(row)} |" for row in rows if len(row) > 1]
     lines.insert(1, "| " + " | ".join("---" for _ in rows[0]) + " |")
     notes = [f"* {row[0]}" for row in rows if len(row) == 1]
@@ -272,5 +274,5 @@ def _print(rows: Rows) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a default for JSON; None if there is none."""
+    """Return a default value for JSON; None if there is no default."""
     return None if value is MISSING or value == "" else value

@@ -1,4 +1,4 @@
-"""``kvkeep models``: the embedded models."""
+"""``kvkeep models``: lists the embedded models."""
 
 from __future__ import annotations
 

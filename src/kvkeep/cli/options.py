@@ -1,4 +1,4 @@
-"""Options that several commands share: declared once, alone or as fields of a dataclass."""
+"""Options that several commands share, declared as types or as fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Json = Annotated[bool, Option("--json", help="Print a single JSON object on stan
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model runs, in which format, and where."""
+    """The model, the format of its weights, and its device."""
 
     model: Model = "smollm2"
     weights: Weights = "auto"
@@ -100,7 +100,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen, and how many."""
+    """The sampling of tokens and their number."""
 
     max_tokens: MaxTokens = 128
     temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
@@ -108,9 +108,9 @@ class SamplingOptions:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return ``function`` as a command whose parameters that are dataclasses are replaced by an option per field.
+    """Return ``function`` as a command. Each field of a parameter that is a dataclass becomes an option.
 
-    The fields of a parameter's default are the defaults of the options, else those that the dataclass declares.
+    The defaults of these options come from the parameter's default value, or else from the dataclass.
     """
     hints, kind = get_type_hints(function, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     groups: dict[str, type[Any]] = {}
@@ -119,7 +119,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         if not is_dataclass(group := hints[name]):
             parameters.append(parameter.replace(kind=kind, annotation=group))
             continue
-        groups[name] = group  # type: ignore[assignment] # a class: an annotation is no instance
+        groups[name] = group  # type: ignore[assignment] # the annotation is the class itself
         defaults = group if parameter.default is parameter.empty else parameter.default
         types = get_type_hints(group, include_extras=True)
         for field in fields(group):
@@ -139,11 +139,11 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_model(model: str, weights: str = "auto", device: str | None = None, *, config: bool = False) -> None:
-    """Check what can be known without importing torch. config: a config.json is enough.
+    """Check the options as far as possible without torch. config: accept a config.json without weights.
 
     Raises:
-        UsageError: an unknown name of a model, weight format or device.
-        ModelError: a path without a model.
+        UsageError: for an unknown model, weight format or device.
+        ModelError: for a path without a model.
     """
     checked_format(weights)
     check_device(device)
@@ -152,10 +152,10 @@ def check_model(model: str, weights: str = "auto", device: str | None = None, *,
 
 
 def split_list(texts: list[str], option: str) -> list[str]:
-    """Return the items of ``texts``, which commas separate; "none" is an empty list.
+    """Return the items of ``texts``, separated by commas; "none" is an empty list.
 
-    After a comma, ``key=value`` is another parameter of the method before it: ``h2o:recent=0.5,halflife=64,window``
-    are two methods. Raises UsageError if there is no item.
+    ``key=value`` after a comma is a further parameter of the preceding method: ``h2o:recent=0.5,halflife=64,window``
+    means two methods. Raises UsageError if there is no item.
     """
     found: list[str] = []
     for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):

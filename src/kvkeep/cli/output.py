@@ -1,4 +1,4 @@
-"""Output of the commands: text and tables, or one JSON object; progress and messages go to standard error."""
+"""Output of the commands: text and tables, or one JSON object. Progress and messages are written to standard error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.text import Text
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 SILENCE_S = 1.0
-"""Seconds of work after which a line says what is going on, where there is no terminal for a bar."""
+"""Seconds of work after which a line reports progress, if there is no terminal for a bar."""
 
 _CONTROLS = {
     code: None
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON object on standard output; in ASCII if its encoding is not Unicode."""
+    """Print a JSON object on standard output. It is ASCII unless the stream's encoding is Unicode."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     sys.stdout.write(json.dumps(value, ensure_ascii=not unicode) + "\n")
 
@@ -49,18 +49,18 @@ def write(text: str) -> None:
 
 
 def write_answer(text: str) -> None:
-    """Print a piece of a model's answer; on a terminal without its escapes."""
+    """Print a piece of a model's answer. A terminal gets it without escapes."""
     write(printable(text) if out.is_terminal else text)
 
 
 def note(text: str) -> None:
-    """Print a message on standard error. Only a terminal wraps it, so that addresses and paths are not broken."""
+    """Print a message on standard error. It is wrapped only on a terminal, so that URLs and paths stay in one piece."""
     err.print(printable(text), style="dim", markup=False, soft_wrap=not err.is_terminal)
 
 
 def show(table: Table) -> None:
-    """Print a table: as wide as the terminal or ``$COLUMNS``, without either as wide as its contents. Headings and
-    sentences wrap between words. Numbers and names never wrap: a table may be wider for them."""
+    """Print a table. Its width is that of the terminal or ``$COLUMNS``, else that of its contents. Headings and
+    sentences wrap between words. Numbers and names never wrap; they may make the table wider."""
     narrow = out.is_terminal or os.environ.get("COLUMNS")
     for column in table.columns if narrow else ():
         cells, heading = [str(cell) for cell in column.cells], str(column.header).split()
@@ -74,7 +74,7 @@ def show(table: Table) -> None:
 
 
 class _Time(ProgressColumn):
-    """The time that is left, once there is an estimate; until then the time that has passed."""
+    """A column with the estimated remaining time, or with the elapsed time while there is no estimate."""
 
     def render(self, task: Task) -> Text:
         left = task.time_remaining
@@ -84,7 +84,7 @@ class _Time(ProgressColumn):
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Within the block, show on a terminal that a model is being loaded, and for how long."""
+    """Show on a terminal that a model is being loaded, and the elapsed time, within the block."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Time())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         progress.add_task(printable(f"Loading {name} ..."), total=None)
@@ -93,8 +93,8 @@ def loading(name: str) -> Iterator[None]:
 
 @contextmanager
 def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of prompt tokens, removed when all are read; unless on a terminal, a line if it takes longer
-    than :data:`SILENCE_S`. silent: on a terminal only."""
+    """Show a progress bar of prompt tokens on a terminal, and remove it after the last token. Without a terminal, print
+    a line after :data:`SILENCE_S` seconds, unless ``silent``."""
     line = f"{label} {total:,} token{'' if total == 1 else 's'}"
     if not err.is_terminal:
         timer = Timer(SILENCE_S, note, [f"{line} ..."])
@@ -120,7 +120,7 @@ def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iter
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within the block the first Ctrl-C sets a flag, which the yielded function returns; the second raises
+    """Handle Ctrl-C within the block: the first sets a flag, which the yielded function returns; the second raises
     KeyboardInterrupt."""
     raised = False
 

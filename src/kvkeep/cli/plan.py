@@ -1,4 +1,4 @@
-"""``kvkeep plan``: predicted bytes and seconds of every cache, without loading weights."""
+"""``kvkeep plan``: predicts bytes and seconds of every cache, without loading weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.plan.planner import Planned
 
 BUDGET = "12.5%"
-"""Of the caches that --check measures, where none is given."""
+"""Default budget of the caches that --check measures."""
 
 
 def plan(
@@ -136,7 +136,7 @@ def _device(device: str | None) -> str:
 
 
 def _free(device: str) -> int:
-    """Return half of the free bytes."""
+    """Return half of the free bytes of a device."""
     import torch
 
     from kvkeep.models.weight_memory import free_memory

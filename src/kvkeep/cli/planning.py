@@ -1,4 +1,4 @@
-"""What predictions need: the shape of a model, and the rates of a machine."""
+"""The inputs of predictions: the shape of a model, and the rates of a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shape_and_rates(
     model: str, machine: str | None, weights: str = "auto", device: str = "cpu"
 ) -> tuple[Shape, Machine]:
     """Return the shape of ``model``, without loading its weights, and the rates in the file ``machine``. Without a
-    file they are the rates of ``device`` on this machine, measured earlier or estimated."""
+    file, the rates are those of ``device`` on this machine, measured or estimated."""
     from kvkeep.models.loading import describe
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.rates import machine_here

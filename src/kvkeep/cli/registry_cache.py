@@ -1,4 +1,4 @@
-"""Tables of the registry, saved in the cache folder: making them takes seconds, because parts import torch."""
+"""Tables of the registry, saved in the cache folder. Building them takes seconds, because parts import torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkeep.plugins import PARTS, points
 
 
 def cached(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the plain data that ``make`` returns. It is called again only after another version, other files of
-    methods or other plugins were installed."""
+    """Return the plain data of ``make``, from a file if possible. ``make`` is called again after a change of version,
+    method files or plugins."""
     package = Path(kvkeep.__file__).parent
     newest = max(path.stat().st_mtime_ns for path in package.glob("policies/**/*.py"))
     made_for = [kvkeep.__version__, newest, *sorted(f"{point.name} {point.value}" for point in points(PARTS))]

@@ -1,4 +1,4 @@
-"""``kvkeep sessions``: the saved sessions of a folder."""
+"""``kvkeep sessions``: lists and manages the saved sessions of a folder."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _store(folder: str | None) -> SessionStore:
 
 
 def _info(name: str, store: SessionStore) -> SessionInfo:
-    """Return the facts about a session, or about a file: a path is absolute, begins with a dot or a tilde, or has the
-    suffix of session files."""
+    """Return the description of a session or a session file. ``name`` is a path if it is absolute, begins with a dot or
+    a tilde, or has the suffix of session files."""
     from kvkeep.decode.session_store import SUFFIX, info_of
 
     if name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute():
@@ -151,7 +151,7 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
 
 
 def _age(since: float) -> str:
-    """Return the time since ``since`` in one unit."""
+    """Return the time since ``since`` as text in one unit."""
     passed = max(time.time() - since, 0)
     for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= scale:

@@ -11,7 +11,7 @@ from kvkeep.errors import KvkeepError
 
 
 class OutputStream(io.TextIOWrapper):
-    """A text stream that keeps the error of a failed write: its buffer may be dropped, and the next flush succeed."""
+    """A text stream that remembers the error of a failed write, because a later flush may succeed without the data."""
 
     error: OSError | None = None
 
@@ -52,7 +52,7 @@ class ErrorStream(io.TextIOWrapper):
 
 
 def prepare() -> None:
-    """Make standard streams safe: characters outside their encoding are escaped, and a standard error that is closed
+    """Make the standard streams safe. They escape characters outside their encoding, and a closed standard error
     becomes ``os.devnull``. Raises KvkeepError if standard output is closed."""
     _open_closed()
     if sys.stderr is None:
@@ -70,14 +70,14 @@ def prepare() -> None:
 
 
 def _open_closed() -> None:
-    """Open closed descriptors 0 to 2 on ``os.devnull``, so that no other file gets their numbers."""
+    """Open ``os.devnull`` for closed descriptors 0 to 2, so that no other file gets their numbers."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)
 
 
 def output_error() -> OSError | None:
-    """Return the error of a failed write to standard output. Its buffer is then discarded, so that Python does not
+    """Return the error of a failed write to standard output. In that case discard its buffer, so that Python does not
     flush it at exit."""
     with suppress(OSError):
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Imports and loading, once the options of a command are checked."""
+"""Imports and loading, after the options of a command are checked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvkeep.cli.output import loading
 
 @contextmanager
 def startup(model: str | None = None) -> Iterator[None]:
-    """Import the used part of transformers; the block imports the rest and loads the model. A terminal shows that
-    ``model`` is being loaded.
+    """Import the used part of transformers, then run the block, which imports the rest and loads the model. A terminal
+    shows that ``model`` is being loaded.
 
-    Garbage collection is off during the block, and ignores the objects made in it from then on: imported modules stay,
-    and scanning a million objects again and again takes a tenth of a start.
+    Garbage collection is off during the block and ignores the objects made in it afterwards. Imported modules stay in
+    memory, and repeated scans of a million objects take a tenth of the start.
     """
     with nullcontext() if model is None else loading(model):
-        # Imported here, so that the terminal shows something before it takes time.
+        # Imported here, so that the terminal shows the message before the slow import.
         from kvkeep.models.imports import import_transformers
         from kvkeep.native.library import trim_memory
 

@@ -1,1 +1,1 @@
-"""The planner: what every method would hold and how long it would take, before anything is loaded."""
+"""The planner: predicts the bytes and seconds of every method before a model is loaded."""

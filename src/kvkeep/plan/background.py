@@ -1,7 +1,7 @@
-"""A measurement of this machine beside other work, in a process that gives way to every other.
+"""Measure this machine in the background, in a process of the lowest priority.
 
-``python -m kvkeep.plan.background DEVICE DTYPE THREADS`` is that process. It ends when its standard input does, and so
-with the process that started it, however that ends.
+``python -m kvkeep.plan.background DEVICE DTYPE THREADS`` starts it. The process exits at the end of its standard input,
+so it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import threading
 from contextlib import suppress
 
 PASSIVE = ("OMP_WAIT_POLICY", "passive")
-"""For the environment before torch is imported: threads that spin while they wait slow down each other's measurements.
-"""
+"""Environment variable to set before torch is imported: threads that spin while they wait distort measurements."""
 BUSY = 3
-"""The exit code where another process measures already."""
+"""Exit code if another process is already measuring."""
 
 
 def main() -> None:
-    """Measure, after giving way to all other processes. An error is one line on standard error."""
-    with suppress(OSError, AttributeError):  # what a system lacks or refuses is left out
+    """Lower the priority of this process, then measure. An error is one line on standard error."""
+    with suppress(OSError, AttributeError):  # the system may lack or refuse it
         os.nice(19)
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short, this process is the first to end
+        file.write("1000")  # the kernel kills this process first when memory runs out
     threading.Thread(target=_end_with_parent, daemon=True).start()
     device, dtype, threads = sys.argv[1:]
     os.environ.setdefault(*PASSIVE)

@@ -1,8 +1,8 @@
-"""Calibration: the rates of this machine, measured with kvkeep's own parts, in less than a minute.
+"""Calibration: measures the rates of this machine with kvkeep's operations, in less than a minute.
 
-Matrices, attention, memory and disk have rates, measured on made-up tensors. A made-up model is then run: what its
-counted parts do not explain is the fixed time of a layer and of a page (launching, waiting for threads, copying).
-Nothing is fitted to the models that are planned.
+The rates of matrices, attention, memory and disk are measured on random tensors. A random model is then run. The time
+that its counted operations do not explain is the fixed time of a layer and of a page (launching, waiting for threads,
+copying). The planned models are not used.
 """
 
 from __future__ import annotations
@@ -40,22 +40,24 @@ from kvkeep.plan.sizes import sizes
 from kvkeep.policies.methods import methods
 
 COLD_BYTES = 128 * 2**20
-"""What a product's matrices take in all: no processor's cache keeps them from one round to the next."""
+"""Bytes of all matrices of one measured product: more than a processor's cache keeps between two rounds."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 WIDTHS = (512, 2048)
 PACKED_BITS = 4
-"""Bits of measured weights where models have packed ones: the embedded models, and most files."""
+"""Bits of the measured weights if models have packed weights, as the embedded models and most files do."""
 PROMPT, BUDGET = 512, 128
-"""Tokens and entries of the made-up model's run."""
+"""Tokens of the random model's prompt, and entries of its budget."""
 PATIENCE_S = 1.0
-"""Seconds that repetitions may take: slow machines repeat less."""
+"""Seconds for the repetitions of one measurement: a slow machine repeats fewer times."""
 
 Tell = Callable[[str], None]
 
 
 def measure_here(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lambda part: None) -> Path:
-    """Measure this machine, keep its rates for :func:`~kvkeep.plan.rates.machine_here`, and return their file. tell:
-    gets what is measured next. Raises BusyError while another process does so, KvkeepError where they cannot be kept.
+    """Measure this machine, save its rates for :func:`~kvkeep.plan.rates.machine_here`, and return their file.
+
+    tell: called with the name of each measurement before it starts. Raises BusyError while another process measures,
+    and KvkeepError if the rates cannot be saved.
     """
     path = rates_file(device, dtype)
     with only_one(path.parent):
@@ -65,7 +67,7 @@ def measure_here(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = l
 
 @torch.inference_mode()
 def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lambda part: None) -> Machine:
-    """Measure. device, dtype: what models will run on and in."""
+    """Measure this machine. device, dtype: those that models will use."""
     bench = _Bench(device, dtype)
     tell("memory and disk")
     (read, copied), (disk, cold, written), link = bench.memory(), bench.disk(), bench.link()
@@ -98,7 +100,7 @@ def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lamb
 
 
 class _Bench:
-    """Made-up tensors on one device, and a clock."""
+    """Measurements with random tensors on one device."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -122,7 +124,7 @@ class _Bench:
             torch.accelerator.synchronize(self.device)
 
     def matrix(self, width: int) -> Curve:
-        """Return operations a second by rows, of products as a loaded model has them."""
+        """Return operations a second by rows, for products with weights in the format of a loaded model."""
         weight = self.make(3 * width, width)
         product: Any = partial(F.linear, weight=weight)
         nbytes = weight.nbytes
@@ -163,7 +165,7 @@ class _Bench:
         return COLD_BYTES / self.seconds(lambda: source.to(self.device))
 
     def disk(self) -> tuple[float, float, float]:
-        """Return bytes a second: read from mapped pages in memory, read from the disk itself, written."""
+        """Return three rates in bytes a second: reads of mapped pages in memory, reads from the disk, writes."""
         mapped = Disk().allocate((COLD_BYTES // 4,), torch.float32)
         source = torch.zeros(COLD_BYTES // 4)
         written, warm = self.seconds(lambda: mapped.copy_(source)), self.seconds(mapped.sum)
@@ -183,7 +185,7 @@ class _Bench:
 
 
 def _with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
-    """Return ``machine`` with the fixed times of layers and pages, and the rate of simple operations."""
+    """Return ``machine`` with measured fixed times of layers and pages, and the rate of elementwise operations."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with silenced():
@@ -223,7 +225,7 @@ def _with(machine: Machine, rate: str, seconds: float) -> Machine:
 
 
 def _trials() -> Iterator[tuple[str, Candidate]]:
-    """Yield each fixed time with a cache whose step has it, and no other that was not measured before."""
+    """Yield each fixed time with a cache whose step includes it and otherwise only fixed times measured before."""
     every = methods().values()
     yield "layer_s", Candidate(next(one for one in every if one.selector.keeps_all))
     yield "bounded_s", Candidate(next(one for one in every if one.selector.by_age and not one.store_fate.keeps))
@@ -239,7 +241,7 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tuple[float, float]:
-    """Return the seconds of a prompt and of a step: medians, after one to warm up."""
+    """Return the median seconds of a prompt and of a step. The first run of each warms up and is not counted."""
     given = {name: value for name, value in candidate.options(budget).items() if value is not None}
     cache = KeepCache(model, candidate.spec, **given)
     ids = torch.zeros(1, PROMPT, dtype=torch.long, device=next(model.parameters()).device)
@@ -258,8 +260,8 @@ def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tu
 
 
 def _median(call: Callable[[], float], rounds: int) -> float:
-    """Return the median of what ``call`` returns, without the first, which warms up; the first itself, where it takes
-    all of the time that there is."""
+    """Return the median result of ``call``, in seconds. The first call warms up: it counts only if it alone takes
+    PATIENCE_S."""
     first = call()
     times: list[float] = []
     while len(times) < rounds and first + sum(times) < PATIENCE_S:

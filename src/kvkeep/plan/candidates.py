@@ -1,4 +1,4 @@
-"""What the planner chooses between: every method that lists name, with each kind and place of its checkpoints."""
+"""The candidates of the planner: every listed method, with each kind and place of its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """One cache that could be built, without its budget."""
+    """A method and its checkpoints; the budget is chosen later."""
 
     method: Method
     checkpoint: str | None = None
-    """The kind of its checkpoints, such as "residual:4"; None without checkpoints."""
+    """Kind of its checkpoints, such as "residual:4"; None without checkpoints."""
     where: str | None = None
-    """The place of its checkpoints; None without checkpoints."""
+    """Place of its checkpoints; None without checkpoints."""
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
-        """Read ``h2o`` or ``kv-direct residual@disk``: a method and, where it has checkpoints, their kind and place (by
-        default ``kv@host``). Raises UsageError for others."""
+        """Parse ``h2o`` or ``kv-direct residual@disk``: a method and, if it has checkpoints, their kind and place (by
+        default ``kv@host``). Raises UsageError for any other text."""
         spec, _, checkpoint = text.partition(" ")
         kind, _, where = checkpoint.partition("@")
         method = resolve(spec)
@@ -41,23 +41,23 @@ class Candidate:
 
     @property
     def spec(self) -> str:
-        """The method as commands take it."""
+        """The method as written in commands."""
         return self.method.name
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is evicted."""
+        """Whether the cache keeps all entries."""
         return self.method.selector.keeps_all
 
     @property
     def from_plugin(self) -> bool:
-        """Whether another package, or a script, defines a part of the method."""
+        """Whether a plugin (another package, or a script) defines a part of the method."""
         parts = (self.method.selector, self.method.fate, self.method.recall)
         return not all(type(part).__module__.startswith("kvkeep.") for part in parts)
 
     @property
     def stride(self) -> int:
-        """Layers for each residual of a checkpoint; 0 for a checkpoint of entries."""
+        """Layers per stored residual; 0 if checkpoints store entries."""
         kind, _, stride = (self.checkpoint or "kv").partition(":")
         return {"kv": 0, "tokens": 10**6}.get(kind, int(stride or 1))
 
@@ -70,9 +70,9 @@ class Candidate:
 
 
 def specs() -> list[str]:
-    """Return the methods that are planned; among equals the first is recommended.
+    """Return the methods to plan for. The planner recommends the first of equal ones.
 
-    Left out are methods that read a text twice, and those whose bytes do not follow from the geometry.
+    Methods that read a text twice are left out, and methods whose bytes the geometry does not determine.
     """
     planned = {name: method for name in names() if (method := resolve(name)).reading is None}
     return [
@@ -84,8 +84,10 @@ def specs() -> list[str]:
 
 
 def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Candidate]:
-    """Yield what could be built; ``exact``: exact methods only. Residuals are kept for every layer and, in models of
-    eight layers or more, for every quarter of the layers."""
+    """Yield the candidates for a model. ``exact``: exact methods only.
+
+    Residuals are stored for every layer and, in models of eight layers or more, also for every quarter of the layers.
+    """
     stride = len(geometry.layers) // 4
     kinds = ["kv", "residual", *([f"residual:{stride}"] if stride > 1 else []), "tokens"]
     for method in map(resolve, specs()):

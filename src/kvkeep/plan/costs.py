@@ -1,8 +1,8 @@
-"""Seconds of a step and of a prompt, from counts of the work and a machine's rates. Pure functions.
+"""Predicts the seconds of a step and of a prompt from counts of the work and a machine's rates. Pure functions.
 
-The cost model knows no method. A pass is matrices (2 operations a row and element), attention (to the entries that the
-parts say they read), simple operations on each row, and a fixed time for each layer. Evicted entries are added to that:
-they come from their place, or are rebuilt.
+The cost model contains no method's name. It sums four times of a pass: matrices (2 operations per row and element),
+attention (to the entries that the method's parts declare), elementwise operations on each row, and a fixed time per
+layer. It adds the time to read evicted entries from their place, or to rebuild them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import Sizes
 from kvkeep.policies.request import PAGE
 
-# How often a simple operation reads or writes an element, counted in transformers' modules.
+# How often elementwise operations read or write an element, counted in transformers' modules.
 NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
 SAMPLES = 16
-"""Chunks of a prompt that are computed; each stands for as many others."""
+"""Chunks of a prompt whose time is computed; each represents an equal share of all chunks."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class Cost:
     """Seconds and bytes of one session."""
 
     step: float
-    """Seconds of a token."""
+    """Seconds of one decoded token."""
     prefill: float
     """Seconds of the prompt."""
     drafts: int = 0
-    """Tokens drafted in a round, for methods that draft."""
+    """Tokens drafted in a round, by methods that draft."""
     fixed: float = 0.0
-    """Seconds of the step that do not grow with the session's text: weights, logits, fixed times."""
+    """Seconds of the step that are independent of the length of the text: weights, logits, fixed times."""
     moved: float = 0.0
-    """Bytes that come from another place for a token."""
+    """Bytes read from another place for one token."""
 
 
 def cost(
     shape: Shape, candidate: Candidate, size: Sizes, machine: Machine, acceptance: float, sessions: int = 1
 ) -> Cost:
-    """Return what ``candidate`` takes with ``size`` in the cache.
+    """Return the cost of ``candidate`` with a cache of ``size``.
 
-    acceptance: the share of drafted tokens that are accepted. sessions: how many equal ones share every pass of a step,
-    which then yields a token of each; the prompt is of one.
+    acceptance: share of drafted tokens that are accepted. sessions: number of equal sessions that share every pass of a
+    step; the step then yields a token for each. The prompt is that of one session.
     """
     work = Work(shape, candidate, size, machine, sessions)
     prefill = work.prefill()
@@ -58,12 +58,12 @@ def cost(
 
 
 def tokens_of_round(drafts: int, acceptance: float) -> float:
-    """Return the tokens of a round: the drafts before the first that is refused, and one of the exact pass itself."""
+    """Return the tokens of a round: the accepted drafts, and one token of the exact pass."""
     return drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def verified(draft: float, exact: list[float], acceptance: float) -> tuple[int, float]:
-    """Return how many drafts a round should have, and the seconds of a token then.
+    """Return the best number of drafts in a round, and the resulting seconds of a token.
 
     draft: seconds of one draft step. exact: seconds of an exact pass of 1, 2, ... rows. A round of k drafts and one
     exact pass of k + 1 rows yields (1 - a^(k + 1)) / (1 - a) tokens for an acceptance a.
@@ -77,7 +77,7 @@ def verified(draft: float, exact: list[float], acceptance: float) -> tuple[int, 
 
 
 class Work:
-    """The work of one cache. A step is one pass for all ``sessions``, each with such a cache."""
+    """The work of one cache. A step is one pass for all ``sessions``, each with an equal cache."""
 
     def __init__(self, shape: Shape, candidate: Candidate, size: Sizes, machine: Machine, sessions: int = 1) -> None:
         self.shape, self.candidate, self.size, self.machine, self.sessions = shape, candidate, size, machine, sessions
@@ -99,20 +99,20 @@ class Work:
     # -- passes ---------------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Return the seconds of one token of each session."""
+        """Return the seconds of a step: one token for each session."""
         resident = self.fixed(1) if self.recall.reads_all else self.draft()
         return resident + self.sessions * self.recalled(1, self.size.evicted)
 
     def draft(self) -> float:
-        """Return the seconds of one step over the resident entries only."""
+        """Return the seconds of a draft step, which reads only the resident entries."""
         return self.fixed(1) + self.sessions * self.attended(1, min(self.size.exact, self.size.tokens))
 
     def fixed(self, rows: int) -> float:
-        """Return the seconds of a pass of ``rows`` rows of each session, without attention to earlier tokens."""
+        """Return the seconds of a pass of ``rows`` rows per session, without attention to earlier tokens."""
         return self.body(self.sessions * rows) + self.head(self.sessions * rows)
 
     def exact_passes(self) -> list[float]:
-        """Return the seconds of an exact pass of 1, 2, ... rows of each session over all entries."""
+        """Return the seconds of exact passes over all entries, with 1, 2, ... rows per session."""
         assert self.size.budget is not None
         longest = min(self.recall.tail(self.size.budget), self.size.chunk)
         every = self.size.tokens
@@ -120,7 +120,7 @@ class Work:
 
     @property
     def moved(self) -> float:
-        """Bytes that come from another place for one step, or one round."""
+        """Bytes read from another place in one step, or one round."""
         if self.candidate.where in (None, "device") or not self.candidate.method.checkpoints:
             return 0.0
         evicted = self.size.evicted
@@ -128,7 +128,7 @@ class Work:
         return float(self.token_bytes * picked)
 
     def prefill(self) -> float:
-        """Return the seconds of the prompt: one pass where everything stays, else one for each chunk."""
+        """Return the seconds of the prompt: one pass if the cache keeps all entries, else one pass per chunk."""
         tokens = self.size.tokens
         if self.candidate.keeps_all:
             return self.body(tokens) + self.head(1) + self.arriving(tokens)
@@ -140,7 +140,7 @@ class Work:
         return self.fate.readings * count * mean + self.head(1)
 
     def chunk(self, start: int, rows: int) -> float:
-        """Return the seconds of ``rows`` tokens of a prompt after ``start`` others."""
+        """Return the seconds of a chunk of ``rows`` tokens that begins at token ``start`` of the prompt."""
         resident = min(start, self.size.exact)
         seconds = self.body(rows) + self.arriving(rows) + self.attended(rows, resident)
         if self.size.evicted:
@@ -155,13 +155,13 @@ class Work:
     # -- parts of a pass --------------------------------------------------------------------------------
 
     def body(self, rows: int) -> float:
-        """Return the seconds of a pass beside attention and logits. Of a mixture's experts, those that were chosen by
-        some row are read, each by its rows."""
+        """Return the seconds of a pass without attention and logits. The pass reads each expert that a row chose, and
+        multiplies it by those rows."""
         layer, hidden, touched = self.owners[0], self.geometry.hidden_size, self.shape.touched(rows)
         layer_s = self.machine.layer_s if self.candidate.keeps_all else self.machine.bounded_s
         matrices = self.machine.multiply(rows * self.shape.active / touched, hidden, touched)
         seconds = self.layers * matrices + self.layers * layer_s
-        if rows == 1:  # simple operations of one row are part of the fixed time
+        if rows == 1:  # elementwise operations of one row are part of the fixed time
             return seconds
         rotated = self.geometry.attention_heads * layer.key_dim + layer.kv_heads * layer.key_dim
         elements = (2 * NORM + 2 * SUM) * hidden + ROTATION * rotated + ACTIVATION * self.shape.inner
@@ -172,16 +172,16 @@ class Work:
         return self.machine.multiply(rows, self.geometry.hidden_size, self.shape.head)
 
     def simple(self, elements: float) -> float:
-        """Return the seconds to read or write a number of elements once."""
+        """Return the seconds to read or write ``elements`` elements once."""
         return elements * self.geometry.dtype_bytes / self.machine.elementwise
 
     def arriving(self, tokens: int) -> float:
-        """Return the seconds of attention of ``tokens`` new tokens among each other, in full layers."""
+        """Return the seconds of causal attention among ``tokens`` new tokens, in full layers."""
         heads, rate = self.geometry.attention_heads, at(self.machine.causal, tokens)
         return sum(count * tokens * tokens * heads * width / rate for (_, width, _), count in self.full_kinds.items())
 
     def attended(self, rows: int, entries: float, full_only: bool = False) -> float:
-        """Return the seconds of attention to ``entries`` in all layers; sliding layers have no more than a window."""
+        """Return the seconds of attention to ``entries`` in all layers. A sliding layer has at most its window."""
         heads, seconds = self.geometry.attention_heads, 0.0
         for (kv_heads, width, window), count in (self.full_kinds if full_only else self.kinds).items():
             pairs = rows * (entries if window is None else min(entries, window))
@@ -189,7 +189,7 @@ class Work:
         return seconds
 
     def recalled(self, rows: int, evicted: float) -> float:
-        """Return the seconds to bring back and attend what a step reads of ``evicted`` entries."""
+        """Return the seconds to recall and attend those of ``evicted`` entries that a step reads."""
         if evicted <= 0:
             return 0.0
         stored = self.fate.read(int(min(evicted, self.size.stored)))
@@ -203,24 +203,24 @@ class Work:
         return self.attended(rows, stored, full_only=True)
 
     def everything(self, rows: int, evicted: float) -> float:
-        """Return the seconds to bring back and attend all of ``evicted`` entries, page by page."""
+        """Return the seconds to recall and attend all ``evicted`` entries, page by page."""
         if evicted <= 0:
             return 0.0
         source = self.rebuilt(evicted) if self.stride else self.read(evicted)
-        pages = len(self.owners) * (evicted / PAGE + 2)  # at each end a part of one
+        pages = len(self.owners) * (evicted / PAGE + 2)  # a partial page at each end
         return source + self.attended(rows, evicted, full_only=True) + pages * self.machine.page_s
 
     def read(self, tokens: float) -> float:
-        """Return the seconds to bring ``tokens`` tokens of a checkpoint to where they are attended."""
+        """Return the seconds to move ``tokens`` tokens of a checkpoint to the device."""
         machine, where, nbytes = self.machine, self.candidate.where, tokens * self.token_bytes
         cold = self.size.disk > machine.host_bytes // 2
         disk = nbytes / (machine.disk_cold if cold else machine.disk) if where == "disk" else 0.0
-        if machine.shared:  # mapped pages are attended where they lie
+        if machine.shared:  # attention reads mapped pages in place
             return disk if cold else 0.0
         return disk + (0.0 if where == "device" else nbytes / (machine.link or machine.copy))
 
     def rebuilt(self, tokens: float) -> float:
-        """Return the seconds to make the keys and values of ``tokens`` tokens from residuals, in all full layers."""
+        """Return the seconds to rebuild the keys and values of ``tokens`` tokens from residuals, in all full layers."""
         geometry, layer, page = self.geometry, self.owners[0], min(PAGE, int(tokens) or 1)
         elements = NORM * geometry.hidden_size + ROTATION * (layer.kv_heads + 1) * layer.key_dim
         one = self.machine.multiply(page, geometry.hidden_size, geometry.hidden_size * layer.entry_elements)
@@ -233,7 +233,7 @@ class Work:
         return seconds + pages * through * (self.layers - len(self.anchors)) / self.layers
 
     def written(self, rows: int) -> float:
-        """Return the seconds to put a chunk's checkpoints where they belong."""
+        """Return the seconds to write a chunk's checkpoints to their place."""
         machine, where, nbytes = self.machine, self.candidate.where, float(rows * self.token_bytes)
         seconds = nbytes / machine.copy
         if where == "disk":
@@ -243,7 +243,7 @@ class Work:
         return seconds
 
     def ranked(self, resident: int, rows: int) -> float:
-        """Return the seconds to score a chunk's entries beside the resident ones, and to move those that stay."""
+        """Return the seconds to score a chunk's entries with the resident ones, and to move the kept entries."""
         window = self.candidate.method.selector.observation_window
         queries = rows if window is None else min(window, rows)
         scores = self.attended(queries, resident + rows, full_only=True) if queries else 0.0

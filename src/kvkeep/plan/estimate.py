@@ -1,4 +1,4 @@
-"""Rates of this machine before anything is measured: from what it says of itself, and a table. Nothing is run."""
+"""Estimates the rates of this machine from its description and a table, without a measurement."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvkeep.native.library import TORCH, path
 from kvkeep.plan.machine import ESTIMATED, Machine
 
 DTYPE = torch.bfloat16
-"""What models of GGUF files and packed weights compute in; ``kvkeep calibrate`` measures it by default."""
+"""Dtype of computation for GGUF files and packed weights; ``kvkeep calibrate`` measures it by default."""
 
 
 @dataclass(frozen=True)
 class CoreRates:
-    """What one core does in a second, well below what most machines reach."""
+    """Rates of one core, well below those of most machines."""
 
     operations: float
-    """Floating-point operations of products with many rows."""
+    """Floating-point operations a second of products with many rows."""
     memory: float
-    """Bytes read, as long as other cores leave some."""
+    """Bytes read a second, if other cores do not use up the bandwidth."""
 
 
 CORES = {
@@ -35,21 +35,21 @@ CORES = {
     "plain": CoreRates(2e9, 3e9),
     TORCH: CoreRates(1e10, 4e9),
 }
-"""By the path of the native library; ``torch`` without it."""
+"""Rates by the instruction set that the native library uses; ``torch`` without the library."""
 
 MAX_MEMORY = 2e10
-"""Bytes a second of all cores together: two channels of memory."""
+"""Bytes read a second by all cores: two channels of memory."""
 HALF_PRECISION = 0.1
-"""Share of the operations that torch reaches in half precision without the native library."""
+"""Share of the operations a second that torch reaches in half precision without the native library."""
 DISK = 5e8
 LAYER_STEP_S, TORCH_LAYER_STEP_S = 3e-4, 1e-3
-"""Seconds that a layer takes beside its parts, with the native library and without."""
+"""Fixed seconds of a layer, with the native library and without."""
 ACCELERATOR = {"flops": 1e13, "memory": 2e11, "link": 8e9, "layer_step": 3e-4}
-"""Of any other device: what a small one of the last years has."""
+"""Rates of any other device: those of a small recent one."""
 
 
 def estimated(device: str = "cpu", dtype: torch.dtype = DTYPE) -> Machine:
-    """Return what this machine's rates are likely to reach at least, for models on ``device`` in ``dtype``."""
+    """Return rates that this machine probably reaches or exceeds, for models on ``device`` in ``dtype``."""
     kind, name = device.partition(":")[0], described(device, dtype)
     rates: dict[str, float | None] = {**ACCELERATOR}
     if kind == "cpu":
@@ -78,12 +78,12 @@ def named(dtype: torch.dtype) -> str:
 
 
 def described(device: str, dtype: torch.dtype) -> str:
-    """Return hardware, threads and dtype, as a person reads them."""
+    """Return hardware, threads and dtype as text for people."""
     return f"{processor_name(device)}, {torch.get_num_threads()} threads, {named(dtype)}"
 
 
 def processor_name(device: str) -> str:
-    """Return the model of a device, or of the processor."""
+    """Return the product name of a device, or of the processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
@@ -108,6 +108,6 @@ def host_bytes() -> int:
 
 
 def busy() -> bool:
-    """Return whether other programs take more than half of the processor: a measurement is then too slow."""
+    """Return whether other programs use more than half of the processor, which makes measured rates too low."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return load > (os.cpu_count() or 1) / 2

@@ -1,4 +1,4 @@
-"""A machine as the cost model sees it: rates that were measured here, estimated, or worked out from a data sheet."""
+"""The machine of the cost model: measured rates, estimates, or rates computed from a data sheet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHEET = "from the data sheet, not measured"
 MEASURED = "measured"
 ESTIMATED = "estimated"
 Curve = tuple[tuple[float, float], ...]
-"""Points (x, y), x rising; between them logarithms are interpolated, beyond them the last y holds."""
+"""Points (x, y) with rising x. Values between points are interpolated on logarithms; beyond them the last y holds."""
 
 
 @dataclass(frozen=True)
@@ -36,45 +36,46 @@ class Machine:
     dtype_bytes: int
     """Bytes of an element of the measured matrices."""
     matrix: Mapping[int, Curve]
-    """For each width of a matrix, operations a second by rows multiplied at a time; weights cold."""
+    """Operations a second by rows multiplied at a time, for each width of a matrix. The weights are not in the
+    processor's cache."""
     attention: Curve
-    """Operations a second by stacked query rows; entries cold."""
+    """Operations a second by stacked query rows. The entries are not in the processor's cache."""
     causal: Curve
     """Operations a second of a prompt attended in one piece, by its tokens."""
     elementwise: float
-    """Bytes a second of a prompt's simple operations: norms, rotation, activation."""
+    """Bytes a second of a prompt's elementwise operations: norms, rotation, activation."""
     memory: float
     """Bytes read a second."""
     copy: float
     """Bytes copied a second."""
     link: float | None
-    """Bytes a second from host memory to the device's; None where they are one."""
+    """Bytes a second from host memory to device memory; None if both are the same memory."""
     disk: float
     """Bytes read a second from mapped files in the page cache."""
     disk_cold: float
-    """Bytes read a second from other mapped files."""
+    """Bytes read a second from mapped files outside the page cache."""
     disk_write: float
     """Bytes written a second to mapped files."""
     layer_s: float
-    """Seconds of one layer of a pass beside its matrices and attention."""
+    """Fixed seconds of one layer of a pass, in addition to its matrices and attention."""
     bounded_s: float
-    """The same in a cache with a budget."""
+    """Fixed seconds of one layer of a pass in a cache with a budget."""
     page_s: float
-    """Seconds of one page of a checkpoint beside reading and attention."""
+    """Fixed seconds of one page of a checkpoint, in addition to reading and attention."""
     memory_bytes: int
     """Bytes of the device's memory."""
     host_bytes: int
     """Bytes of the host's memory."""
 
     def multiply(self, rows: float, width: int, elements: float) -> float:
-        """Return the seconds of ``rows`` rows times matrices of ``elements`` in all, each about ``width`` wide."""
+        """Return the seconds to multiply ``rows`` rows by matrices of ``elements`` in total, about ``width`` wide."""
         rates = {known: at(curve, rows) for known, curve in self.matrix.items()}
         rate = at(tuple(sorted(rates.items())), width)
         return 2 * rows * elements / rate
 
     @property
     def estimated(self) -> bool:
-        """Whether the rates are those of a table; ``source`` then names the command that measures them."""
+        """Whether the rates come from a table; ``source`` then names the command that measures them."""
         return self.source.startswith(ESTIMATED)
 
     @property
@@ -83,8 +84,8 @@ class Machine:
         return self.link is None
 
     def cache_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes for caches: nine tenths of the device's memory without the weights. Raises UsageError where
-        the weights leave none."""
+        """Return the bytes for caches: nine tenths of the device's memory, minus the weights. Raises UsageError if none
+        remain."""
         left = int(0.9 * self.memory_bytes) - weight_bytes
         if left <= 0:
             raise UsageError(
@@ -94,12 +95,12 @@ class Machine:
         return left
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the rates as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Machine:
-        """Read what :meth:`save` wrote, or a data sheet (:meth:`from_sheet`). Raises UsageError for others."""
+        """Read a file of :meth:`save`, or a data sheet (:meth:`from_sheet`). Raises UsageError for other files."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -143,12 +144,13 @@ class Machine:
         reached: float = 0.6,
         source: str = SHEET,
     ) -> Machine:
-        """Return a machine from what a vendor prints. Memory bounds a product of few rows, which reads its matrix once;
-        arithmetic bounds one of many. Raises UsageError for a figure that is not finite and above 0.
+        """Return a machine with the figures of a vendor's data sheet. Memory bounds a product of few rows, which reads
+        its matrix once; arithmetic bounds a product of many rows. Raises UsageError unless each figure is finite and
+        above 0.
 
-        flops: operations a second at ``dtype_bytes``. memory, link, disk: bytes a second. layer_step: seconds that the
-        host takes to launch one layer; a recalled page has a third of its operations. reached: the share of all rates
-        that programs get.
+        flops: operations a second at ``dtype_bytes``. memory, link, disk: bytes a second. layer_step: seconds to
+        launch one layer from the host; a recalled page has a third of its operations. reached: share of all rates that
+        programs reach.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
         if not _positive(*numbers, *(() if link is None else (link,))):
@@ -156,7 +158,7 @@ class Machine:
         flops, memory, disk = reached * flops, reached * memory, reached * disk
         rows = [2**power for power in range(13)]
         product = tuple((float(row), min(flops, 2 * row * memory / dtype_bytes)) for row in rows)
-        # kvkeep's own attention takes plain tensor operations on an accelerator: scores are written and read again.
+        # kvkeep's attention uses plain tensor operations on an accelerator: scores are written and read again.
         attend = tuple((float(row), min(flops / 4, 2 * row * memory / dtype_bytes)) for row in rows)
         return cls(
             name=name,
@@ -193,7 +195,7 @@ def at(curve: Curve, x: float) -> float:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return a rate: above 0, but the seconds of overheads may be 0, and a link may be missing."""
+    """Return a checked rate. It must be above 0; fixed seconds may be 0, and a link may be None."""
     zero = name.endswith("_s") and value == 0 and not isinstance(value, bool)
     if not (zero or _positive(value) or (name == "link" and value is None)):
         raise ValueError(f"'{name}' is a finite number above 0")
@@ -201,7 +203,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _positive(*numbers: Any) -> bool:
-    """Tell whether all are finite numbers above 0."""
+    """Return whether all numbers are finite and above 0."""
     return all(
         isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
         for number in numbers

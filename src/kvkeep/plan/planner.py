@@ -1,4 +1,4 @@
-"""The plan: every cache that fits, what it costs, which are worth having, and which one to take."""
+"""The plan: every cache that fits, its cost, the Pareto frontier, and the recommended cache."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from kvkeep.units import size
 log = logging.getLogger(__name__)
 
 ACCEPTANCE = 0.95
-"""The share of drafted tokens that an exact pass confirms, where none was measured."""
+"""Share of drafted tokens that an exact pass accepts, unless it was measured."""
 ANSWER = 256
-"""Tokens of the answer that a recommendation is for."""
+"""Tokens of the answer that a recommendation assumes."""
 SHARES = (0.5, 0.25, 0.125, 0.0625)
-"""Budgets to plan for beside the largest that fits, as shares of the context."""
+"""Budgets to plan for in addition to the largest that fits, as shares of the context."""
 _PROMISES = tuple(Exactness)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache with one budget, and what it would cost."""
+    """One cache with one budget, and its predicted cost."""
 
     candidate: Candidate
     sizes: Sizes
-    """At the end of the answer."""
+    """Bytes at the end of the answer."""
     cost: Cost
-    """At the end of the prompt."""
+    """Seconds at the end of the prompt."""
     memory: int
     """Bytes of the device's memory at the peak."""
     fits: bool
-    """The memory given holds the peak, and the host its checkpoints."""
+    """Whether the peak fits in the given memory, and the checkpoints in the host's."""
     frontier: bool = False
-    """No other row that promises as much and still reads as many tokens takes less memory and less time."""
+    """Whether the row is on the Pareto frontier (:func:`frontier`)."""
 
     @property
     def exactness(self) -> Exactness:
-        """What the method promises."""
+        """Exactness that the method promises."""
         return self.candidate.method.exactness
 
     @property
@@ -60,7 +60,7 @@ class Row:
         return self.sizes.budget
 
     def seconds(self, answer: int) -> float:
-        """Return the time of the prompt and ``answer`` tokens."""
+        """Return the seconds of the prompt and ``answer`` decoded tokens."""
         return self.cost.prefill + answer * self.cost.step
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan."""
+    """The result of :func:`plan`."""
 
     shape: Shape
     machine: Machine
@@ -95,11 +95,11 @@ class Planned:
     answer: int
     """Tokens of the answer."""
     rows: tuple[Row, ...]
-    """What fits, by memory."""
+    """The caches that fit, by memory."""
     best: Row
-    """The row to take."""
+    """The recommended row."""
     reason: str
-    """Why, in a sentence."""
+    """The reason of the recommendation, in a sentence."""
 
 
 def plan(
@@ -112,11 +112,11 @@ def plan(
     acceptance: float = ACCEPTANCE,
     answer: int = ANSWER,
 ) -> Planned:
-    """Plan for a prompt of ``context`` tokens and ``answer`` more, with ``memory`` bytes of the device for the cache.
+    """Plan for a prompt of ``context`` tokens and an answer of ``answer`` tokens, with ``memory`` bytes of the device.
 
-    exact: exact methods only. acceptance: for methods that draft tokens, the share that is accepted (0 to 1).
-    Raises UsageError for a context that the model has no positions for, BudgetError where nothing fits (with the least
-    memory that would do), UnsupportedModelError for layers that no budget governs.
+    exact: exact methods only. acceptance: share of drafted tokens that are accepted (0 to 1).
+    Raises UsageError for a context beyond the model's positions, BudgetError if no cache fits (its message gives the
+    smallest sufficient memory), and UnsupportedModelError for layers that a budget cannot limit.
     """
     geometry, shared = shape.geometry, machine.shared
     _check(geometry, context, acceptance)
@@ -133,7 +133,7 @@ def plan(
         try:
             budgets = _budgets(geometry, machine, candidate, context, answer, memory)
             rows += [row(candidate, budget) for budget in budgets]
-        except Exception as error:  # a package's part that fails takes nothing else with it
+        except Exception as error:  # a failing plugin must not end the plan
             if not candidate.from_plugin:
                 raise
             faults[candidate.spec] = first_line(error)
@@ -147,7 +147,7 @@ def plan(
             f"{size(least.memory, up=True)}, for {_named(least)}."
         )
     marked = [replace(row, frontier=best) for row, best in zip(fitting, frontier(fitting), strict=True)]
-    # The strictest promise comes first, and then the shortest time, to a hundredth of a second.
+    # First the strictest promise, then the shortest time to a hundredth of a second.
     best = min(marked, key=lambda row: (_PROMISES.index(row.exactness), round(row.seconds(answer), 2)))
     marked.sort(key=lambda row: (row.memory, row.cost.step))
     reason = _reason(best, marked, rows, answer)
@@ -155,8 +155,9 @@ def plan(
 
 
 def frontier(rows: Sequence[Row]) -> list[bool]:
-    """Return which rows no other one beats: in memory and in time for a token, at the same promise or a better one,
-    with as many tokens of the text still read. How well a method chooses these is not predicted."""
+    """Return for each row whether it is on the Pareto frontier: no other row beats it in memory and time per token
+    with the same or a stricter promise and at least the same number of readable tokens. The quality of a method's
+    choice of tokens is not predicted."""
     points = [(row.memory, row.cost.step, _PROMISES.index(row.exactness), -row.sizes.kept) for row in rows]
     return [
         not any(
@@ -183,13 +184,13 @@ def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
 def _budgets(
     geometry: ModelGeometry, machine: Machine, candidate: Candidate, context: int, answer: int, memory: int
 ) -> Iterator[int | None]:
-    """Yield budgets to plan for: shares of the context, the least, and the largest that fits where that is another."""
+    """Yield the budgets to plan for: shares of the context, the smallest, and the largest that fits if it differs."""
     if candidate.keeps_all:
         yield None
         return
 
     def needed(entries: int) -> int:
-        """Return the bytes for a number of entries; 0 if they are too few for the method."""
+        """Return the bytes for a budget of ``entries``; 0 if it is too small for the method."""
         try:
             end = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:
@@ -210,7 +211,7 @@ def _named(row: Row) -> str:
 
 
 def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int) -> str:
-    """Return why ``best`` is recommended, and what a person might want instead."""
+    """Return the reason for ``best``, and possible alternatives."""
     text = (
         f"Take {_named(best)}: it is {best.exactness}, and no other {best.exactness} cache that fits is faster "
         f"({best.cost.prefill:.3g} s for the prompt, {1e3 * best.cost.step:.3g} ms a token)"
@@ -232,7 +233,7 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
 
 @dataclass(frozen=True)
 class Choice:
-    """The cache to take: ``KeepCache(model, **choice.options())``."""
+    """The recommended cache: ``KeepCache(model, **choice.options())``."""
 
     method: str
     budget: int | None
@@ -240,12 +241,12 @@ class Choice:
     checkpoint: str | None
     where: str | None
     reason: str
-    """Why, in a sentence; and that times are estimated, where they are."""
+    """The reason in a sentence, with a note if times are estimated."""
     rates: str
-    """Where the machine's rates come from: "measured", or "estimated" and the command that measures them."""
+    """Source of the machine's rates: "measured", or "estimated" with the command that measures them."""
 
     def options(self) -> dict[str, Any]:
-        """Return method, budget, checkpoint and where."""
+        """Return the arguments method, budget, checkpoint and where."""
         return {"method": self.method, "budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
 
 
@@ -257,10 +258,10 @@ def recommend(
     exact: bool = True,
     answer: int = ANSWER,
 ) -> Choice:
-    """Return the cache to take for a loaded ``model`` and a prompt of ``context`` tokens.
+    """Return the recommended cache for a loaded ``model`` and a prompt of ``context`` tokens.
 
-    memory: bytes for the cache ("64MB"); by default half of what is free where the model is. Nothing is measured: rates
-    are those of an earlier ``kvkeep calibrate``, or estimates. Raises as :func:`plan`.
+    memory: bytes for the cache ("64MB"); by default half of the free memory of the model's device. The rates are those
+    of an earlier ``kvkeep calibrate``, or estimates; this function measures nothing. Raises the errors of :func:`plan`.
     """
     parameter = next(model.parameters())
     machine = machine_here(str(parameter.device), parameter.dtype)

@@ -1,7 +1,7 @@
-"""The rates that plans are made with: measured ones where this machine has been measured, else estimates.
+"""The rates for plans: measured rates if this machine was measured, else estimates.
 
-Measured rates are files in the user's cache folder, one for each hardware, number of threads, dtype, and version of
-torch, with the native library and without. :mod:`kvkeep.plan.calibrate` measures; this module does not.
+Measured rates are files in the user's cache folder: one for each combination of hardware, number of threads, dtype,
+version of torch, and presence of the native library. :mod:`kvkeep.plan.calibrate` writes them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvkeep.plan.estimate import DTYPE, estimated, named, processor_name
 from kvkeep.plan.machine import Machine
 
 VERSION = 6
-"""Raised whenever what is measured changes, so that older measurements are not used."""
+"""Version of the measurements. Older measurements are ignored."""
 
 
 class BusyError(KvkeepError):
-    """Another process measures this machine."""
+    """Another process is measuring this machine."""
 
 
 def machine_here(device: str = "cpu", dtype: torch.dtype = DTYPE) -> Machine:
@@ -36,14 +36,14 @@ def machine_here(device: str = "cpu", dtype: torch.dtype = DTYPE) -> Machine:
 
 
 def measured(device: str, dtype: torch.dtype) -> Machine | None:
-    """Return the rates that were measured here; None where there is no file that can be read."""
+    """Return the measured rates of this machine; None if there is no readable file."""
     with suppress(UsageError):
         return Machine.load(rates_file(device, dtype))
     return None
 
 
 def rates_file(device: str, dtype: torch.dtype) -> Path:
-    """Return the file of measured rates. Raises UsageError where the user has no cache folder."""
+    """Return the path of the measured rates. Raises UsageError if the user has no cache folder."""
     device = _indexed(device)
     facts = [VERSION, platform.node(), processor_name(device), os.cpu_count(), torch.get_num_threads()]
     facts += [torch.__version__, device, named(dtype), native_path() if device == "cpu" else ""]
@@ -52,12 +52,12 @@ def rates_file(device: str, dtype: torch.dtype) -> Path:
 
 
 def failure_file(device: str, dtype: torch.dtype) -> Path:
-    """Return the file that says why a measurement in the background failed, so that no process tries it again."""
+    """Return the path of the error of a failed background measurement. While the file exists, no process retries."""
     return rates_file(device, dtype).with_suffix(".failed")
 
 
 def store(machine: Machine, path: Path) -> None:
-    """Write measured rates, completely or not at all."""
+    """Write measured rates atomically."""
     part = path.with_suffix(f".{os.getpid()}")
     machine.save(part)
     part.replace(path)
@@ -66,8 +66,8 @@ def store(machine: Machine, path: Path) -> None:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Within the block no other process measures. Raises BusyError while one does, KvkeepError for a folder that cannot
-    be written to."""
+    """Lock out other measuring processes within the block. Raises BusyError while another process measures, and
+    KvkeepError if the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "measuring").open("w")
@@ -78,7 +78,7 @@ def only_one(folder: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows: two at a time disturb each other
+        except ImportError:  # Windows: two measurements at a time disturb each other
             pass
         except OSError:
             raise BusyError("Another process is measuring this machine; wait for it to end.") from None
@@ -86,5 +86,5 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def _indexed(device: str) -> str:
-    """Return a device as torch names it: "cuda" is "cuda:0"."""
+    """Return torch's full name of a device: "cuda:0" for "cuda"."""
     return str(torch.empty(0, device=device).device)

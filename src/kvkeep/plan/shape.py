@@ -1,4 +1,4 @@
-"""What the cost model needs to know of a model: its geometry, and the matrices a token goes through."""
+"""The description of a model for the cost model: its geometry and the sizes of its matrices."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from kvkeep.models.matrices import built
 
 @dataclass(frozen=True)
 class Shape:
-    """A model that was never loaded."""
+    """Sizes of a model, known without loading it."""
 
     geometry: ModelGeometry
     weights: int
     """Elements of all parameters."""
     weight_bytes: int
     layer: float
-    """Elements of the matrices of one layer (the mean), all experts counted."""
+    """Mean elements of the matrices of one layer, with all experts."""
     active: float
-    """Those of them that one token goes through."""
+    """Mean elements of a layer that one token is multiplied by."""
     experts: int
-    """Experts of the layers that have some; 1 without."""
+    """Experts of a layer; 1 without a mixture of experts."""
     chosen: int
-    """Experts that a token goes through; 1 without."""
+    """Experts that a token chooses; 1 without a mixture of experts."""
     head: int
-    """Elements of the matrix to the vocabulary."""
+    """Elements of the output matrix (to logits)."""
     inner: int
-    """The width inside a layer's MLP, of all experts that one token goes through."""
+    """Inner width of a layer's MLP, summed over the experts that one token chooses."""
 
     def touched(self, rows: float) -> float:
-        """Return the elements of one layer that ``rows`` tokens read: of the experts, those that one of them chose."""
+        """Return the elements of one layer that ``rows`` tokens read, with each expert that a token chose."""
         if self.chosen == self.experts:
             return self.active
         share = self.chosen / self.experts
-        experts = (self.layer - self.active) / (1 - share)  # elements of all of them
+        experts = (self.layer - self.active) / (1 - share)  # elements of all experts
         return self.layer - experts + experts * (1 - (1 - share) ** rows)
 
 
 def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | None = None) -> Shape:
-    """Return the shape of the model that ``config`` describes; it is built without memory (torch's meta device).
+    """Return the shape of the model of ``config``. The model is built on torch's meta device, without memory.
 
-    dtype_bytes: of an element of the cache, by default of the config's dtype. weight_bytes: of all weights, by default
-    in that dtype.
+    dtype_bytes: bytes of a cache element; default: those of the config's dtype. weight_bytes: bytes of all weights;
+    default: those in that dtype.
 
-    Raises UnsupportedModelError where transformers cannot build it, or its cache cannot be sized.
+    Raises UnsupportedModelError if transformers cannot build the model, or the size of its cache is unknown.
     """
     geometry = ModelGeometry.from_config(config, dtype_bytes)
     model = built(config)
@@ -85,5 +85,5 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts")
 
 
 def _largest(config: Any, names: tuple[str, ...]) -> int:
-    """Return the largest number that ``config`` has under one of ``names``, 0 where it has none."""
+    """Return the largest value of the attributes ``names`` of ``config``; 0 if all are missing."""
     return max(int(getattr(config, name, None) or 0) for name in names)

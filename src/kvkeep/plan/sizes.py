@@ -1,4 +1,4 @@
-"""Bytes that a cache will hold. Pure functions of the geometry: each part is asked by the rule it allocates by."""
+"""Predicts the bytes of a cache. Pure functions of the geometry, with each part's rule of allocation."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from kvkeep.stores.resident.banks import bank_columns
 from kvkeep.stores.resident.paged import pool_rows
 
 Evictions = tuple[LayerGeometry, int, list[int]]
-"""A layer, how many there are of its shape, and how many entries each evicts in each pass."""
+"""A layer, the number of layers of its shape, and the entries that each of them evicts in each pass."""
 
 BOOKKEEPING_BYTES = 16
-"""Of an entry's slot, score and place in a table, at most."""
+"""Maximum bytes of an entry's slot, score and place in a table."""
 TOKEN_BYTES = 9
-"""Of a token's id, its position, and whether it is padding."""
+"""Bytes of a token's id, position and padding flag."""
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one cache, as ``cache.memory()`` measures them."""
+    """Predicted bytes of one cache; ``cache.memory()`` measures the same."""
 
     tokens: int
     """Tokens of the text."""
     budget: int | None
     """Entries of each full layer; None without a budget."""
     chunk: int
-    """Tokens of a prompt that are read at a time."""
+    """Tokens of a prompt that one pass reads."""
     exact: int
-    """Entries of the budget that are kept as they are."""
+    """Entries of the budget that stay unchanged."""
     evicted: int
-    """Entries that were evicted."""
+    """Evicted entries."""
     kept: int
-    """Tokens whose entries attention still reads, in some form."""
+    """Tokens whose entries attention reads in any form."""
     resident: int
     """Bytes of the entries that attention reads directly."""
     stored: int = 0
-    """Entries of a KV head that the fate still has."""
+    """Evicted entries per KV head that the fate stores."""
     compressed: int = 0
-    """Bytes of the entries in a smaller form."""
+    """Bytes of compressed entries."""
     device: int = 0
     """Bytes of checkpoints on the device."""
     host: int = 0
@@ -57,9 +57,9 @@ class Sizes:
     disk: int = 0
     """Bytes of checkpoints on disk."""
     chunk_bytes: int = 0
-    """Bytes of the largest chunk of one layer, which lies beside the entries while it is read."""
+    """Bytes of the largest chunk of one layer, which is held in addition to the entries during a pass."""
     workspace: int = 0
-    """Bytes that recall takes for a moment, at most."""
+    """Peak bytes of temporary memory during recall."""
 
     @property
     def checkpoints(self) -> int:
@@ -68,16 +68,15 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """Bytes in all places while nothing is read or written: those of a saved session."""
+        """Bytes in all places between passes, and of a saved session."""
         return self.resident + self.compressed + self.checkpoints
 
     def idle(self, shared: bool) -> int:
-        """Return the bytes of the device's memory while nothing is read or written. shared: the host has the same
-        memory."""
+        """Return the bytes of device memory between passes. shared: host and device have one memory."""
         return self.resident + self.compressed + self.device + (self.host if shared else 0)
 
     def memory(self, shared: bool) -> int:
-        """Return the bytes of the device's memory at the peak. shared: the host has the same memory."""
+        """Return the peak bytes of device memory. shared: host and device have one memory."""
         return self.idle(shared) + self.chunk_bytes + self.workspace
 
 
@@ -92,13 +91,13 @@ def sizes(
     steps: int = 0,
     model: Any = None,
 ) -> Sizes:
-    """Return what ``candidate`` holds after a prompt of ``tokens`` tokens and ``steps`` decoded ones.
+    """Return the size of ``candidate`` after a prompt of ``tokens`` tokens and ``steps`` decoded tokens.
 
-    budget: entries of each full layer; unused where nothing is evicted. new: tokens after the prompt that a static
-    cache sets memory aside for. shared: the host has the device's memory. model: for selectors that measure their
-    budgets on it; without one, their layers and heads are taken to be equal.
+    budget: entries of each full layer; unused if the method keeps all. new: tokens after the prompt for which a static
+    cache reserves memory. shared: host and device have one memory. model: for selectors that measure their budgets on
+    the model; without a model, all layers and heads get equal budgets.
 
-    Raises BudgetError where the method cannot work in so few entries.
+    Raises BudgetError if the budget is too small for the method.
     """
     method, prompt, tokens = candidate.method, tokens, tokens + steps
     sliding = geometry.sliding_bytes(tokens, stepped=steps > 0 or prompt == 1)
@@ -111,7 +110,7 @@ def sizes(
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, resident, chunk_bytes=chunk_bytes)
     assert budget is not None
     chunk = method.chunk(geometry, Budget.parse(budget), budget)
-    first = prompt % chunk  # the part of a prompt that does not fill a chunk is read first
+    first = prompt % chunk  # the remainder of the prompt is the first chunk
     arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
     size = Sizes(
         tokens, budget, chunk, budget, 0, tokens, sliding, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry)
@@ -130,7 +129,7 @@ def sizes(
 def _selected(
     size: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
 ) -> tuple[Sizes, list[Evictions]]:
-    """Return the size with layers whose entries a selector chooses, and what each of them evicts."""
+    """Return the size with layers whose entries a selector chooses, and the evictions of these layers."""
     method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     assert size.budget is not None
@@ -139,7 +138,7 @@ def _selected(
     moves = any(start + (count == 1) > exact for start, count in zip(starts, arriving, strict=False))
     budgets = selector.budgets(model, geometry, exact)
     read_again = {layer.source for layer in geometry.layers if layer.source != layer.index}
-    groups = Counter(  # layers of one shape hold the same, wherever they are in the model
+    groups = Counter(  # layers of one shape have equal sizes
         (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer), layer.index in read_again)
         for layer in geometry.full_layers
     )
@@ -147,7 +146,7 @@ def _selected(
     evictions: list[Evictions] = []
     for (layer, heads, shared), count in groups.items():
         evicted = _evicted(arriving, min(heads))
-        if fate.keeps:  # what comes back evicts others; a layer that reads these entries, too, asks by one query
+        if fate.keeps:  # recalled entries evict others; layers that share these entries query for one row
             swapped = recall.swapped(min(heads) // 2)
             evicted = [one + (swapped if one == 1 or (one and shared) else 0) for one in evicted]
         evictions.append((layer, count, evicted))
@@ -155,7 +154,7 @@ def _selected(
         reader = recall.holds(layer, geometry, size.tokens, max(0, size.tokens - min(heads)))
         columns = sum(reached + tail for budget in heads if (reached := bank_columns(budget, size.tokens)))
         bank = columns * (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
-        if moves and sinks is not None:  # their keys are kept as they came, too
+        if moves and sinks is not None:  # the original keys of sinks are also kept
             bank += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
         resident, compressed = resident + count * bank, compressed + count * store.compressed
         chunk_bytes += count * store.shrunk
@@ -184,8 +183,8 @@ def _checkpointed(
     evictions: list[Evictions],
     shared: bool,
 ) -> Sizes:
-    """Return the size with checkpoints: of all entries where they back a recall, else of those that were evicted; of
-    all tokens ``arriving`` where they are residuals."""
+    """Return the size with checkpoints. They contain all entries if they back a recall, else the evicted entries.
+    Checkpoints of residuals contain all tokens ``arriving``."""
     recall, where = candidate.method.recall, candidate.where or "host"
     evicted = size.tokens if recall.backed else size.evicted
     stride = min(candidate.stride, len(geometry.layers))
@@ -205,7 +204,7 @@ def _checkpointed(
             places["device"] += 4 * up(size.tokens, BLOCK)
         if stride > 1:
             work = evicted * (geometry.residual_bytes_per_token + widest)
-        elif recall.reads_single:  # entries of all KV heads are projected together
+        elif recall.reads_single:  # one projection makes the entries of all KV heads
             work = evicted * widest
         else:
             work = min(evicted, PAGE, PAGE if 0 in anchors else max(pages)) * widest
@@ -213,7 +212,7 @@ def _checkpointed(
 
 
 def widest_bytes(geometry: ModelGeometry) -> int:
-    """Return the bytes of a token's keys and values in the layer that has the largest."""
+    """Return the largest bytes of a token's keys and values in one layer."""
     return geometry.dtype_bytes * max(layer.entry_elements for layer in geometry.full_layers)
 
 
@@ -222,16 +221,16 @@ def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> tuple[int, ...]:
 
 
 def _evicted(arriving: list[int], budget: int) -> list[int]:
-    """Return how many entries each arrival evicts."""
+    """Return the number of entries that each pass evicts. arriving: new entries in each pass."""
     over = [max(0, count - budget) for count in accumulate(arriving, initial=0)]
     return [after - before for before, after in pairwise(over)]
 
 
 def _moved(columns: int, arriving: list[int], tail: int, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-    """Return the bytes of a bank before it grew for the last time, which are there until they have been copied."""
+    """Return the bytes of a bank before its last growth: the old bank exists until it has been copied."""
     grown = sorted({bank_columns(columns, tokens) for tokens in accumulate(arriving, initial=0)})
     before = grown[-2] if len(grown) > 1 else 0
-    slots = 16 * layer.kv_heads  # with scores and counts
+    slots = 16 * layer.kv_heads  # scores and counts
     return before * slots + (before + tail) * layer.entry_elements * geometry.dtype_bytes if before else 0
 
 
@@ -249,32 +248,32 @@ def grant(
     rows: int | None = None,
     model: Any = None,
 ) -> int:
-    """Return the bytes of memory that a session can come to hold until it has read ``tokens`` tokens: what a server
-    grants it before the answer begins (:mod:`kvkeep.serve.arbiter`), and what ``kvkeep capacity`` counts.
+    """Return the peak bytes of memory of a session up to ``tokens`` tokens. A server reserves them before the answer
+    begins (:mod:`kvkeep.serve.arbiter`), and ``kvkeep capacity`` counts them.
 
-    Counted are entries, codes, bookkeeping, checkpoints in memory, and what a step takes for a moment: the chunk of one
-    layer, recall, and logits. Disk is not counted; weights and hidden states are the model's.
+    The sum includes entries, codes, bookkeeping, checkpoints in memory, and the temporary memory of a step: the chunk
+    of one layer, recall, and logits. It excludes disk, weights and hidden states.
 
-    budget: entries of each full layer, all that are set aside for ``static``. shared: checkpoints on the host are in
-    the same memory. chunk: tokens of a prompt that a cache without a budget reads at a time. rows: of which a pass
-    computes logits, by default those of the longest round. model: as for :func:`sizes`.
+    budget: entries of each full layer; for ``static``, all reserved entries. shared: host and device have one memory.
+    chunk: tokens of a prompt that a cache without a budget reads at a time. rows: rows whose logits a pass computes;
+    default: those of the longest round. model: see :func:`sizes`.
     """
     method = candidate.method
     kinds = [candidate]
-    if (reading := method.reading) is not None:  # until the text was read once more, a checkpoint has all of it
+    if (reading := method.reading) is not None:  # a checkpoint contains the whole text until its second reading
         kinds.append(
             replace(candidate, method=replace(method, fate=reading.fate, recall=Everything()), checkpoint="kv")
         )
     peak = max(_peak(geometry, kind, budget, tokens, shared, model) for kind in kinds)
     if rows is None:
         rows = 1
-        if method.recall.drafts and budget is not None:  # the drafts, and the token before them
+        if method.recall.drafts and budget is not None:  # the drafts and the token before them
             rows = min(method.recall.tail(budget), method.chunk(geometry, Budget.parse(budget), budget))
-    logits = rows * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT_BYTES)  # computed, and sampled
+    logits = rows * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT_BYTES)  # computed and sampled
     if not candidate.keeps_all:
-        return peak + logits  # its chunk is among the sizes
+        return peak + logits  # the sizes include its chunk
     chunk = min(chunk or DEFAULT_CHUNK, tokens)
-    if method.selector.layout != "static":  # and all in one piece, where other sessions share the first entries
+    if method.selector.layout != "static":  # a contiguous copy, if other sessions share the first entries
         chunk += tokens
     return peak + logits + chunk * widest_bytes(geometry)
 
@@ -284,12 +283,12 @@ def _peak(
 ) -> int:
     """Return the bytes of entries, checkpoints, recall and tables at the peak."""
     method, layers = candidate.method, geometry.full_layers
-    if method.selector.layout == "static":  # all of it from the start
+    if method.selector.layout == "static":  # allocated in full at the start
         return (budget or 0) * geometry.full_bytes_per_token
     size = sizes(geometry, candidate, tokens, budget, shared=shared, steps=1, model=model)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
-    if method.recall.drafts:  # queries by which resident entries are chosen anew, and what they gave
+    if method.recall.drafts:  # queries that choose the resident entries again, and their results
         elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
         queries = min(VOTERS, method.selector.observation_window or VOTERS)
         tables += FLOAT_BYTES * queries * geometry.attention_heads * elements

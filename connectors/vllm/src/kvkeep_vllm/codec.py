@@ -1,7 +1,7 @@
-"""How a block is stored: its bytes, or codes of 8 or 4 bits (:mod:`kvkeep.stores.evicted.coded`, as in ``quantize``).
+"""Codecs of blocks: unchanged bytes, or codes of 8 or 4 bits (:mod:`kvkeep.stores.evicted.coded`, as in ``quantize``).
 
 vLLM's CPU kernels store keys in an order that depends on the processor (``isa``), while codes need rows of entries. The
-order is found by asking the kernel to store keys and values that contain their positions.
+connector finds the order by storing keys and values that contain their positions through the kernel.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvkeep.stores.evicted.groups import GROUP
 from kvkeep_vllm.tensors import BlockTensors
 
 CODECS = {"exact": 0, "int8": 8, "int4": 4}
-"""Bits of a number by the codec's name; 0: not encoded."""
+"""Bits per number, by the codec's name; 0 for unchanged bytes."""
 _DIGIT = 128
-"""Integers below it are exact in every dtype of a cache."""
+"""Base of encoded positions. Smaller integers are exact in every dtype of a cache."""
 
 Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes keys and values (entries, heads, dim) to a block's halves (heads, entries, dim), in the kernel's order."""
 
 
 class BlockCodec(Protocol):
-    """How a block is stored."""
+    """The stored form of a block."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of a stored block."""
 
     def encode(self, raw: np.ndarray) -> Sequence[Any]:
-        """Return a block (bytes,) uint8 as objects with bytes."""
+        """Return the stored form of a block (bytes,) uint8, as a sequence of buffers."""
 
     def decode(self, payload: memoryview) -> np.ndarray:
         """Return the block. Raises StoreError for a payload of another length."""
@@ -44,17 +44,17 @@ class BlockCodec(Protocol):
 
 @dataclass(frozen=True)
 class ExactCodec:
-    """Stores the bytes of a block."""
+    """Stores the bytes of a block unchanged."""
 
     nbytes: int
     """Bytes of a block."""
 
     def encode(self, raw: np.ndarray) -> Sequence[Any]:
-        """Return them."""
+        """Return the block."""
         return [raw]
 
     def decode(self, payload: memoryview) -> np.ndarray:
-        """Return them."""
+        """Return the block. Raises StoreError for a payload of another length."""
         return np.frombuffer(_of_length(payload, self.nbytes), np.uint8)
 
 
@@ -88,7 +88,7 @@ class QuantizedCodec:
         return [part.contiguous().view(torch.uint8).numpy() for part in self._parts(keys, values)]
 
     def decode(self, payload: memoryview) -> np.ndarray:
-        """Return the block that the codes stand for."""
+        """Return the decoded block."""
         raw = torch.from_numpy(np.frombuffer(_of_length(payload, self.nbytes), np.uint8).copy())
         sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in self._forms]
         parts = [
@@ -113,8 +113,9 @@ class QuantizedCodec:
 
 
 def places(heads: int, entries: int, dim: int, dtype: torch.dtype, store: Store) -> tuple[Tensor, Tensor]:
-    """Return where ``store`` puts each number of a head's keys and of its values, by entry and channel: two tensors
-    (entries * dim,) int64. Raises UsageError if ``store`` does not permute numbers, or not alike for all heads."""
+    """Return the position to which ``store`` writes each number of a head's keys and values, by entry and channel: two
+    tensors (entries * dim,) int64. Raises UsageError unless ``store`` permutes numbers in the same order for all
+    heads."""
     count = entries * dim
     found = torch.zeros(2, heads, count, dtype=torch.int64)
     numbers = torch.arange(count)

@@ -38,14 +38,14 @@ from kvkeep_vllm.writer import BlockWriter, Counts
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
-"""Seconds for which a step without tokens waits for loads, instead of polling."""
+"""Seconds that a step without tokens waits for loads, instead of polling."""
 HASHES = ("sha256", "sha256_cbor")
 """Accepted block hashes. Others differ by process or can be forged."""
 
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """What the scheduler's side asks of the worker's in a step."""
+    """Work of the worker's side in one step, planned by the scheduler's side."""
 
     transfers: Transfers
 
@@ -59,7 +59,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Stats(KVConnectorStats):
-    """Blocks of one interval of the log, by the fields of :class:`~kvkeep_vllm.writer.Counts`."""
+    """Counts of blocks in one interval of the log; the fields are those of :class:`~kvkeep_vllm.writer.Counts`."""
 
     data: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
 
@@ -193,7 +193,7 @@ class KeepConnector(KVConnectorBase_V1):
             self.planner.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether vLLM waits for them between steps."""
+        """Return the number of tokens that can be loaded, and whether vLLM waits for them between steps."""
         found = 0 if self.planner is None else self.planner.found(request, num_computed_tokens)
         return found, found > 0
 
@@ -203,7 +203,7 @@ class KeepConnector(KVConnectorBase_V1):
             self.planner.admit(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return what the step loads and saves."""
+        """Return the loads and saves of the step."""
         if self.planner is None:
             return Metadata(Transfers())
         state = scheduler_output.kv_connector_block_state
@@ -215,13 +215,14 @@ class KeepConnector(KVConnectorBase_V1):
         return Metadata(self.planner.step(scheduler_output.num_scheduled_tokens.items(), blocks_of))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; each of its blocks was copied when it was full."""
+        """Stop tracking a request; each full block was copied already."""
         if self.planner is not None:
             self.planner.end(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Remove all blocks of the namespace, and continue in one of this process: the weights may have changed."""
+        """Remove all blocks of the namespace, and continue in a new namespace of this process: the weights may have
+        changed."""
         if self.planner is not None:
             self.folder.clear(self.planner.space)
             self.planner.renew(f"{self.planner.space.partition('/')[0]}/since-{os.urandom(8).hex()}")

@@ -1,8 +1,8 @@
 """A folder of blocks, one file each. Several programs may share it and its quota.
 
 A file is a header and the payload. The digest in the header covers the block's name, so a renamed file is refused like
-a damaged one. Files are written atomically, and a file's modification time says when the block was last used. One more
-file holds the total of bytes; a writer locks it until its block is written, so the quota is never exceeded.
+a damaged one. Files are written atomically, and a file's modification time is the last use of the block. A further file
+contains the total of bytes; a writer locks it until its block is written, so the quota is never exceeded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAGIC = b"kvblock1"
 HEADER = struct.Struct("<8sQ16s")  # magic, bytes of the payload, digest
 SUFFIX = ".kv"
 LEDGER = "bytes"
-"""The name of the file with the total."""
+"""Name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
 FREED_SHARE = 16
-"""At the quota, a FREED_SHARE-th of it is freed at once, because finding the oldest blocks lists the whole folder."""
+"""At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 
 
 class BlockName(NamedTuple):
@@ -90,8 +90,8 @@ class BlockFolder:
         return payload
 
     def write(self, name: BlockName, payload: Sequence[Any]) -> int:
-        """Write a block; return how many blocks were removed for it. payload: objects with bytes, written one after the
-        other. Raises OSError, and StoreError for a block larger than the quota."""
+        """Write a block; return the number of blocks removed for it. payload: buffers, written one after the other.
+        Raises OSError, and StoreError for a block larger than the quota."""
         path, size = self.path(name), HEADER.size + sum(memoryview(piece).nbytes for piece in payload)
         if size > self.quota:
             raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")

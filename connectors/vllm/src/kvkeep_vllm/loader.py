@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockLoader:
-    """Reads blocks of ``folder`` into ``tensors``. counts: updated."""
+    """Reads blocks of ``folder`` into ``tensors``, and updates ``counts``."""
 
     def __init__(self, folder: BlockFolder, codec: BlockCodec, tensors: BlockTensors, counts: Counts) -> None:
         self.folder, self.codec, self.tensors, self.counts = folder, codec, tensors, counts
@@ -74,7 +74,7 @@ class BlockLoader:
                 self._changed.notify_all()
 
     def _read(self, load: Load) -> int:
-        """Return how many blocks were restored."""
+        """Load the blocks; return the number of restored blocks."""
         for number, (name, block) in enumerate(zip(load.names, load.blocks, strict=True)):
             if self._ends:
                 return number

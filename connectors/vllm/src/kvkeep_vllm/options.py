@@ -18,16 +18,16 @@ class ConnectorOptions:
     """Settings of one engine."""
 
     folder: Path
-    """Where blocks are; by default ``vllm`` in the user's cache folder for kvkeep."""
+    """Folder of blocks; by default ``vllm`` in the user's cache folder for kvkeep."""
     quota: int
-    """Bytes of all blocks in the folder, of all engines."""
+    """Maximum bytes of all blocks in the folder, from all engines."""
     codec: str
     """``exact``, ``int8`` or ``int4``."""
     queue: int
-    """Largest number of bytes that wait to be written."""
+    """Maximum bytes that wait to be written."""
 
     def check(self, nbytes: int, stored: int) -> None:
-        """Raise UsageError if one block does not fit. nbytes: of a block in memory; stored: of its file."""
+        """Raise UsageError if one block does not fit. nbytes: bytes of a block in memory; stored: bytes of its file."""
         for name, size, block in (("quota", self.quota, stored), ("queue", self.queue, nbytes)):
             if size < block:
                 raise UsageError(

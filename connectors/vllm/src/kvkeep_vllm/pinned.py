@@ -1,4 +1,4 @@
-"""What the connector uses of vLLM: the version that it is written for, and every name, public or private.
+"""The parts of vLLM that the connector uses: the supported version, and every name, public or private.
 
 vLLM calls its interface of connectors experimental. The connector refuses to start if :func:`moved` finds a difference.
 """
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 PIN = "0.32.0"
-"""The version of vLLM that the connector is tested with."""
+"""Version of vLLM with which the connector is tested."""
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -80,7 +80,7 @@ FIELDS: dict[str, str] = {
 
 
 def moved() -> list[str]:
-    """Return what differs in the installed vLLM, a line each."""
+    """Return the differences from the installed vLLM, one line each."""
     return [*_moved_calls(), *_moved_fields()]
 
 

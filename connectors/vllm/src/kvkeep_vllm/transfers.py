@@ -31,7 +31,7 @@ class Load:
     names: list[BlockName]
     """The blocks' names."""
     blocks: list[int]
-    """Numbers of the blocks of vLLM's cache that they are read into."""
+    """Numbers of the target blocks in vLLM's cache."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,19 @@ class Transfers:
 
 @dataclass
 class _Tracked:
-    """A request and what was done for it."""
+    """A request and the state of its transfers."""
 
     request: Any
     space: str
     """The namespace of its blocks."""
     when: int = 0
-    """When it was admitted (ns since 1970)."""
+    """Time of admission (ns since 1970)."""
     saved: int = 0
-    """Blocks that were passed on to be saved."""
+    """Number of blocks passed on for saving."""
     loaded_at: int = -1
-    """Its number of preemptions when blocks were last loaded for it."""
+    """Number of preemptions of the request at its last load."""
     lookup: tuple[float, int, int] = _NO_LOOKUP
-    """The last lookup: when, from which token, and how many blocks were found."""
+    """The last lookup: time, first token, and number of blocks found."""
     computed: int = 0
     """Tokens that the engine had at the last lookup."""
 
@@ -111,8 +111,8 @@ class TransferPlanner:
             self._next.uses.append(Use(tracked.names(0, full), time.time_ns()))
 
     def found(self, request: Any, computed: int) -> int:
-        """Return how many tokens can be loaded after the first ``computed``, which the engine has. The last token is
-        always computed, because its output is needed."""
+        """Return the number of tokens that can be loaded after the first ``computed``, which the engine has. The last
+        token is always computed, because its output is needed."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self.loads or tracked.loaded_at == request.num_preemptions:
             return 0  # blocks that could not be loaded once are computed
@@ -130,7 +130,7 @@ class TransferPlanner:
 
     def admit(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """Plan the load of a request that the engine admitted. blocks: numbers of its blocks in vLLM's cache; tokens:
-        how many of those found are to be loaded."""
+        number of tokens to load."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -142,8 +142,8 @@ class TransferPlanner:
             self._next.loads.append(Load(request.request_id, tracked.names(first, last), [*blocks[first:last]]))
 
     def step(self, scheduled: Iterable[tuple[str, int]], blocks_of: Callable[[str], Sequence[int] | None]) -> Transfers:
-        """Return what this step loads and saves. scheduled: ids of requests, and how many of their tokens the step
-        computes; blocks_of: returns the blocks of a request."""
+        """Return the loads and saves of this step. scheduled: ids of requests, and the number of tokens that the step
+        computes for each; blocks_of: returns the blocks of a request."""
         for request_id, tokens in scheduled if self.saves else ():
             tracked = self._requests.get(request_id)
             if tracked is None:
@@ -170,8 +170,8 @@ class TransferPlanner:
 
 
 def keepable(request: Any) -> bool:
-    """Return whether a request's hashes name its blocks for good. Adapters and images are named by ids that may mean
-    something else in another process."""
+    """Return whether a request's hashes identify its blocks permanently. Adapters and images are identified by ids that
+    may have another meaning in another process."""
     plain = request.lora_request is None and not request.mm_features and request.prompt_embeds is None
     return plain and not request.resumable
 

@@ -25,34 +25,34 @@ log = logging.getLogger(__name__)
 PAUSE_S = 10.0
 """Seconds without writes after a failed write."""
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds for which :meth:`BlockWriter.close` waits for queued blocks."""
+"""Seconds that :meth:`BlockWriter.close` waits for queued blocks."""
 MAX_USES = 1024
-"""Largest number of queued :class:`Use` notes."""
+"""Maximum number of queued :class:`Use` notes."""
 
 Encode = Callable[[np.ndarray], Sequence[Any]]
 
 
 @dataclass
 class Counts:
-    """Blocks since the start."""
+    """Numbers of blocks since the start."""
 
     saved: int = 0
-    """Written to the folder."""
+    """Blocks written to the folder."""
     dropped: int = 0
-    """Discarded instead of written."""
+    """Blocks discarded instead of written."""
     failed: int = 0
-    """Dropped because the disk reported an error; part of ``dropped``."""
+    """Blocks dropped because the disk reported an error; included in ``dropped``."""
     removed: int = 0
-    """Deleted to stay within the quota."""
+    """Blocks deleted to stay within the quota."""
     loaded: int = 0
-    """Read into vLLM's cache."""
+    """Blocks read into vLLM's cache."""
     bad: int = 0
-    """Missing or damaged when read."""
+    """Blocks that were missing or damaged when read."""
 
 
 class BlockWriter:
-    """Writes blocks to ``folder`` in the form that ``encode`` returns. capacity: bytes of the queue; counts:
-    updated."""
+    """Writes blocks to ``folder`` in the form that ``encode`` returns, and updates ``counts``. capacity: bytes of the
+    queue."""
 
     def __init__(self, folder: BlockFolder, encode: Encode, capacity: int, counts: Counts) -> None:
         self.folder, self.encode, self.capacity, self.counts = folder, encode, capacity, counts

@@ -16,4 +16,4 @@ COMMANDS = {
     ),
     "lab": ("kvkeep_lab.cli.lab:app", "List, run and report the experiments of the papers."),
 }
-"""As :data:`kvkeep.cli.COMMANDS`. Commands of ``cli.study`` are made of studies: see there."""
+"""A table like :data:`kvkeep.cli.COMMANDS`. ``cli.study`` makes commands from studies."""

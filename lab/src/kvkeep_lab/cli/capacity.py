@@ -1,4 +1,4 @@
-"""``kvkeep capacity``: how many sessions a machine carries, and what the network has to, by method and length."""
+"""``kvkeep capacity``: sessions that fit on a machine, and the required network rates, by method and length."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ CACHES = (
     *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
     *("snapkv+pages kv@host", "snapkv+verified kv@host"),
 )
-"""Caches to compare by default: everything in memory, in four bits, a part of it, and all of it with a part in memory.
-"""
+"""Caches to compare by default: all entries, all in four bits, a part of them, and all with a part in memory."""
 KEEPS_ALL, PROJECTS = "full", "kv-direct residual@device"
-"""Caches of the sentences below the tables: attention to everything, and residuals that are projected."""
+"""Caches of the sentences below the tables: attention to all entries, and projected residuals."""
 SESSIONS = (1, 8, 64)
-"""Sessions in a step, for the length at which attention takes more than half of it."""
+"""Numbers of sessions for which the sentence gives the length where attention takes more than half of a step."""
 
 
 def capacity(

@@ -1,4 +1,4 @@
-"""``kvkeep plan --check``: predictions beside measurements."""
+"""``kvkeep plan --check``: compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_plan(
     *,
     json: bool,
 ) -> None:
-    """Measure the caches of a plan, and print the errors of its predictions. only: caches whose name contains one of
-    these, separated by commas; None: all."""
+    """Measure the caches of a plan, and print the errors of its predictions. only: parts of names of caches, separated
+    by commas; None for all caches."""
     wanted = None if only is None else [part.strip() for part in only.split(",")]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:

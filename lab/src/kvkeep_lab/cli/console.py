@@ -18,8 +18,8 @@ _LEAST = 10  # characters of a heading's line
 
 
 def show(table: Table) -> None:
-    """Print a table; unless on a terminal, as wide as it needs to be. One that is too wide for a terminal
-    is printed in parts, each with the columns that name a row."""
+    """Print a table. Without a terminal its width is that of its contents. A table wider than the terminal is printed
+    in parts, each with the columns that identify a row."""
     console = out if out.is_terminal else Console(width=1000, highlight=False)
     out.print(Text(table.title, style="bold"), soft_wrap=True)
     for place, columns in enumerate(_parts(table, console.width)):
@@ -58,7 +58,7 @@ def _drawing(table: Table, columns: list[int]) -> Drawing:
 
 
 def _text(markdown: str) -> Text:
-    """Return a cell without the marks of code, bold where it is."""
+    """Return a cell as text without code marks, bold where marked."""
     text = Text()
     for place, part in enumerate(_BOLD.split(markdown.replace("`", ""))):
         text.append(part, style="bold" if place % 2 else "")

@@ -68,7 +68,7 @@ def inspect(
 
 
 def as_json(found: Inspection, output: str) -> dict[str, Any]:
-    """Return a summary as plain types for ``--json``; the fates count entries of all layers and heads."""
+    """Return a summary as plain types for ``--json``; the counts are over all layers and heads."""
     trace, generation = found.trace, found.generation
     return {
         "output": output,
@@ -87,7 +87,7 @@ def as_json(found: Inspection, output: str) -> dict[str, Any]:
 
 
 def summary(found: Inspection, output: str) -> str:
-    """Return one line on what became of the tokens."""
+    """Return one line about the final states of the tokens."""
     trace, generation = found.trace, found.generation
     total = sum(trace.counts.values())
     fates = ", ".join(f"{100 * count / total:.1f} % {name}" for name, count in trace.counts.items())

@@ -1,4 +1,4 @@
-"""``kvkeep lab``: experiments beside the papers': list, run and report."""
+"""``kvkeep lab``: lists, runs and reports experiments that are compared with papers."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def run(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that moves a progress bar."""
+    """Yield a function that updates a progress bar."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     left = TextColumn("left"), TimeRemainingColumn()
     options: dict[str, Any] = {"console": err, "transient": True, "disable": not err.is_terminal}

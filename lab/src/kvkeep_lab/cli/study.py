@@ -1,7 +1,7 @@
-"""Commands made of studies: a study's fields are the options, its tables and figure what is shown.
+"""Commands made from studies: the fields of a study become options, and its tables and figure become the output.
 
-``kvkeep analyse STUDY`` is every study; some have a command of their own, too. All of them take a model, its weights
-and a device, print tables for people and one JSON object for programs, and draw a figure where the study has one.
+``kvkeep analyse STUDY`` runs any study; some studies also have a separate command. Each command takes a model, its
+weights and a device. It prints tables or one JSON object, and draws a figure if the study has one.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ OUTPUT = "Draw a figure and save it to this file (.png, .svg or .pdf)."
 CSV = "Write every number to this .csv file."
 LATEX = "Write a LaTeX table for a paper to this .tex file."
 BETWEEN_S = 5.0
-"""Seconds between two lines on the progress, at least."""
+"""Minimum seconds between two lines of progress."""
 
 
 def command(study: type[Study]) -> Callable[..., None]:
-    """Return the command of a study, a function that Typer understands: its signature has an option for each field, and
-    those that all commands share."""
+    """Return the command of a study: a function whose signature has an option for each field, and the common
+    options."""
     fields = {name: _field(field) for name, field in study.model_fields.items()}
     shared: dict[str, tuple[Any, Any]] = {"model": (options.Model, "smollm2")}
     if study.text != "none":
@@ -82,7 +82,8 @@ def command(study: type[Study]) -> Callable[..., None]:
 
 
 def _field(field: FieldInfo) -> tuple[Any, Any]:
-    """Return the annotation and the default of a field's option. Lists are given by commas, or by repeating it."""
+    """Return the annotation and the default of a field's option. Lists are separated by commas, or the option is
+    repeated."""
     flag = _flag(field)
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
     kind, text = _plain(field.annotation), field.description or ""
@@ -102,7 +103,7 @@ def _flag(field: FieldInfo) -> Flag:
 
 
 def _plain(hint: Any) -> Any:
-    """Return bool, int, float, list or str for the type of a field: what Typer is to read."""
+    """Return the type that Typer parses for a field: bool, int, float, list or str."""
     while True:
         if get_origin(hint) is Annotated:
             hint = get_args(hint)[0]
@@ -116,7 +117,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _made(study: type[Study], given: dict[str, Any]) -> Study:
-    """Return the study with these options; raises UsageError, naming the first that is wrong."""
+    """Return the study with these options. Raises UsageError for the first invalid option."""
     sizes: dict[str, Any] = {}
     for name, value in given.items():
         field = study.model_fields[name]
@@ -153,7 +154,7 @@ def _run(
     csv: str | None = None,
     latex: str | None = None,
 ) -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     files = named_files(file or ())
     study.check(files)
     if output is not None:
@@ -200,7 +201,7 @@ def _run(
 
 
 def _write(study: Study, found: Any, where: Mapping[str, Any], output: str | None, exports: Mapping[str, Path]) -> None:
-    """Draw the figure and write the other files; raises StoreError where one cannot be written."""
+    """Draw the figure and write the other files. Raises StoreError if one cannot be written."""
     if output is not None:
         assert isinstance(study, Drawn)
         study.draw(found, output, title=f"{where['model']}, {where['weights']}")
@@ -213,7 +214,7 @@ def _write(study: Study, found: Any, where: Mapping[str, Any], output: str | Non
 
 @contextmanager
 def _sigterm() -> Iterator[list[int]]:
-    """Within the block SIGTERM interrupts as Ctrl-C does; yield a list that gets its number."""
+    """Handle SIGTERM like Ctrl-C within the block; yield a list that receives its number."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -228,7 +229,7 @@ def _sigterm() -> Iterator[list[int]]:
 
 
 def _interrupted(sentence: str, signals: Sequence[int]) -> Interrupted:
-    """Return the error of an interruption; the exit code is a shell's for SIGTERM."""
+    """Return the error of an interruption, with a shell's exit code for SIGTERM."""
     error = Interrupted(sentence)
     if signals:
         error.exit_code = 128 + signals[0]
@@ -237,8 +238,8 @@ def _interrupted(sentence: str, signals: Sequence[int]) -> Interrupted:
 
 @contextmanager
 def _bar() -> Iterator[tuple[Report, Callable[[str], None]]]:
-    """Show a bar while something is measured; unless on a terminal, a line where something else begins. Yield what
-    reports progress, and what prints a line of what was measured."""
+    """Show a progress bar during a measurement, or lines without a terminal. Yield a function that reports progress,
+    and one that prints a line of results."""
     if not err.is_terminal:
         yield _lines()
         return
@@ -249,8 +250,8 @@ def _bar() -> Iterator[tuple[Report, Callable[[str], None]]]:
 
 
 def _lines() -> tuple[Report, Callable[[str], None]]:
-    """Return what notes progress in lines, at most one in :data:`BETWEEN_S`, and what notes a line of what was
-    measured: a study that has such lines gets no others."""
+    """Return a function that prints progress in lines, at most one per :data:`BETWEEN_S`, and one that prints a line of
+    results. A study that prints results gets no progress lines."""
     last, noted = "", time.monotonic()
 
     def say(line: str) -> None:

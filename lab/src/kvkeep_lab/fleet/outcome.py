@@ -1,4 +1,4 @@
-"""What came of a simulation."""
+"""The outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ _GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
-    those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
-    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the 50th, 95th
-    and 99th percentile, until the first token of a turn, and from a failure until the first token of a client's next
-    try; until the end, where there is none yet. gap: the same between tokens. None where there were none. turns: by how
-    their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from its request to
-    its last token. busy: share of time that replicas work. writing: sessions that share a step, on the mean of busy
-    time. events: how many were simulated."""
+    """The outcome after the warm-up: before + asked = answered + refused + left. Percentiles are the 50th, 95th and
+    99th, in seconds; None without values."""
 
     before: int
+    """Answers in progress at the end of the warm-up."""
     asked: int
+    """Requested answers."""
     answered: int
     refused: int
+    """Requested answers that do not fit in the session's tokens or in a replica's memory; the session then ends."""
     left: int
+    """Answers in progress at the end."""
     failures: int
     first_token: tuple[float, float, float] | None
+    """Percentiles of the time to the first token of a turn."""
     gap: tuple[float, float, float] | None
+    """Percentiles of the time between tokens."""
     recovered: tuple[float, float, float] | None
+    """Percentiles of the time from a failure to the first token of a client's next try, or to the end if there is
+    none."""
     tokens_s: float
     turns: dict[str, int]
+    """Turns by the way in which their past became available."""
     read_bytes_s: float
     written_bytes_s: float
     in_system: float
+    """Mean number of answers in progress."""
     answer_s: float
+    """Mean seconds of an answer from its request to its last token."""
     busy: float
+    """Share of time in which replicas work."""
     writing: float
+    """Mean number of sessions that share a step, over busy time."""
     events: int
+    """Number of simulated events."""
 
     def share(self, how: str) -> float:
-        """Return the share of turns whose past came there so."""
+        """Return the share of turns whose past became available by ``how``."""
         return self.turns.get(how, 0) / max(1, sum(self.turns.values()))
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +58,7 @@ class FleetOutcome:
 
 
 def percentiles(values: Iterable[float]) -> tuple[float, float, float] | None:
-    """Return the 50th, 95th and 99th percentile, None of nothing."""
+    """Return the 50th, 95th and 99th percentile; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -59,12 +67,12 @@ def percentiles(values: Iterable[float]) -> tuple[float, float, float] | None:
 
 
 def bucket(rate: float) -> int:
-    """Return the bucket of the gaps between tokens of an answer that is written at ``rate`` a second."""
+    """Return the bucket of the gaps between tokens of an answer generated at ``rate`` tokens a second."""
     return round(-_GRAIN * math.log(rate))
 
 
 def spread(gaps: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Return the same of the seconds of gaps, of which there are so many in each :func:`bucket`."""
+    """Return the percentiles of gaps in seconds, given the number of gaps in each :func:`bucket`."""
     total, past, found = sum(gaps.values()), 0.0, list[float]()
     for number, count in sorted(gaps.items()):
         past += count

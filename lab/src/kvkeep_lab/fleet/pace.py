@@ -1,4 +1,4 @@
-"""What one replica does in a second, measured or by the planner."""
+"""The speed and bytes of one replica, measured or predicted by the planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
 
 @dataclass(frozen=True)
 class PiecewiseLine:
-    """Points (x, y), x rising, y from 0 on: lines between them, the first y before them, the last line after them."""
+    """Points (x, y) with rising x and y from 0 on. Values between points are linear, before them the first y, after
+    them on the last line."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -41,7 +42,7 @@ class PiecewiseLine:
 
     @classmethod
     def of(cls, given: Any, name: str, least: float = 0.0) -> PiecewiseLine:
-        """Check points from a file. Raises ValueError for what is no such line."""
+        """Check points from a file. Raises ValueError for invalid points."""
         try:
             points = tuple((float(x), float(y)) for x, y in given)
         except (TypeError, ValueError):
@@ -57,25 +58,28 @@ class PiecewiseLine:
 
 @dataclass(frozen=True)
 class ReplicaPace:
-    """Seconds and bytes of one replica, as lines.
-
-    name: a few words. step: seconds of a step that reads nothing of the pasts, by its sessions. past: seconds that a
-    step takes beside these for a session, by its tokens. prompt: seconds to read a prompt, alone, by its tokens. held:
-    bytes of the replica's memory that an idle session holds, granted: those that one is granted while it is answered,
-    stored: those of one at rest, by its tokens. memory: bytes for caches. chunk: tokens of a prompt that are read in a
-    step of others. longest: tokens of a session.
-    """
+    """Seconds and bytes of one replica, as piecewise lines."""
 
     name: str
+    """A short description."""
     step: PiecewiseLine
+    """Seconds of a step without attention to the past, by number of sessions."""
     past: PiecewiseLine
+    """Additional seconds of a step for a session, by its tokens."""
     prompt: PiecewiseLine
+    """Seconds to read a prompt without other sessions, by its tokens."""
     held: PiecewiseLine
+    """Bytes of an idle session in the replica's memory, by its tokens."""
     granted: PiecewiseLine
+    """Bytes reserved for a session during an answer, by its tokens."""
     stored: PiecewiseLine
+    """Bytes of a saved session, by its tokens."""
     memory: float
+    """Bytes for caches."""
     chunk: int = 128
+    """Tokens of a prompt read in a step with other sessions."""
     longest: int = 131072
+    """Maximum tokens of a session."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ReplicaPace:
@@ -159,7 +163,8 @@ class ReplicaPace:
         return values | {name: values[name].points for name in _LINES}
 
     def reading(self, past: float, new: float) -> float:
-        """Return the seconds to read ``new`` tokens after ``past``, alone: no less than a step of one session."""
+        """Return the seconds to read ``new`` tokens after ``past``, without other sessions: at least those of a step of
+        one session."""
         before = self.prompt(past) if past else 0.0
         return max(self.step(1), self.prompt(past + new) - before)
 
@@ -170,7 +175,8 @@ _LEAST = {"step": 1e-9}  # seconds: without, a fleet does everything at once
 
 
 def _lengths(longest: int, budget: int) -> list[int]:
-    """Return tokens to work figures out for: whole blocks, two to a doubling, and where a budget is full."""
+    """Return the numbers of tokens to compute figures for: complete blocks, two per doubling, and the length that fills
+    a budget."""
     found, count = {1, longest, *(edge for edge in (budget, budget + BLOCK) if 1 < edge < longest)}, float(BLOCK)
     while count < longest:
         found.add(round(count / BLOCK) * BLOCK)

@@ -1,4 +1,4 @@
-"""What a fleet is made of: clocks of jobs that go on alike, sessions, replicas, transfers, and the ring."""
+"""The parts of a fleet: clocks of jobs with equal speed, sessions, replicas, transfers, and the ring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ POINTS = 64
 
 
 class Clock:
-    """Jobs that go on alike. done: what each has done of its work since the clock began, ``rate`` more a second."""
+    """Jobs with equal speed. done: the work that each job has done since the clock began; it grows by ``rate`` per
+    second."""
 
     __slots__ = ("at", "done", "jobs", "rate")
 
@@ -24,21 +25,21 @@ class Clock:
         self.jobs: list[tuple[float, int, Any]] = []
 
     def advance(self, now: float) -> None:
-        """Go on to ``now``."""
+        """Advance to ``now``."""
         self.done += self.rate * (now - self.at)
         self.at = now
 
     def add(self, work: float, order: int, job: Any) -> None:
-        """Begin a job; equal ones end by ``order``."""
+        """Start a job. Jobs that end at the same time end in the order of ``order``."""
         heappush(self.jobs, (self.done + work, order, job))
 
     @property
     def next(self) -> float:
-        """When the first job ends, if nothing changes."""
+        """Time at which the first job ends if nothing changes."""
         return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else math.inf
 
     def ended(self) -> Any:
-        """Return the job that ends first, which is done."""
+        """Return the job that ends first, which is complete."""
         finish, _, job = heappop(self.jobs)
         self.done = max(self.done, finish)  # what was lost to rounding
         return job
@@ -59,7 +60,7 @@ class SimulatedSession:
 
 
 class SimulatedReplica:
-    """One server: who waits, who reads, who writes, and who is idle in its memory."""
+    """One server: its waiting, reading, writing and idle sessions."""
 
     __slots__ = (
         *("busy", "fetching", "granted", "idle", "idle_bytes", "life", "load", "number", "pasts", "reading", "seen"),
@@ -74,7 +75,7 @@ class SimulatedReplica:
         self.clear(0.0)
 
     def clear(self, now: float) -> None:
-        """Forget everything."""
+        """Remove all sessions."""
         self.waiting: deque[SimulatedSession] = deque()
         self.fetching: deque[SimulatedSession] = deque()  # the first of them is on its way
         self.reading, self.writing = Clock(), Clock()
@@ -85,13 +86,13 @@ class SimulatedReplica:
 
     @property
     def sessions(self) -> list[SimulatedSession]:
-        """Those with an answer under way."""
+        """Sessions with an answer in progress."""
         clocks = (job[2] for clock in (self.reading, self.writing) for job in clock.jobs)
         return [*self.waiting, *self.fetching, *clocks]
 
 
 class Transfer(NamedTuple):
-    """Bytes on their way to a replica, as long as it lives, or to the disk."""
+    """Bytes in transit to a replica, while it is alive, or to the disk."""
 
     size: float
     replica: SimulatedReplica | None = None
@@ -99,7 +100,7 @@ class Transfer(NamedTuple):
 
 
 class HashRing:
-    """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
+    """Consistent hashing: every replica has POINTS places on a ring, and a session belongs to the next place."""
 
     def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
         points = sorted(
@@ -109,8 +110,8 @@ class HashRing:
         self.owners = [replicas[number] for _, number in points]
 
     def pick(self, place: int, limit: float = math.inf) -> SimulatedReplica | None:
-        """Return the first replica from ``place`` on that is there and has fewer than ``limit`` answers; failing that,
-        the first that is there."""
+        """Return the first available replica from ``place`` on with fewer than ``limit`` answers; without one, the
+        first available replica."""
         start, count, first = bisect(self.hashes, place), len(self.owners), None
         for step in range(count):
             one = self.owners[(start + step) % count]

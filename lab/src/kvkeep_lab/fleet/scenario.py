@@ -14,45 +14,53 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 RECALLS: tuple[Recall, ...] = get_args(Recall)
 
 BOUND = 1.25
-"""Times the mean of all answers under way that a replica has at most, where loads are bounded."""
+"""Maximum load of a replica with bounded loads, relative to the mean number of answers in progress."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet and who asks it. Seconds, tokens, bytes.
-
-    rate: new sessions a second, at each replica. burst: instead, so many at once, and as many more when all of them
-    have ended. turns: of a session, on the mean (geometric). first, prompt, answer: tokens of the first prompt, of the
-    later ones and of answers, means of exponentials, or the numbers themselves where lengths are ``fixed``. think: mean
-    between an answer and the next turn. route: ``hash`` (consistent hashing of sessions), ``bounded`` (the same, past
-    replicas that have more than BOUND times the mean), ``least`` (the fewest answers under way). recall: whether a
-    session comes back from the disk, by reading its text again, or by what is faster. disk: bytes a second of all
-    replicas together; link: of one. mtbf: mean time until a replica fails, None for never; restart: until it is back;
-    notice: until clients ask elsewhere. seconds: that are simulated, the first ``warmup`` of them not counted.
-    """
+    """A fleet and its load. Units are seconds, tokens and bytes."""
 
     replicas: int = 8
     rate: float = 0.05
+    """New sessions a second per replica."""
     burst: int = 0
+    """Instead of ``rate``: sessions that start at once; the same number starts when all have ended."""
     turns: float = 8.0
+    """Mean turns of a session (geometric)."""
     first: float = 2000.0
+    """Mean tokens of the first prompt (exponential)."""
     prompt: float = 200.0
+    """Mean tokens of later prompts (exponential)."""
     answer: float = 300.0
+    """Mean tokens of answers (exponential)."""
     think: float = 30.0
+    """Mean time between an answer and the next turn."""
     fixed: bool = False
+    """Whether lengths equal their means."""
     route: Route = "hash"
+    """``hash`` (consistent hashing of sessions), ``bounded`` (the same, without replicas above BOUND times the mean),
+    or ``least`` (the fewest answers in progress)."""
     recall: Recall = "fetch"
+    """Whether a session is read from the disk, recomputed from its text, or recalled by the faster way."""
     disk: float = 20e9
+    """Bytes a second of the shared disk, for all replicas together."""
     link: float = 12.5e9
+    """Bytes a second of one replica."""
     mtbf: float | None = None
+    """Mean time between failures of a replica; None for no failures."""
     restart: float = 60.0
+    """Time until a failed replica is available again."""
     notice: float = 1.0
+    """Time until clients ask another replica."""
     seconds: float = 600.0
+    """Simulated seconds."""
     warmup: float = 120.0
+    """Seconds at the beginning that are not counted."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be simulated."""
+        """Raise UsageError for an invalid scenario."""
         above = {name: getattr(self, name) for name in ("replicas", "rate", "disk", "link", "notice", "seconds")}
         above |= {"mtbf": self.mtbf} if self.mtbf is not None else {}
         ones = {name: getattr(self, name) for name in ("turns", "first", "prompt", "answer")}

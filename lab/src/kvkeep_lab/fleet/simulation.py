@@ -31,7 +31,7 @@ _OUTDATED = 8  # entries of the heap by load for each replica, before it is made
 
 
 class Simulation:
-    """Events in order. Use :meth:`run` once."""
+    """A simulation by events in order of time. Call :meth:`run` once."""
 
     def __init__(self, pace: ReplicaPace, scenario: Scenario) -> None:
         tokens = scenario.first + scenario.answer
@@ -59,7 +59,7 @@ class Simulation:
         self._reset()
 
     def _reset(self) -> None:
-        """Count from now on."""
+        """Reset all counts."""
         self.requests = self.answered = self.refused = self.failures = 0
         self.before = self.load
         self.turns: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Simulation:
             one.busy = one.written = 0.0
 
     def run(self, progress: Callable[[float], None] = lambda now: None) -> FleetOutcome:
-        """Simulate, and return what came of it. progress: gets the simulated seconds now and then."""
+        """Simulate, and return the outcome. progress: called at intervals with the simulated seconds."""
         given = self.scenario
         for replica in self.replicas:
             self._count(replica, 0)
@@ -157,7 +157,7 @@ class Simulation:
         self._ask(SimulatedSession(self.number))
 
     def _ask(self, session: SimulatedSession) -> None:
-        """A session's turn begins, if it has room for one."""
+        """Begin a turn of a session, if the session has space for it."""
         given = self.scenario
         session.new = self._length(given.prompt if session.past else given.first)
         session.answer = self._length(given.answer)
@@ -199,7 +199,7 @@ class Simulation:
         return None
 
     def _count(self, replica: SimulatedReplica, more: int) -> None:
-        """Count answers of a replica."""
+        """Change a replica's number of answers by ``more``."""
         replica.load += more
         if self.scenario.route != "least":
             return
@@ -210,7 +210,7 @@ class Simulation:
             heapify(self._least)
 
     def _retry(self, session: SimulatedSession) -> None:
-        """Let a client ask again once the router has noticed."""
+        """Schedule a retry of the client after the router has detected the failure."""
         self.retrying.add(session)
         self._at(self.now + self.scenario.notice, self._send, session)
 
@@ -224,7 +224,7 @@ class Simulation:
                 self._at(self.now, self._burst, None)
 
     def _leave(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
-        """Take an idle session out of memory; its file stays."""
+        """Remove an idle session from memory; its file remains."""
         del replica.idle[session.number]
         replica.idle_bytes -= self.pace.held(session.past)
         session.home = None
@@ -236,7 +236,7 @@ class Simulation:
     # -- one replica --------------------------------------------------------------------------------
 
     def _admit(self, replica: SimulatedReplica) -> None:
-        """Let in who waits, in order, as far as memory is granted."""
+        """Admit waiting sessions in order while memory is available."""
         pace = self.pace
         while replica.waiting:
             session = replica.waiting[0]
@@ -254,7 +254,7 @@ class Simulation:
             self._begin(replica, session, here)
 
     def _begin(self, replica: SimulatedReplica, session: SimulatedSession, here: bool) -> None:
-        """Begin an answer whose memory is granted: its past is there, is fetched, or is read again."""
+        """Begin an answer with reserved memory: its past is present, is fetched, or is recomputed."""
         if not session.past or here:
             self.turns["in memory" if here else "new"] += 1
             self._read(replica, session, session.past)
@@ -268,7 +268,7 @@ class Simulation:
             self._read(replica, session, 0)
 
     def _fetches(self, session: SimulatedSession) -> bool:
-        """Return whether a past is fetched, rather than read again."""
+        """Return whether a past is fetched instead of recomputed."""
         given = self.scenario
         if given.recall != "faster":
             return given.recall == "fetch"
@@ -276,12 +276,12 @@ class Simulation:
         return self.pace.stored(session.past) / rate < self.pace.reading(0, session.past)
 
     def _read(self, replica: SimulatedReplica, session: SimulatedSession, past: int) -> None:
-        """Begin to read what is not in the cache after ``past`` tokens."""
+        """Begin to read the tokens after the first ``past`` ones."""
         self.order += 1
         replica.reading.add(self.pace.reading(past, session.past - past + session.new), self.order, session)
 
     def _advance(self, replica: SimulatedReplica) -> None:
-        """Go on to now, and count what was written meanwhile."""
+        """Advance a replica to the present, and count the tokens generated since."""
         passed, writing = self.now - replica.writing.at, len(replica.writing.jobs)
         if passed > 0:
             if writing:
@@ -294,7 +294,7 @@ class Simulation:
         replica.writing.advance(self.now)
 
     def _refresh(self, replica: SimulatedReplica) -> None:
-        """Set the rates by who is there, and say when the next one ends."""
+        """Set the rates by the current sessions, and schedule the next end of a job."""
         reading, writing = replica.reading, replica.writing
         read, written = len(reading.jobs), len(writing.jobs)
         step = 0.0
@@ -310,7 +310,7 @@ class Simulation:
             self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
 
     def _work(self, about: tuple[SimulatedReplica, int]) -> None:
-        """A prompt or an answer ends."""
+        """Handle the end of a prompt or an answer."""
         replica, version = about
         if replica.version != version:
             return
@@ -323,7 +323,7 @@ class Simulation:
         self._refresh(replica)
 
     def _write(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
-        """A prompt was read, which gives the first token."""
+        """Handle the end of a prompt, which yields the first token."""
         if not session.answered:
             session.answered = True
             if session.arrived >= self.since:
@@ -337,11 +337,11 @@ class Simulation:
         replica.writing.add(session.answer - 1, self.order, session)
 
     def _past_s(self, session: SimulatedSession) -> float:
-        """Return the seconds that a step takes for a session's past, on the mean of its answer."""
+        """Return the mean seconds per step for attention to a session's past during its answer."""
         return self.pace.past(session.past + session.new + session.answer / 2)
 
     def _end(self, replica: SimulatedReplica, session: SimulatedSession) -> None:
-        """An answer ended: its turn is written to the disk, and the session idles."""
+        """Handle the end of an answer: save its turn to the disk, and make the session idle."""
         pace, given = self.pace, self.scenario
         replica.pasts -= self._past_s(session)
         if not replica.writing.jobs:
@@ -365,18 +365,18 @@ class Simulation:
     # -- the disk that all share --------------------------------------------------------------------
 
     def _fetch(self, replica: SimulatedReplica) -> None:
-        """Fetch the first session that waits for it."""
+        """Fetch the first waiting session."""
         self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
 
     def _transfer(self, transfer: Transfer) -> None:
-        """Begin to move bytes."""
+        """Begin a transfer."""
         self.order += 1
         self.disk.advance(self.now)
         self.disk.add(transfer.size, self.order, transfer)
         self._share()
 
     def _share(self) -> None:
-        """Share the disk: everybody has as much of it, and no more than a link carries."""
+        """Share the rate of the disk equally between transfers, limited by the link."""
         jobs = len(self.disk.jobs)
         self.disk_version += 1
         if jobs:
@@ -384,7 +384,7 @@ class Simulation:
             self._at(self.disk.next, self._moved, self.disk_version)
 
     def _moved(self, version: int) -> None:
-        """The first bytes are there."""
+        """Handle the end of the first transfer."""
         if version != self.disk_version:
             return
         self.disk.advance(self.now)
@@ -411,7 +411,7 @@ class Simulation:
             self._at(self.now + self._exponential(self.scenario.mtbf), self.fail, replica)
 
     def fail(self, replica: SimulatedReplica) -> None:
-        """A replica loses everything but its files."""
+        """Fail a replica, which loses everything except its files."""
         self._advance(replica)
         self.failures += 1
         replica.up = False
@@ -443,5 +443,5 @@ class Simulation:
 def simulate(
     pace: ReplicaPace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None
 ) -> FleetOutcome:
-    """Return what comes of a scenario, the same for the same seed."""
+    """Return the outcome of a scenario; equal seeds give equal outcomes."""
     return Simulation(pace, scenario).run(progress)

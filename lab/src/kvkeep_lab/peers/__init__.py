@@ -1,8 +1,8 @@
-"""Implementations by others, measured like kvkeep's own methods: one file for each.
+"""Implementations by others, measured like kvkeep's methods; each is a module.
 
-Tasks, experiments and stores do not distinguish them: a peer is named where a method is, and measured by the same
-:class:`~kvkeep_lab.subject.Subject`. Names begin with ``stock-`` for the caches that come with transformers beside its
-default (``stock``), with ``peer-`` for what does the reading itself.
+Tasks, experiments and stores treat them alike: a peer is named in place of a method, and measured by the same
+:class:`~kvkeep_lab.subject.Subject`. Names begin with ``stock-`` for transformers' other caches (its default is
+``stock``), and with ``peer-`` for implementations that read the text themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ __all__ = ["PEERS", "Peer", "PeerReader", "peer_of"]
 
 
 def peer_of(method: str) -> Peer | None:
-    """Return the peer that ``method`` names, with parameters after a colon (``stock-quantized:2``), or None where it is
-    a method of kvkeep's. Raises UsageError for an unknown peer or parameter."""
+    """Return the peer that ``method`` names, with parameters after a colon (``stock-quantized:2``), or None for a
+    method of kvkeep. Raises UsageError for an unknown peer or parameter."""
     return build("peer", method, PEERS) if method.startswith(("stock-", "peer-")) else None

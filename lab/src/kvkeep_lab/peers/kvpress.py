@@ -1,6 +1,7 @@
-"""NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) itself, in a process of its own environment.
+"""NVIDIA's kvpress (https://github.com/NVIDIA/kvpress), run in a process with a separate environment.
 
-Not to be taken for ``kvpress:NAME``, a method of kvkeep's, where a press only says who stays within kvkeep's budget.
+This is different from ``kvpress:NAME``, a method of kvkeep: there a press only chooses the entries that stay within
+kvkeep's budget.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvkeep_lab.peers.base import Peer, PeerReader, entries_of
 from kvkeep_lab.peers.process import PeerProcess
 
 PYTHON = "KVKEEP_KVPRESS_PYTHON"
-"""The environment variable that says which interpreter has kvpress."""
+"""Environment variable with the path of the interpreter that has kvpress."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class KvpressProcess(PeerProcess):
         self._copy: tempfile.TemporaryDirectory[str] | None = None
 
     def folder(self, model: Any, folder: str) -> str:
-        """Return a folder or hub id with the weights of ``model``; what comes out of a GGUF file is written to one."""
+        """Return a folder or hub id with the weights of ``model``; a model from a GGUF file is written to a folder."""
         if not Path(folder).is_dir() or list(Path(folder).glob("*.safetensors")):
             return folder
         self._copy = tempfile.TemporaryDirectory()
@@ -156,7 +157,7 @@ class KvpressProcess(PeerProcess):
         return self._copy.name
 
     def close(self) -> None:
-        """End the process, and remove what was written for it."""
+        """End the process, and remove its temporary files."""
         super().close()
         if self._copy is not None:
             self._copy.cleanup()

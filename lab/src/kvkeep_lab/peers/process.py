@@ -1,6 +1,6 @@
-"""A peer in a process of an environment of its own: questions and answers, a line of JSON each.
+"""A peer in a process with a separate environment. Questions and answers are lines of JSON.
 
-The other interpreter runs ``worker.py`` with the path of a worker's file; neither imports anything of kvkeep.
+The other interpreter runs ``worker.py`` with the path of a worker's file; neither imports kvkeep.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PeerProcess:
             raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Return the answer. Raises KvkeepError with the reason where there is none."""
+        """Return the answer. Raises KvkeepError with the reason if there is none."""
         if self.closed:
             raise KvkeepError(f"The process that runs {self.name} ended earlier.")
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -69,7 +69,7 @@ class PeerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, if it is one of ours."""
+        """End the process, if this process started it."""
         if not self.closed and self._owner == os.getpid():
             self._process.kill()
             self._process.communicate()

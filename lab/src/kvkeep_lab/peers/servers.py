@@ -1,4 +1,4 @@
-"""Servers that speak as OpenAI's does: ours, and others', each as a process that ends with its block."""
+"""Servers with an OpenAI interface, by kvkeep and others, each as a process that ends with its block."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvkeep.policies.methods import resolve
 from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
 
 START_S = 300.0
-"""Seconds that a server has to be there in."""
+"""Maximum seconds for a server to start."""
 END_S = 15.0
-"""Seconds that it has to end in."""
+"""Maximum seconds for a server to end."""
 
 
 class Server(ABC):
@@ -49,12 +49,12 @@ class Server(ABC):
 
     @property
     def label(self) -> str:
-        """What its rows are called."""
+        """Label of its rows."""
         return self.name
 
     @property
     def model(self) -> str:
-        """What requests call its model."""
+        """Name of its model in requests."""
         return self.loaded.name
 
     @contextmanager
@@ -65,7 +65,8 @@ class Server(ABC):
 
     @contextmanager
     def running(self) -> Iterator[Running]:
-        """Start it for the block. Raises UsageError as :meth:`command` does, KvkeepError where it does not start."""
+        """Run the server during the block. Raises the UsageError of :meth:`command`, and KvkeepError if the server does
+        not start."""
         port = _free_port()
         with self.command(port) as (line, variables), tempfile.TemporaryFile() as said:
             offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{self.threads}"}
@@ -98,12 +99,12 @@ class Running:
         self.pid, self.url = pid, url
 
     def memory(self) -> int:
-        """Return the bytes that it and its children hold, each with its share of what others map, too (Pss)."""
+        """Return the bytes of the process and its children, with their proportional share of shared pages (PSS)."""
         return sum(_pss(pid) for pid in _family(self.pid))
 
 
 class Ours(Server):
-    """``kvkeep serve`` with sessions of one method and budget. memory: of all of them, as the command takes it."""
+    """``kvkeep serve`` with sessions of one method and budget. memory: of all sessions, as in the command."""
 
     name = "kvkeep"
     usage = True
@@ -118,7 +119,7 @@ class Ours(Server):
 
     @property
     def requested_budget(self) -> str | None:
-        """The budget of its sessions; None where the method takes none."""
+        """Budget of its sessions; None for methods without a budget."""
         return self.budget if "budget" in resolve(self.method).options else None
 
     @contextmanager
@@ -146,7 +147,7 @@ class LlamaCppServer(Server):
 
 
 class VllmServer(Server):
-    """vLLM's server with the model's folder, as bfloat16, operation by operation."""
+    """vLLM's server with the model's folder, as bfloat16, without compilation."""
 
     name = Vllm.name
     engine = Vllm
@@ -166,14 +167,14 @@ class VllmServer(Server):
 
 
 class CompiledVllmServer(VllmServer):
-    """vLLM's server, compiled for the model first, which takes a minute."""
+    """vLLM's server, compiled for the model at the start, which takes a minute."""
 
     name = "vllm:compiled"
     compiled = True
 
 
 class TransformersServer(Server):
-    """``transformers serve`` of the installed transformers, as bfloat16: requests one after the other."""
+    """``transformers serve`` of the installed transformers, as bfloat16: requests run one after the other."""
 
     name = "transformers"
     batching: ClassVar[bool] = False
@@ -194,7 +195,7 @@ class TransformersServer(Server):
 
 
 class BatchingTransformersServer(TransformersServer):
-    """The same with its continuous batching."""
+    """``transformers serve`` with continuous batching."""
 
     name = "transformers:batching"
     batching = True
@@ -222,7 +223,7 @@ def _free_port() -> int:
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
-    """Wait until a server answers. Raises KvkeepError where it does not."""
+    """Wait until a server answers. Raises KvkeepError if it does not."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The caches that come with transformers beside its default: allocated at once, moved to the host, kept in few bits."""
+"""transformers' caches other than its default: allocated in advance, moved to the host, or quantised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Static(StaticCache):
 
 @dataclass(frozen=True)
 class Static(Peer):
-    """``StaticCache``, with room for prompt and answer from the beginning."""
+    """``StaticCache``, allocated for prompt and answer at the start."""
 
     about: ClassVar[str] = "transformers' StaticCache, allocated for prompt and answer"
 
@@ -48,7 +48,7 @@ class _Offloaded(DynamicCache):
 
 @dataclass(frozen=True)
 class Offloaded(Peer):
-    """``DynamicCache(offloading=True)``: all layers but the one at work, and the next, lie in the host's memory."""
+    """``DynamicCache(offloading=True)``: all layers except the current and the next are in the host's memory."""
 
     about: ClassVar[str] = "transformers' DynamicCache(offloading=True), layers in the host's memory"
     needs: ClassVar[str] = "a CUDA device"
@@ -79,7 +79,7 @@ class _Quantised(QuantizedCache):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of backends' containers: tuples, tables, and tensors that are made of others."""
+    """Yield the plain tensors in containers of backends: tuples, tables, and tensors composed of others."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _tensors(getattr(value, name))

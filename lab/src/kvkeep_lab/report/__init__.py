@@ -1,4 +1,4 @@
-"""Reports of stores as Markdown, HTML and figures, beside the papers' values."""
+"""Reports of stores as Markdown, HTML and figures, compared with the papers' values."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class VerdictOutcome(StrEnum):
-    """What became of a paper's claim here."""
+    """The outcome of a paper's claim."""
 
     DIFFERS = "does not hold here"
     HOLDS = "holds here"
@@ -20,23 +20,23 @@ class VerdictOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one of a paper's claims.
-
-    says: the paper's sentence. ours: what was measured, with intervals, in sentences of Markdown. samples: the fewest
-    that it goes by. reading: how the sentence was read as numbers, in Markdown. why: the reason that numbers of ours
-    are no verdict, where they are none.
-    """
+    """The finding about one of a paper's claims."""
 
     says: str
+    """The paper's sentence."""
     outcome: VerdictOutcome
     ours: tuple[str, ...] = ()
+    """The measurements with intervals, in sentences of Markdown."""
     samples: int = 0
+    """Minimum number of samples of a measurement."""
     reading: str = ""
+    """The numeric form of the sentence, in Markdown."""
     why: str = ""
+    """Reason why the measurements allow no verdict; "" if they do."""
 
     @property
     def finding(self) -> str:
-        """The outcome as a person reads it."""
+        """The outcome as text for people."""
         if self.outcome is VerdictOutcome.MEASURED:
             return f"{self.outcome}, {self.why}"
         if self.outcome is not VerdictOutcome.OPEN:
@@ -46,32 +46,36 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure. name: of its files, without a suffix. title: its alternative text. draw: writes it to a file by
-    its suffix; raises StoreError if that fails."""
+    """A figure."""
 
     name: str
+    """Name of its files, without a suffix."""
     title: str
+    """Its alternative text."""
     draw: Callable[[Path], None]
+    """Writes it to a file in the format of the suffix. Raises StoreError if that fails."""
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """One experiment, in words: what every kind of experiment gives to the report.
-
-    beside: the paper and its figure or table. theirs, ours: model, precision and sizes, so that differences can be
-    seen. verdicts: on the paper's claims, in its order. missing: what could not be run or was not, and why,
-    a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order; a chapter without
-    any is only named at the report's beginning. experiment: the name that chapters of other models or settings share.
-    """
+    """One experiment as text: the contribution of any kind of experiment to the report."""
 
     title: str
     blocks: tuple[str | Picture, ...]
+    """Markdown (headings from the third level on) and pictures, in order. A chapter without blocks is only listed at
+    the beginning of the report."""
     beside: str = ""
+    """The paper and its figure or table."""
     theirs: str = ""
+    """The paper's model, precision and sizes."""
     ours: str = ""
+    """Model, precision and sizes of the measurement."""
     verdicts: tuple[Verdict, ...] = ()
+    """Verdicts on the paper's claims, in its order."""
     missing: tuple[str, ...] = ()
+    """A sentence for each missing measurement, with its reason."""
     experiment: str = ""
+    """The name shared by chapters of other models or settings."""
 
     @property
     def pictures(self) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""A report's figures: the frontiers of quality, each method by itself, and maps of a task's two axes."""
+"""A report's figures: the frontiers of quality, each method separately, and maps of a task's two axes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _BLUE = COLOURS[0]
 _PANELS = 4
-"""Maps, or methods, beside each other."""
+"""Maximum number of panels in a row."""
 
 
 class DrawnGroup(Protocol):
-    """What figures read of a :class:`~kvkeep_lab.report.tasks.TaskGroup`."""
+    """The attributes of a :class:`~kvkeep_lab.report.tasks.TaskGroup` that figures read."""
 
     @property
     def experiment(self) -> Experiment: ...
@@ -39,7 +39,7 @@ class DrawnGroup(Protocol):
 
 @contextmanager
 def _figure(group: DrawnGroup, path: FilePath, height: float) -> Iterator[Any]:
-    """Yield a figure, ``height`` in inches, and write it afterwards; raises StoreError if that cannot be."""
+    """Yield a figure, ``height`` in inches, and write it after the block. Raises StoreError if it cannot be written."""
     figure = blank(height)
     figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
     yield figure
@@ -47,8 +47,8 @@ def _figure(group: DrawnGroup, path: FilePath, height: float) -> Iterator[Any]:
 
 
 def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
-    """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
-    the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
+    """Draw the task's first metric against ``axis``. Every row is a point; grey lines join the points of a method; the
+    frontier is in colour. Raises StoreError if the file cannot be written."""
     metric = group.task.metrics[0]
     at = {result: (cost, _mean(metric, result)) for result in group.measured if (cost := axis.cost(result)) is not None}
     best = frontier(list(at), metric, axis)
@@ -80,9 +80,9 @@ def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
 
 
 def draw_quality(group: DrawnGroup, path: FilePath) -> None:
-    """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
-    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that have a
-    difference from the baseline. Raises StoreError if the file cannot be written."""
+    """Draw quality and memory with 95 % intervals. Each method has a panel with the task's first metric against the
+    bytes held, with the other methods in grey and the baseline as a line. A single budget gives bars of the metrics
+    that have a difference from the baseline. Raises StoreError if the file cannot be written."""
     one_budget = len({result.budget for result in group.measured if result.budget is not None}) < 2
     methods = _by_method(group.measured)
     rows = math.ceil(len(methods.keys() - {group.experiment.baseline}) / _PANELS)
@@ -170,7 +170,7 @@ def draw_maps(group: DrawnGroup, path: FilePath) -> None:
 
 
 def _cells(group: DrawnGroup, metric: Metric, panel: float | str) -> list[list[float]]:
-    """Return a map's numbers by method and value of the second axis, nan where there is none."""
+    """Return a map's numbers by method and value of the second axis; nan for missing numbers."""
     across, along = group.task.axes
     cells = []
     for result in group.measured:
@@ -201,7 +201,7 @@ def _ticks(axes: Any, ticks: Sequence[float | str]) -> None:
 
 
 def _quality_axis(axes: Any, metric: Metric, results: Sequence[MethodResult]) -> None:
-    """Scale the axis of a metric: from 0 on where that is a number of it, by decades where less is better."""
+    """Scale the axis of a metric: from 0 if 0 is a possible value, logarithmic if less is better."""
     means = [_mean(metric, result) for result in results]
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
@@ -237,7 +237,7 @@ def _mean(metric: Metric, result: MethodResult) -> float:
 
 
 def _means(metric: Metric, results: Sequence[MethodResult]) -> tuple[list[float], list[list[float]]]:
-    """Return means, and how far their intervals go down and up."""
+    """Return means, and the lengths of their intervals below and above."""
     found = [result.scores[metric.name] for result in results]
     means, lows, highs = ([shown(metric, getattr(one, end)) for one in found] for end in ("mean", "low", "high"))
     below = [max(mean - low, 0.0) for mean, low in zip(means, lows, strict=True)]

@@ -1,4 +1,4 @@
-"""Numbers, names and tables as a report writes them: shares in percent, nats as perplexity, intervals in brackets."""
+"""The format of numbers, names and tables in a report: shares in percent, nats as perplexity, intervals in brackets."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from kvkeep_lab.tasks.base import Metric
 
 
 def titled(metric: Metric) -> str:
-    """Return what stands over a column of a metric, or over its figure."""
+    """Return the title of a metric for a column or a figure."""
     return f"{metric.label} (%)" if metric.percent else metric.label
 
 
 def shown(metric: Metric, value: float) -> float:
-    """Return a mean in the unit that readers see: percent of a share, the perplexity of nats."""
+    """Return a mean in the unit of the report: percent for a share, perplexity for nats."""
     return 100 * value if metric.percent else math.exp(value) if metric.kind == "perplexity" else value
 
 
 def number(metric: Metric, value: float) -> str:
-    """Return a mean as a person reads it."""
+    """Return a mean as text."""
     return f"{shown(metric, value):.1f}" if metric.percent else f"{shown(metric, value):.3g}"
 
 
 def change(metric: Metric, value: float) -> str:
-    """Return a difference as a person reads it: signed, or of perplexities a factor."""
+    """Return a difference as text: signed, or a factor for perplexities."""
     if metric.kind == "perplexity":
         return f"× {math.exp(value):.3g}"
     return f"{100 * value:+.1f}" if metric.percent else f"{value:+.3g}"
 
 
 def limit(metric: Metric, value: float, difference: bool) -> str:
-    """Return a limit of a mean, or of a difference, with its unit."""
+    """Return a limit of a mean or of a difference as text with its unit."""
     if metric.percent:
         return f"{100 * value:+g} points" if difference else f"{100 * value:g} %"
     return change(metric, value) if difference else number(metric, value)
 
 
 def estimate_text(metric: Metric, found: Estimate, words: Callable[[Metric, float], str] = number) -> str:
-    """Return an estimate as a person reads it, its interval in brackets."""
+    """Return an estimate as text, with its interval in brackets."""
     return spread(found, partial(words, metric))
 
 
 def difference_text(metric: Metric, found: Estimate) -> str:
-    """Return an estimate of a difference."""
+    """Return an estimate of a difference as text."""
     return estimate_text(metric, found, change)
 
 
 def ways(found: Iterable[tuple[str, str | None]]) -> str:
-    """Return names (Markdown) and budgets, those with the same budgets together."""
+    """Return names (Markdown) and budgets, grouped by equal budgets."""
     budgets: dict[str, list[str]] = {}
     for name, budget in found:
         budgets.setdefault(name, []).extend([budget] if budget else [])
@@ -76,5 +76,5 @@ def code(word: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a sentence as Markdown that says the same, whatever is in it, on one line."""
+    """Return a sentence as Markdown on one line, with all special characters escaped."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The records of one experiment, in one setting (sizes, data, dtype), on one model, and the chapter made of them."""
+"""The records of one experiment, in one setting (sizes, data, dtype), on one model, and their chapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep_lab.tasks.base import Metric
 
 @dataclass(frozen=True)
 class Group(ABC):
-    """records: one for each cell, the newest; where a cell was measured, a later failure counts for nothing."""
+    """records: the newest for each cell. A failure after a successful measurement is ignored."""
 
     experiment: ExperimentBase
     setting: str
@@ -29,28 +29,28 @@ class Group(ABC):
 
     @property
     def name(self) -> str:
-        """What files about it are called."""
+        """Base name of its files."""
         model = Path(self.model).name.removesuffix(".gguf")
         return f"{self.experiment.name}-{model}-{self.setting[:6]}"
 
     @property
     def title(self) -> str:
-        """The chapter's."""
+        """Title of the chapter."""
         return f"{self.experiment.title}: {self.model}"
 
     @property
     def versions(self) -> list[dict[str, str]]:
-        """Versions that took part."""
+        """Versions with which cells were measured."""
         return _different(record.versions for record in self.records)
 
     @property
     def machines(self) -> list[dict[str, Any]]:
-        """Machines that took part; records that do not say how many processes measured side by side are of one."""
+        """Machines on which cells were measured. Records without a number of processes count as measured by one."""
         return _different({"workers": 1} | record.machine for record in self.records)
 
     @property
     def dtypes(self) -> str:
-        """The precisions of all machines, and what file of few bits these were made of."""
+        """Precisions on all machines, with the quantised source file of the weights if there is one."""
         found = sorted({str(machine.get("dtype")) for machine in self.machines})
         file = EMBEDDED[self.model].file if self.model in EMBEDDED and found != ["auto"] else ""
         return " and ".join(found) + (f" (dequantised from {file})" if file else "")
@@ -68,14 +68,15 @@ class Group(ABC):
         return f"Experiment `{self.experiment.name}`: {machines}. {versions}."
 
     def measuring(self, *said: str) -> Iterator[str]:
-        """Yield how the numbers came about: experiment, machines and versions, and what is ``said`` of the method."""
+        """Yield the conditions of the numbers: experiment, machines and versions, and the sentences in ``said`` about
+        the method."""
         yield "### How it was measured"
         yield from (self.origin, *said)
 
     @property
     @abstractmethod
     def ours(self) -> str:
-        """Model, precision and sizes, beside the paper's own setting."""
+        """Model, precision and sizes, for comparison with the paper's setting."""
 
     @abstractmethod
     def blocks(self) -> Iterator[str | Picture]:
@@ -83,22 +84,22 @@ class Group(ABC):
 
     @abstractmethod
     def missing(self) -> Iterator[str]:
-        """Yield what was not measured, and why, in sentences."""
+        """Yield a sentence for each missing measurement, with its reason."""
 
     @abstractmethod
     def cases(self, claim: Claim) -> list[ClaimCase]:
-        """Return the cases of a claim with a metric, and what was measured of each."""
+        """Return the cases of a claim with a metric, with their measurements."""
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain types."""
+        """Return all contents as plain types."""
 
     def undecided(self) -> Iterator[str]:
-        """Yield, in sentences, what the paper says and no number here decides."""
+        """Yield sentences with the paper's claims that no number decides here."""
         yield from (f"The paper says: {claim.says}" for claim in self.experiment.claims if claim.metric is None)
 
     def judged(self) -> Iterator[Verdict]:
-        """Yield what was found of each claim with a metric."""
+        """Yield the verdict on each claim with a metric."""
         if (paper := self.experiment.paper) is None:
             return
         for claim in paper.claims:

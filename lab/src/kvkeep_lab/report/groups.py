@@ -1,4 +1,4 @@
-"""Reading stores for a report: groups of records, unreadable ones, and missing ones."""
+"""Reads stores for a report: groups of records, unreadable experiments, and missing experiments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkeep_lab.store import Store, StudyRecord, TaskRecord
 
 
 def groups(stores: Sequence[Store]) -> list[TaskGroup | StudyGroup]:
-    """Return what ``stores`` (already read) hold by experiment, setting and model: tasks, then studies, by name, the
-    latest first. What this version cannot read is left out: :func:`unread` names it."""
+    """Return the groups of ``stores`` (already read) by experiment, setting and model: tasks, then studies, by name,
+    the latest first. Records that this version cannot read are left out; :func:`unread` lists them."""
     cells: dict[tuple[str, str], dict[str, TaskRecord | StudyRecord]] = {}
     for store in stores:
         for record in store.records:
@@ -78,8 +78,8 @@ def _definitions(stores: Sequence[Store]) -> dict[str, dict[str, Any]]:
 
 
 def _with_todays_paper(experiment: Experiment | StudyExperiment) -> Experiment | StudyExperiment:
-    """Return an experiment with what the packaged one of its name says of the same figure of a paper, if anything:
-    claims are judged as they are read today."""
+    """Return an experiment with the current claims of the packaged experiment of its name, if both are compared with
+    the same figure of a paper."""
     if experiment.name not in packaged() or experiment.paper is None:
         return experiment
     paper = load_experiment(experiment.name).paper

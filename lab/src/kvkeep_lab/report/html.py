@@ -1,4 +1,4 @@
-"""The report as files: the Markdown, the figures, and one self-contained page of both."""
+"""The report as files: Markdown, figures, and one self-contained page with both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvkeep_lab.report.markdown import OVERVIEW, anchors, markdown
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 _LONG = 48
-"""Characters from which on a cell's words are broken into lines."""
+"""Minimum characters of a cell whose text is wrapped."""
 
 
 SUFFIXES = (".png", ".svg")
@@ -30,9 +30,9 @@ SUFFIXES = (".png", ".svg")
 
 def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
     """Write ``report.html``, ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files.
-    The page needs no other file; the Markdown shows the PNG files.
+    The page is self-contained; the Markdown refers to the PNG files.
 
-    Raises StoreError where files cannot be written.
+    Raises StoreError if files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,8 +55,8 @@ def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
 
 
 def page(text: str, pictures: Mapping[str, Path]) -> str:
-    """Return the page that ``text``, Markdown, makes. pictures: the files to put into it, by what Markdown calls them;
-    another picture is replaced by its title. Raises StoreError where one cannot be read."""
+    """Return the page for ``text`` in Markdown. pictures: files to embed, by their names in the Markdown; other
+    pictures are replaced by their titles. Raises StoreError if one cannot be read."""
     reader = _reader(pictures)
     tokens = reader.parse(text)
     found = [
@@ -84,7 +84,7 @@ def page(text: str, pictures: Mapping[str, Path]) -> str:
 
 
 def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
-    """Return a reader of Markdown with tables and without HTML, whose tables and pictures are in boxes of their own."""
+    """Return a Markdown parser with tables and without HTML, which puts tables and pictures in boxes."""
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
 
     def picture(self: Any, tokens: Any, at: int, options: Any, env: Any) -> str:
@@ -107,7 +107,7 @@ def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
 
 
 def _inlined(file: Path) -> str:
-    """Return a picture as a URI that holds it."""
+    """Return a picture as a data URI."""
     try:
         return f"data:{_TYPES[file.suffix]};base64,{b64encode(file.read_bytes()).decode()}"
     except OSError as error:

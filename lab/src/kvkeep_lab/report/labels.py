@@ -1,4 +1,4 @@
-"""Labels beside points of a figure, none over another."""
+"""Labels beside the points of a figure, without overlaps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ROUND = [
     for distance in (6, 13, 22, 34, 48, 64)
     for across, up in ((1, 0), (1, 1), (1, -1), (0, 1.2), (0, -1.2), (-1, 1), (-1, -1), (-1, 0))
 ]
-"""Where a label may be put, in points from what it names, the nearest first."""
+"""Possible offsets of a label from its point, in points, the nearest first."""
 _LINED = 12
-"""Points from which on a line leads to the label."""
+"""Minimum distance in points at which a line connects label and point."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text beside a point, in the axes' own units."""
+    """A text beside a point, in the units of the axes."""
 
     text: str
     point: tuple[float, float]
@@ -73,7 +73,7 @@ def place(
 
 
 def _put(annotation: Any, where: tuple[float, float], renderer: Any) -> Any:
-    """Move an annotation, and return the box of its words."""
+    """Move an annotation, and return the bounding box of its text."""
     from matplotlib.text import Text
 
     across, up = where

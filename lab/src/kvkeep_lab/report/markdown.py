@@ -29,7 +29,7 @@ _CLAIMS, _READING = "What the paper claims", "How claims are judged"
 """The sections of one experiment's claims, and of what its verdicts mean."""
 
 OVERVIEW = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
-"""The sections that are about all chapters."""
+"""The sections about all chapters."""
 
 _INTERVALS = (
     "A claim gets a verdict only if the paper itself names a limit and this report measures what the paper "
@@ -100,7 +100,7 @@ def anchors(titles: Sequence[str]) -> list[str]:
 
 
 def _overview(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[str]:
-    """Yield what comes before the chapters; ``links``: the anchors of those that come, by identity."""
+    """Yield the text before the chapters; ``links``: anchors of the chapters, by identity."""
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
         counts = listed(f"{outcome}: {counted[outcome]}" for outcome in VerdictOutcome)

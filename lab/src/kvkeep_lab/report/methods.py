@@ -1,5 +1,5 @@
-"""What was measured of each method at each budget: means and intervals over all points, seeds and samples; and which
-of them no other beats in both quality and cost."""
+"""The results of each method at each budget: means and intervals over all points, seeds and samples, and the Pareto
+frontier of quality and cost."""
 
 from __future__ import annotations
 
@@ -16,48 +16,54 @@ from kvkeep_lab.store import TaskRecord
 from kvkeep_lab.tasks.base import Metric, Point
 
 Place = tuple[str, int]
-"""A point, as JSON, and a seed: methods share its prompts."""
+"""A point as JSON, and a seed. Methods have the same prompts at the same place."""
 
 Samples = dict[Place, dict[str, list[float]]]
-"""The numbers of each metric, in the samples' order, by place."""
+"""The numbers of each metric, in the order of samples, by place."""
 
 NOISE = 1e-6
-"""A mean is better by more than this: below lies the rounding of exact methods."""
+"""Minimum difference of a better mean; smaller differences are rounding of exact methods."""
 
 
 @dataclass(frozen=True, eq=False)
 class MethodResult:
-    """One method at one budget.
-
-    cells: how many were measured, of how many. scores: by metric. beside: the difference from the baseline, sample by
-    sample. held_bytes: mean over the cells of the bytes of entries that attention reads; share: what that is of an
-    unbounded bfloat16 cache's, whatever the model computes in, None where records do not say; checkpoint_bytes: of
-    checkpoints, wherever they are. prefill_s, token_s: mean seconds of a prompt, and of each token after the first.
-    entries: the fewest and the most of a full layer. at: each point's mean of each metric. error: why a cell is
-    missing. samples: the numbers themselves.
-    """
+    """One method at one budget."""
 
     method: str
     budget: str | None
     cells: int
+    """Number of measured cells."""
     of: int
+    """Number of planned cells."""
     exactness: str = ""
     entries: tuple[int, int] | None = None
+    """Minimum and maximum entries of a full layer."""
     scores: dict[str, Estimate] = field(default_factory=dict)
+    """Estimates by metric."""
     beside: dict[str, Estimate] = field(default_factory=dict)
+    """Estimated differences from the baseline, sample by sample, by metric."""
     held_bytes: float = 0.0
+    """Mean bytes over the cells of entries that attention reads."""
     share: float | None = None
+    """These bytes relative to an unbounded bfloat16 cache, independent of the model's dtype; None if records lack
+    them."""
     checkpoint_bytes: float = 0.0
+    """Mean bytes of checkpoints in all places."""
     prefill_s: float = 0.0
+    """Mean seconds of a prompt."""
     token_s: float | None = None
+    """Mean seconds of each token after the first."""
     at: tuple[tuple[Point, dict[str, float]], ...] = ()
+    """Mean of each metric at each point."""
     paper: tuple[PaperValue, ...] = ()
     error: str = ""
+    """Reason for a missing cell."""
     samples: Samples = field(default_factory=dict, repr=False)
+    """The single numbers."""
 
     @property
     def label(self) -> str:
-        """Method and budget as a person reads them."""
+        """Method and budget as text for people."""
         return self.method if self.budget is None else f"{self.method} at {self.budget}"
 
     @property
@@ -70,7 +76,7 @@ class MethodResult:
         return [value for scores in self.samples.values() for value in scores.get(metric, ())]
 
     def minus(self, other: Samples, metric: str) -> list[float]:
-        """Return the differences from another's samples, one by one, wherever both were measured."""
+        """Return the differences from another method's samples, one by one, where both were measured."""
         return [
             mine - theirs
             for place, scores in self.samples.items()
@@ -147,14 +153,17 @@ def _samples(done: Sequence[TaskRecord]) -> Samples:
 
 @dataclass(frozen=True)
 class Axis:
-    """A cost that quality is compared with. name: in files and tables; of: in a sentence; cost: of a result, in
-    ``unit``, None where it was not measured. timed: it compares only within one machine."""
+    """A cost with which quality is compared."""
 
     name: str
+    """Name in files and tables."""
     of: str
+    """Name in a sentence."""
     unit: str
     cost: Callable[[MethodResult], float | None]
+    """Returns the cost of a result in ``unit``; None if it was not measured."""
     timed: bool = False
+    """Whether the cost is comparable only on one machine."""
 
 
 AXES = (
@@ -165,8 +174,8 @@ AXES = (
 
 
 def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> list[MethodResult]:
-    """Return the Pareto-optimal results of those with numbers, the cheapest first: each is better than all that cost
-    less, by its mean and by more than :data:`NOISE`."""
+    """Return the Pareto-optimal results of those with numbers, the cheapest first. The mean of each is better by more
+    than :data:`NOISE` than that of every cheaper result."""
     found, best, sign = list[MethodResult](), float("-inf"), 1 if metric.better == "higher" else -1
     priced = [
         (cost, -sign * result.scores[metric.name].mean, result)

@@ -22,14 +22,14 @@ from kvkeep_lab.tables import Table
 
 @dataclass(frozen=True)
 class StudyGroup(Group):
-    """A study: a record for each seed, seeds rising."""
+    """A study: a record for each seed, in the order of seeds."""
 
     experiment: StudyExperiment
     records: Sequence[StudyRecord]
 
     @cached_property
     def found(self) -> list[Any]:
-        """What was found, by seed. Raises UsageError where this version cannot read it."""
+        """The results by seed. Raises UsageError if this version cannot read them."""
         try:
             return [self.experiment.study.restored(one.data) for one in self.records if one.status == "done"]
         except ValueError as error:

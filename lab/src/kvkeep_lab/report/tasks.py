@@ -35,17 +35,17 @@ class TaskGroup(Group):
 
     @property
     def task(self) -> Task:
-        """The experiment's."""
+        """The task of the experiment."""
         return self.experiment.task
 
     @cached_property
     def results(self) -> tuple[MethodResult, ...]:
-        """Each method at each budget, as far as there are records."""
+        """The result of each method at each budget with records."""
         return method_results(self.experiment, self.model, self.records)
 
     @property
     def measured(self) -> list[MethodResult]:
-        """The results that have numbers."""
+        """The results with numbers."""
         return [result for result in self.results if result.scores]
 
     @property
@@ -56,11 +56,11 @@ class TaskGroup(Group):
 
     @property
     def comparable(self) -> bool:
-        """Whether all of it was measured by one version on one machine, so that seconds may be compared."""
+        """Whether one version measured all cells on one machine, so that seconds are comparable."""
         return len(self.versions) == 1 and len(self.machines) == 1
 
     def places(self, axis: str) -> list[float | str]:
-        """Return the values of an axis that were measured: sizes in order, names as the task lists them."""
+        """Return the measured values of an axis: sizes in order, names in the order of the task."""
         found = {point[axis] for result in self.measured for point, _ in result.at}
         known = getattr(self.task, axis)
         names = sorted(
@@ -113,7 +113,7 @@ class TaskGroup(Group):
         return said
 
     def _tuned(self) -> Iterator[str]:
-        """Yield what was chosen of the methods that were tuned, and on what."""
+        """Yield the chosen parameters of tuned methods, and the passages of the choice."""
         tune, chosen = self.experiment.tune, self.experiment.chosen.get(self.model, {})
         if tune is not None and chosen:
             size = f"{tune.samples} other passage{'s' if tune.samples > 1 else ''} of {tune.length:,} tokens"
@@ -171,7 +171,7 @@ class TaskGroup(Group):
         return ClaimCase(label, budget, values, floored=floored)
 
     def undecided(self) -> Iterator[str]:
-        """Yield the claims that no metric decides, and the paper's numbers of methods that are not ours."""
+        """Yield the claims that no metric decides, and the paper's numbers of methods that kvkeep lacks."""
         yield from super().undecided()
         for value in () if self.experiment.paper is None else self.experiment.paper.values:
             if not is_ours(value.method):
@@ -186,7 +186,7 @@ class TaskGroup(Group):
 
 
 def is_ours(method: str) -> bool:
-    """Return whether a method of a paper is one of ours; "" is none."""
+    """Return whether kvkeep has a method of a paper; False for ""."""
     try:
         takes(method)
     except UsageError:

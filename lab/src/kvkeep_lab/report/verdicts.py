@@ -1,4 +1,4 @@
-"""Verdicts on a paper's claims, by our measurements with intervals."""
+"""Verdicts on a paper's claims, by measurements with intervals."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.tasks.base import Metric
 
 ERROR = 0.05
-"""How often, at most, one case or more of a claim would be called wrong by chance where all of it is right."""
+"""Maximum probability that a true claim has one or more cases judged wrong by chance."""
 
 
 @dataclass(frozen=True)
 class ClaimCase:
-    """One case of a claim: a method at a budget, perhaps less another method; of a study the number itself.
-
-    name: in Markdown, "" of a study. values: the samples; none where nothing was measured. certain: no seed and no
-    other run changes the value, so it needs no interval. floored: it and what it stands beside are as bad as numbers of
-    this kind can be, so they show nothing.
-    """
+    """One case of a claim: a method at a budget, perhaps minus another method; in a study, the number itself."""
 
     name: str = ""
+    """Name in Markdown; "" in a study."""
     budget: str | None = None
     values: Sequence[float] = ()
+    """The samples; empty without measurements."""
     certain: bool = False
+    """Whether the value is the same for every seed and run, so that it needs no interval."""
     floored: bool = False
+    """Whether it and its comparison have the worst possible value, so that they show nothing."""
 
 
 @dataclass(frozen=True)

@@ -28,38 +28,45 @@ from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
 SIMILAR_SHARE = 0.25
-"""The share of a head's pairs with the most similar keys, which merging is meant for."""
+"""Share of a head's pairs with the most similar keys, for which merging is intended."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """One query head. Means and shares are over ``pairs``, all pairs of neighbours that a sampled query sees.
-
-    cos11, cos12, cos22: the mean of cos(E, c_ij), a point of the paper's figure. size: the mean of |cos(E, c_11)|.
-    corr22, corr12: the correlation, over pairs, of cos(E, c_11) with cos(E, c_22) and with -cos(E, c_12); 1 is what
-    Eq. 32 says; of two independent residuals of one length it is 0 and 0.71. agree: the share of pairs at which the
-    signs of all three are as in Eq. 32; agree_alike: of the quarter of pairs whose keys are most similar. By chance
-    it is 0.5: c_12 lies between -c_11 and -c_22. convex, convex_closed: the share of pairs whose weight is within 0
-    and 1 by Eq. 30, and by Eq. 33. gap: the mean difference of the two weights where both are; gap_half: of Eq. 30's
-    and 1/2 there. None: there is no such figure.
-    """
+    """One query head. Means and shares are over ``pairs``: all pairs of neighbours that a sampled query sees. None: the
+    figure is undefined."""
 
     layer: int
     head: int
     kind: str
     pairs: int
     cos11: float
+    """Mean of cos(E, c_11): a coordinate of a point in the paper's figure."""
     cos12: float
+    """Mean of cos(E, c_12)."""
     cos22: float
+    """Mean of cos(E, c_22)."""
     size: float
+    """Mean of |cos(E, c_11)|."""
     corr22: float | None
+    """Correlation over pairs of cos(E, c_11) with cos(E, c_22). Eq. 32 gives 1; two independent residuals of equal
+    length give 0."""
     corr12: float | None
+    """Correlation over pairs of cos(E, c_11) with -cos(E, c_12). Eq. 32 gives 1; two independent residuals of equal
+    length give 0.71."""
     agree: float
+    """Share of pairs whose three signs are as in Eq. 32. Chance gives 0.5, because c_12 lies between -c_11 and
+    -c_22."""
     agree_alike: float
+    """The same share among the quarter of pairs with the most similar keys."""
     convex: float
+    """Share of pairs whose weight by Eq. 30 is between 0 and 1."""
     convex_closed: float
+    """Share of pairs whose weight by Eq. 33 is between 0 and 1."""
     gap: float | None
+    """Mean difference of the two weights where both are between 0 and 1."""
     gap_half: float | None
+    """Mean difference of Eq. 30's weight and 1/2 for the same pairs."""
 
 
 MEASURES = tuple(field.name for field in fields(Head))[4:]
@@ -96,7 +103,7 @@ class Alignment:
     spread: dict[str, float | None]
 
     def mean(self, measure: str, layer: int | None = None) -> float | None:
-        """Return the mean of one of :data:`MEASURES` over all heads, or those of a layer; None where none has it."""
+        """Return the mean of one of :data:`MEASURES` over all heads, or over those of a layer; None without values."""
         return mean(self.rows if layer is None else where(self.rows, layer=layer), measure)
 
 
@@ -149,7 +156,7 @@ class AlignmentStudy(TextStudy):
         return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Alignment) -> list[Table]:
-        """Return the means beside Eq. 32's and chance's."""
+        """Return the means, with the values of Eq. 32 and of chance."""
         table = Table(
             "Means over heads",
             ["", "here", "if Eq. 32 held", "two independent residuals"],

@@ -29,20 +29,20 @@ from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 Progress = Callable[[str, float, float], None]
-"""Gets what is being done, how much is done, and of how much."""
+"""Called with a description of the work, the work done, and the total work."""
 
 DIGITS = 5
-"""Digits that count of every number that is kept."""
+"""Significant digits of stored numbers."""
 
 LEAST = 16
-"""Tokens of the shortest text that is measured."""
+"""Minimum tokens of a text."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The inputs of a study: a model, and the files that it reads. seed: of an experiment; None in a command:
-    texts are read from their start. progress: called with the progress. say: called with a line of what was measured,
-    as soon as it was."""
+    """The inputs of a study: a model and source files. seed: seed of an experiment; None in a command, where texts are
+    read from their start. progress: called with the progress. say: called with each line of results as soon as it is
+    measured."""
 
     loaded: Loaded
     sources: Sequence[Path] = ()
@@ -52,12 +52,12 @@ class Trial:
 
     @property
     def model(self) -> Any:
-        """The model itself."""
+        """The loaded model."""
         return self.loaded.model
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's tokenizer."""
         return self.loaded.tokenizer
 
 
@@ -79,7 +79,7 @@ class Flag:
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Return a validator that leaves a value as it is, or raises what ``check`` raises."""
+    """Return a validator that keeps a value unchanged, or raises the error of ``check``."""
 
     def validate(value: Any) -> Any:
         check(value)
@@ -97,7 +97,7 @@ MethodName = Annotated[str, _checked(takes)]
 """A method or a peer."""
 
 OwnMethod = Annotated[str, _checked(lambda method: None if method == STOCK else resolve(method))]
-"""A method of kvkeep's, or the stock cache."""
+"""A method of kvkeep, or the stock cache."""
 
 EngineName = Annotated[str, _checked(engine_of)]
 """An engine by others."""
@@ -106,24 +106,24 @@ ServerName = Annotated[str, _checked(server_of)]
 """A server by others; every engine has one."""
 
 BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
-"""A budget in the user's words."""
+"""A budget as the user wrote it."""
 
 Kind = Annotated[str, _checked(lambda kind: requested(None, "1", checkpoint=kind))]
 """A kind of checkpoint."""
 
 PlaceName = Annotated[str, _checked(lambda where: requested(None, "1", where=where))]
-"""Where checkpoints live."""
+"""A place of checkpoints."""
 
 Share = Annotated[float, _checked(_share)]
-"""A number between 0 and 1, both left out."""
+"""A number between 0 and 1, excluding both."""
 
 Count = Annotated[int, Field(ge=1)]
 
 rising = AfterValidator(lambda values: sorted(set(values)))
-"""Sorts a list of numbers, each once."""
+"""Sorts a list of numbers and removes duplicates."""
 
 unique = AfterValidator(lambda values: list(dict.fromkeys(values)))
-"""Keeps the first of those that are the same."""
+"""Removes duplicates and keeps the first of each."""
 
 
 # -- studies ------------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ class Study(BaseModel, ABC):
         return {name: value for name, value in dump(self).items() if value is not None}
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that an experiment reads; raises UsageError, saying what ``data`` has to hold."""
+        """Return the source files of an experiment. Raises UsageError with the required contents of ``data``."""
         return []
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise UsageError for fields and a command's files that do not go together, before a model is loaded."""
+        """Raise UsageError for incompatible fields and files of a command, before a model is loaded."""
 
     @abstractmethod
     def measure(self, trial: Trial) -> Any:
@@ -178,44 +178,44 @@ class Study(BaseModel, ABC):
 
     @abstractmethod
     def tables(self, found: Any) -> list[Table]:
-        """Return what was found, the paper's numbers beside it where it prints some."""
+        """Return tables of the results, with the paper's numbers if it prints some."""
 
     def details(self, found: Any) -> list[Table]:
-        """Return what a command shows besides, before the others: by layer, or by step."""
+        """Return further tables that a command shows before the others: by layer, or by step."""
         return []
 
     def scores(self, found: Any) -> dict[str, float]:
-        """Return the numbers of ``metrics``, those that there are."""
+        """Return the available numbers of ``metrics``."""
         return {}
 
     def problem(self, found: Any) -> str | None:
-        """Return the sentence a command fails with after it has shown what was found; None where all is well."""
+        """Return the error with which a command fails after showing its results; None without an error."""
         return None
 
     def variant(self) -> Study:
-        """Return the study that a command with these fields runs: this one, unless a field asks for another. Raises
-        UsageError for fields that the other one has no use for."""
+        """Return the study that a command with these fields runs: this one, unless a field selects another. Raises
+        UsageError for fields that the other study does not use."""
         return self
 
     def printed(self, found: Any) -> str | None:
-        """Return what a command prints instead of tables; None for tables."""
+        """Return text that a command prints instead of tables; None for tables."""
         return None
 
     def conditions(self) -> dict[str, Any]:
-        """Return what a command says beside model, machine and versions: what else figures depend on."""
+        """Return further conditions of the figures, besides model, machine and versions."""
         return {}
 
     def as_json(self, found: Any) -> dict[str, Any]:
-        """Return what a command prints for programs."""
+        """Return the JSON object that a command prints."""
         return asdict(found)
 
     def plain(self, found: Any) -> Any:
-        """Return what was found as plain types, numbers with :data:`DIGITS` digits. Raises KvkeepError for one that is
-        not finite."""
+        """Return the results as plain types, with numbers of :data:`DIGITS` digits. Raises KvkeepError for a number
+        that is not finite."""
         return _compact(TypeAdapter(self.found).dump_python(found, mode="json"))
 
     def restored(self, data: Any) -> Any:
-        """Return what :meth:`plain` was given; raises ValueError for data of another kind."""
+        """Return the results from the plain types of :meth:`plain`. Raises ValueError for invalid data."""
         return TypeAdapter(self.found).validate_python(data)
 
 
@@ -224,22 +224,22 @@ class Drawn(Protocol):
     """A study with a figure."""
 
     def draw(self, found: Any, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw what :meth:`Study.measure` found; raises StoreError if the file cannot be written."""
+        """Draw the results of :meth:`Study.measure`. Raises StoreError if the file cannot be written."""
 
 
 @runtime_checkable
 class Exported(Protocol):
-    """A study whose figures a command writes to files for spreadsheets and papers."""
+    """A study whose results a command can write to files for spreadsheets and papers."""
 
     def records(self, found: Any) -> list[dict[str, Any]]:
-        """Return what was measured, one number in each field: lines of a CSV file."""
+        """Return the lines of a CSV file, one number in each field."""
 
     def latex(self, found: Any, where: Mapping[str, Any]) -> str:
         """Return a table in LaTeX; ``where``: the conditions of the measurement, for its caption."""
 
 
 class TextStudy(Study):
-    """A study that reads a passage of a text, in an experiment another one for every seed."""
+    """A study that reads a passage of a text; in an experiment each seed has a different passage."""
 
     text = "needed"
 
@@ -249,7 +249,7 @@ class TextStudy(Study):
         return text_files(data)
 
     def passage(self, trial: Trial) -> Tensor:
-        """Return the ids of a passage that the seed chooses, or of the first tokens, (1, tokens)."""
+        """Return the ids of a passage that the seed selects, or of the first tokens, (1, tokens)."""
         if trial.seed is None:
             return first_tokens(trial.loaded, trial.sources, self.tokens)
         ids = passage(trial.tokenizer, joined(trial.sources), self.tokens, random.Random(trial.seed))
@@ -266,17 +266,17 @@ def first_tokens(loaded: Loaded, files: Sequence[Path], limit: int | None) -> Te
 
 
 def text_of(files: Sequence[Path]) -> str:
-    """Return the texts of files, one after another; raises UsageError for one that cannot be read."""
+    """Return the concatenated texts of files. Raises UsageError for an unreadable file."""
     return "\n\n".join(read_text(str(path)) for path in files)
 
 
 def part(progress: Progress, place: int, parts: int) -> Progress:
-    """Return what reports the progress of one of several ``parts`` of equal size, the one at ``place``."""
+    """Return a function that reports the progress of the part ``place`` of ``parts`` equal parts."""
     return lambda what, done, total: progress(what, place + done / max(total, 1e-9), parts)
 
 
 def counted(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """Return a function of done and total that reports both to ``progress`` as ``what``."""
+    """Return a function of done and total that reports both to ``progress`` with the description ``what``."""
     return lambda done, total: progress(what, done, total)
 
 

@@ -1,4 +1,4 @@
-"""``bench``: how fast and how large every cache is, against transformers' own."""
+"""``bench``: speed and memory of every cache, compared with transformers' cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Benched:
     servers: list[Served] = field(default_factory=list)
 
     def limit_ms(self, row: Timed) -> float | None:
-        """Return how long a step takes at least; None where it is not known."""
+        """Return the minimum milliseconds of a step; None if unknown."""
         return step_limit_ms(self.weight_bytes, row.entry_bytes, self.bytes_per_s)
 
     def llama_ratio(self, row: Timed) -> float | None:
@@ -162,7 +162,7 @@ class Bench(EngineStudy):
                 raise Interruption(Benched(stop.found, *beside)) from None
 
     def _wanted(self, listed: list[TimingCase]) -> list[TimingCase]:
-        """Return the cases that ``only`` and ``stock`` leave."""
+        """Return the cases that ``only`` and ``stock`` select."""
         if self.only is not None:
             labels = chosen(self.only, listed)
             listed = [one for one in listed if one.method == STOCK or one.label in labels]
@@ -202,7 +202,7 @@ class Bench(EngineStudy):
         return [table]
 
     def _columns(self, found: Benched) -> dict[str, Callable[[Timed], str]]:
-        """Return the columns that there is something to say in: what to write for a row, by heading."""
+        """Return the columns with contents: a function of a row by heading."""
 
         def size(name: str) -> Callable[[Timed], str]:
             return lambda row: megabytes(row.memory.get(name) or None)

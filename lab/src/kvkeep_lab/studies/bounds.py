@@ -1,9 +1,9 @@
-"""``bounds``: how loose the bounds of pages are, by which selective recall chooses and certifies.
+"""``bounds``: the tightness of the bounds of pages, by which selective recall chooses and certifies.
 
 The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774), s_k = scaling
-q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u less the largest true score. By the bound alone n
-keys may have n exp(u - lse) of a query's attention, lse the log-sum-exp of all its scores; they have
-sum exp(s_k - lse).
+q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u minus the largest true score. By the bound alone n
+keys may have n exp(u - lse) of a query's attention, where lse is the log-sum-exp of all its scores; they have sum
+exp(s_k - lse).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from kvkeep_lab.tables import Table, fixed, percent
 
 @dataclass(frozen=True)
 class BoundsRow:
-    """One layer and one size of pages; means over the last queries, heads and pages. excess: of the bound, in scores as
-    softmax takes them. may, have: the share of pages that by their bound may have, and that have, more than
-    :data:`Looseness.share` of a query's attention."""
+    """One layer and one size of pages; means over the last queries, heads and pages."""
 
     layer: int
     page: int
     excess: float
+    """Excess of the bound, in scores before softmax."""
     may: float
+    """Share of pages whose bound allows more than :data:`Looseness.share` of a query's attention."""
     have: float
+    """Share of pages that have more than :data:`Looseness.share` of a query's attention."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Looseness:
 
     @property
     def pages(self) -> list[int]:
-        """The sizes of pages, rising."""
+        """The sizes of pages in rising order."""
         return sorted({row.page for row in self.rows})
 
 
 class BoundsStudy(TextStudy):
-    """What certified recall could leave out, if it knew."""
+    """The attention that certified recall could leave out with exact scores."""
 
     name = "bounds"
     about = (
@@ -81,8 +82,8 @@ class BoundsStudy(TextStudy):
     share: Share = Field(0.01, description="share of the attention above which a page counts")
 
     def measure(self, trial: Trial) -> Looseness:
-        """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not
-        fill."""
+        """Measure every full layer while the passage is read once. Raises UsageError if a page is longer than the
+        passage."""
         ids = self.passage(trial)
         tokens, largest = ids.shape[1], max(self.pages)
         if tokens - self.queries < largest:
@@ -110,7 +111,7 @@ class BoundsStudy(TextStudy):
         return [table]
 
     def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
-        """Draw how far bounds are above the truth (thin: each layer), and the pages they cannot rule out."""
+        """Draw the excess of the bounds (thin: each layer), and the pages that they cannot exclude."""
         with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
             for layer in each(found.rows, "layer"):
                 rows = where(found.rows, layer=layer)

@@ -33,7 +33,7 @@ _FULL_CACHE = "the full cache's in bfloat16, where an entry in float32 counts tw
 
 
 class Compare(Study):
-    """Methods and budgets against the full cache, on a prompt, or on passages of texts."""
+    """Methods and budgets compared with the full cache, on a prompt, or on passages of texts."""
 
     name = "compare"
     about = "methods and budgets against the full cache: tokens, KL, perplexity, bytes, speed"
@@ -136,7 +136,8 @@ class Compare(Study):
             yield from ((name, seed, piece) for seed, piece in found)
 
     def _drawn(self, trial: Trial, name: str, text: str) -> list[tuple[int | None, str]]:
-        """Return a text's passages with their seeds, or its beginning; raises ShortText for one that has no room."""
+        """Return a text's passages with their seeds, or its beginning. Raises ShortText for a text that is too
+        short."""
         if self.seeds is not None:
             assert self.limit is not None
             return list(enumerate(pieces(trial.tokenizer, text, self.limit, self.seeds)))
@@ -151,7 +152,7 @@ class Compare(Study):
         return None if found.lines else "No method could be measured; the reasons are above."
 
     def as_json(self, found: Comparisons) -> dict[str, Any]:
-        """Return the comparison of one passage; of several all of them, and a summary of each method and budget."""
+        """Return the comparison of a single passage, or all comparisons with a summary of each method and budget."""
         passages = [
             asdict(one.found) | {"text": one.text, "seed": one.seed, "context": one.found.context}
             for one in found.passages
@@ -162,7 +163,8 @@ class Compare(Study):
         return {"asked": found.asked, "left_out": found.left_out, "summary": summary, "passages": passages}
 
     def tables(self, found: Comparisons) -> list[Table]:
-        """Return quality and cost of each method and budget, the best of a budget in bold, and what was refused."""
+        """Return quality and cost of each method and budget, with the best of a budget in bold, and the refused
+        cases."""
         lines, several = found.lines, not found.single
         recalls = _RECALL if any(line.values("recalled") for line in lines) else []
         named = [*_NAMED, *([_COUNT] if several else [])]
@@ -189,7 +191,7 @@ class Compare(Study):
         return [table]
 
     def _of_passages(self, found: Comparisons) -> Iterator[str]:
-        """Yield what is to be said of several passages."""
+        """Yield notes about several passages."""
         if found.interrupted:
             yield f"Interrupted: {len(found.passages)} of {found.asked} passages were begun."
         yield f"Passages are of {found.texts}."
@@ -219,7 +221,7 @@ class Compare(Study):
         ]
 
     def latex(self, found: Comparisons, where: Mapping[str, Any]) -> str:
-        """Return a table for a paper: what is measured, of what and by which version is in its caption."""
+        """Return a table for a paper. Its caption names the measures, the model and the version."""
         lines, columns = found.lines, _PAPER
         if len({len(line.rows) for line in lines}) > 1:
             columns = [*_PAPER[:2], _COUNT, *_PAPER[2:]]
@@ -245,12 +247,12 @@ class Compare(Study):
 
 
 def _numbered(progress: Progress, number: str) -> Progress:
-    """Return what reports progress after the passage's number."""
+    """Return a function that reports progress with the passage's number first."""
     return lambda what, done, total: progress(f"{number}{what}", done, total)
 
 
 def _brief(row: ReferenceRow) -> str:
-    """Return a row in a line, for the time until the table is complete."""
+    """Return a row as one line, shown before the table is complete."""
     if row.error:
         return f"{row.label}: {row.error}"
     speed = "" if row.tokens_per_s is None else f", {row.tokens_per_s:.1f} tokens/s"
@@ -258,7 +260,7 @@ def _brief(row: ReferenceRow) -> str:
 
 
 def _empty(path: Path) -> str:
-    """Return why a file is left out, "" for one with a text; raises UsageError for one that cannot be read."""
+    """Return the reason why a file is left out; "" for a file with text. Raises UsageError for an unreadable file."""
     try:
         read_text(str(path))
     except EmptyText as error:
@@ -277,7 +279,8 @@ def _some(left_out: Sequence[str], count: int) -> None:
 # -- the tables ---------------------------------------------------------------------------------------
 
 Column = tuple[str, Callable[[MethodAtBudget], str], Callable[[MethodAtBudget], float | None] | None]
-"""A heading, what stands in a row, and what makes a row the best of its budget (the smallest is), if anything does."""
+"""A heading, a function for the text of a cell, and a function whose smallest value marks the best row of a budget, or
+None."""
 
 
 def _quality(reference: MethodAtBudget) -> list[Column]:
@@ -360,11 +363,11 @@ _PAPER: list[Column] = [
     ("top-1 (%)", lambda line: spread(line.estimate("top1"), _hundredths), _highest("top1")),
     ("held (% of bf16)", lambda line: "-" if line.share is None else _hundredths(line.share), None),
 ]
-"""Of the table for a paper."""
+"""Columns of the table for a paper."""
 
 
 def _figures(row: ReferenceRow) -> dict[str, Any]:
-    """Return a row's numbers, one in each field."""
+    """Return a row's numbers, one per field."""
     names = ("match", "differs_at", "kl_free_mean", "kl_mean", "kl_max", "top1", "perplexity", "prefill_s")
     found = {"method": row.method, "budget": row.budget, "class": row.exactness, "entries": row.entries}
     found |= {name: getattr(row, name) for name in (*names, "tokens_per_s")}
@@ -384,7 +387,7 @@ def _cell(
     show: Callable[[MethodAtBudget], str],
     badness: Callable[[MethodAtBudget], float | None] | None,
 ) -> str:
-    """Return what stands in a cell, in bold where no other line of the same budget is better and one is worse."""
+    """Return the text of a cell. It is bold if no row of the same budget is better and one is worse."""
     text = show(line)
     if badness is None or line not in peers:
         return text

@@ -1,4 +1,5 @@
-"""``decoding``: naive against cached decoding, prefill against decode, appending by copies against room for all."""
+"""``decoding``: compares decoding with and without a cache, prefill with decoding, and appending by copies with
+preallocation."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import NAIVE, TimingCase, random_ids, run, synchronize, timed
 
 GROWING = (STOCK, "full", "static")
-"""Layers that append by a copy of everything, into blocks, and into room for all."""
+"""Caches that append by copying all entries, into blocks, and into preallocated memory."""
 
 _APPENDS = 8
 
 
 @dataclass(frozen=True)
 class DecodingRun:
-    """One decoding of the whole length, by one way. first_s: until the first token. step_ms: each later one's, the
-    fastest of all rounds."""
+    """One decoding of the complete length. first_s: seconds to the first token. step_ms: minimum milliseconds of each
+    later token over all rounds."""
 
     way: str
     first_s: float
@@ -42,8 +43,8 @@ class DecodingRun:
 
 @dataclass(frozen=True)
 class DecodingPhase:
-    """``length`` tokens are in the prompt: seconds of it, and ms of a step after it, with the stock cache and without
-    one."""
+    """Seconds of a prompt of ``length`` tokens, and milliseconds of a step after it, with the stock cache and without a
+    cache."""
 
     length: int
     prefill_s: float
@@ -53,7 +54,8 @@ class DecodingPhase:
 
 @dataclass(frozen=True)
 class Append:
-    """Microseconds to append a token's keys and values in all layers after ``length`` tokens; nothing is computed."""
+    """Microseconds to append a token's keys and values in all layers after ``length`` tokens, without computing
+    them."""
 
     way: str
     length: int
@@ -62,7 +64,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Decoded:
-    """All that was measured."""
+    """All measurements."""
 
     prompt: int
     runs: list[DecodingRun]
@@ -70,12 +72,12 @@ class Decoded:
     appends: list[Append]
 
     def run(self, way: str) -> DecodingRun:
-        """Return one way's."""
+        """Return the run of one way."""
         return where(self.runs, way=way)[0]
 
 
 class Decoding(Study):
-    """The tutorial's sections 11 to 13: what it says of latency, measured."""
+    """The claims about latency in sections 11 to 13 of the tutorial, measured."""
 
     name = "decoding"
     about = "compare naive with cached decoding, prefill with decoding, and appending with preallocation"
@@ -126,7 +128,7 @@ class Decoding(Study):
 
     @torch.inference_mode()
     def _run(self, model: Any, way: str, seed: int) -> list[float]:
-        """Return the seconds of every token, the prompt's being the first's."""
+        """Return the seconds of every token; the first includes the prompt."""
         length = self.prompt + self.new
         ids = random_ids(model, length, seed=seed)
         if way == NAIVE:
@@ -226,6 +228,6 @@ def _cache(model: Any, way: str, length: int) -> Any:
 
 
 def _ends(one: DecodingRun) -> tuple[float, float]:
-    """Return the mean ms of the first and the last eight steps, the very first left out."""
+    """Return the mean milliseconds of the first and the last eight steps, without the very first step."""
     ends = one.step_ms[1:9], one.step_ms[-8:]
     return tuple(sum(steps) / len(steps) for steps in ends)  # type: ignore[return-value]

@@ -35,8 +35,8 @@ from kvkeep_lab.tasks.base import Metric
 ENERGY = 0.9
 DISTANCES = (1, 16, 256)
 PAPER = {1.0: ("100", "5e-4"), 0.5: ("5-15", "10.9"), 0.125: ("5-10", "> 11")}
-"""Token match in percent and KL by the share of d_head, as section 5.7 gives them for its models (below 15 of 64: one
-range)."""
+"""Token match in percent and KL by the share of d_head, from section 5.7 for the paper's models (one range below 15 of
+64)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LayerRank:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All layers, and what truncation does to a prompt."""
+    """All layers, and the effect of truncation on a prompt."""
 
     layers: list[LayerRank]
     prompt_tokens: int = 0
@@ -78,7 +78,7 @@ class Ranks:
 
 
 class EffectiveRank(Study):
-    """KV-Direct's Fig. 5 and 6; truncation only where there is a text to continue."""
+    """KV-Direct's Fig. 5 and 6; truncation needs a text to continue."""
 
     name = "effective-rank"
     command = "rank"
@@ -122,8 +122,8 @@ class EffectiveRank(Study):
             raise UsageError("--ranks needs a text to continue; give --prompt or --file.")
 
     def measure(self, trial: Trial) -> Ranks:
-        """Take ranks, and truncate to some. Raises UnsupportedModelError for a family whose heads have no weights of
-        their own."""
+        """Compute ranks, and truncate to some ranks. Raises UnsupportedModelError for a family without weights per
+        head."""
         layers = layer_ranks(trial.model, part(trial.progress, 0, 2))
         dim = layers[0].dim
         if self.prompt is not None:
@@ -214,8 +214,8 @@ class EffectiveRank(Study):
 
 @torch.no_grad()
 def layer_ranks(model: Any, progress: Progress = lambda what, done, total: None) -> list[LayerRank]:
-    """Return every layer's effective ranks, from the weights alone. Raises UnsupportedModelError for a family whose
-    heads have no weights of their own."""
+    """Return every layer's effective ranks, from the weights alone. Raises UnsupportedModelError for a family without
+    weights per head."""
     adapter = bind(model)
     geometry = ModelGeometry.from_config(model.config)
     weights = head_weights(model)

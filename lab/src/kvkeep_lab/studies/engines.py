@@ -1,4 +1,4 @@
-"""Studies that time engines by others in the same rounds as our caches."""
+"""Studies that time engines by others in the same rounds as kvkeep's caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep_lab.studies.base import EngineName, Study, Trial
 
 
 class EngineStudy(Study):
-    """A study with the option to name engines, and the interpreters that have them."""
+    """A study with options for engines and their interpreters."""
 
     peers: list[EngineName] | None = Field(
         None, description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled"
@@ -26,13 +26,13 @@ class EngineStudy(Study):
 
     @property
     def interpreters(self) -> dict[str, str | None]:
-        """The interpreters given, by the name of the environment variable that says one in their place."""
+        """The given interpreters, by the environment variable that each overrides."""
         return {LlamaCpp.python: self.llama_cpp, Vllm.python: self.vllm}
 
     @contextmanager
     def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[PeerEngine], list[str]]]:
-        """Open the engines for the block, for prompts and steps of ``tokens`` tokens, and ``rows`` rows. Yields those
-        that there are, and a sentence for each: its version, or why it is not there."""
+        """Open the engines for the block, for prompts and steps of ``tokens`` tokens and ``rows`` rows. Yield the
+        opened engines, and a sentence for each engine: its version, or the reason why it is missing."""
         with opened(self.peers or (), trial.loaded, self.interpreters, tokens, rows) as (engines, absent):
             versions = {name: version for engine in engines for name, version in engine.versions.items()}
             yield engines, [*(f"{name} {version}." for name, version in versions.items()), *absent]

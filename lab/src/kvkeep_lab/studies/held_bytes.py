@@ -1,4 +1,4 @@
-"""``held-bytes``: KV-Direct's Eq. 28: bytes by formula, against bytes measured."""
+"""``held-bytes``: compares bytes by formula (KV-Direct's Eq. 28) with measured bytes."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from kvkeep_lab.tables import Table
 
 @dataclass(frozen=True)
 class Bytes:
-    """After ``tokens`` tokens (T) within a budget of ``entries`` (B).
-
-    stock: an unbounded cache's. paper: M(T, B) = B kv + (T - B) d b, one vector for each evicted token (Eq. 28).
-    predicted: what this ``kind`` should hold: B entries of the full layers, the sliding layers' windows, and its own
-    bytes for T (residuals and ids are written as tokens come) or T - B tokens (entries move when they leave).
-    used: the rows really held. allocated: with what lies idle at the end of pages of 256 to 1024 rows.
-    bookkeeping: positions, and ids where nothing is rebuilt from them; in none of the other figures.
-    """
+    """Bytes after ``tokens`` tokens (T) within a budget of ``entries`` (B)."""
 
     kind: str
     tokens: int
     entries: int
     stock: int
+    """Bytes of an unbounded cache."""
     paper: int
+    """M(T, B) = B kv + (T - B) d b, with one vector for each evicted token (Eq. 28)."""
     predicted: int
+    """Bytes that this ``kind`` should hold: B entries of the full layers, the windows of the sliding layers, and the
+    kind's bytes for T tokens (residuals and ids are written as tokens arrive) or T - B tokens (entries move when they
+    are evicted)."""
     used: int
+    """Bytes of the stored rows."""
     allocated: int
+    """Bytes including unused rows at the end of pages of 256 to 1024 rows."""
     bookkeeping: int
+    """Bytes of positions, and of ids unless entries are rebuilt from ids; not included in the other figures."""
 
     @property
     def holds(self) -> bool:
-        """To the byte."""
+        """Whether prediction and measurement are equal to the byte."""
         return self.used == self.predicted <= self.allocated
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """By kind, budget and length."""
+    """The measurements by kind, budget and length."""
 
     rows: list[Bytes]
 
 
 class HeldBytesStudy(Study):
-    """KV-Direct's Eq. 28, and the same for every kind of checkpoint."""
+    """KV-Direct's Eq. 28, and its counterpart for every kind of checkpoint."""
 
     name = "held-bytes"
     about = "compare the bytes that kv-direct holds after T tokens within B entries with the formula"
@@ -68,7 +69,7 @@ class HeldBytesStudy(Study):
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> HeldBytes:
-        """Read and count. Raises UnsupportedModelError for a kind that the family cannot have."""
+        """Read a text and count bytes. Raises UnsupportedModelError for a kind that the family does not support."""
         ids = built_in(trial.tokenizer, max(self.lengths)).to(trial.model.device)
         settings = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
         rows: list[Bytes] = []
@@ -110,7 +111,7 @@ def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) ->
 
 
 def _used(cache: KeepCache) -> int:
-    """Add up the tensors of all rows held, resident and checkpointed."""
+    """Return the bytes of all stored rows, resident and checkpointed."""
     used = 0
     for state in cache.holdings:
         used += nbytes(*(tensor for tensor in state.state().values() if tensor.is_floating_point()))

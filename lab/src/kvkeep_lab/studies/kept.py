@@ -1,4 +1,4 @@
-"""``kept``: which entries methods keep of the same text, and how far they agree."""
+"""``kept``: the entries that methods keep of the same text, and the agreement of their choices."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ RESIDENT = STATES.index("resident")
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two methods. layers: the share of kept entries that both keep, mean over each layer's KV heads. least: of all
-    heads. differing: entries that one keeps and the other does not, in all heads. of: entries kept in all heads."""
+    """The agreement of two methods."""
 
     method: str
     other: str
     layers: list[float]
+    """Share of kept entries that both keep, by layer: the mean over the layer's KV heads."""
     least: float
+    """Minimum share over all heads."""
     differing: int
+    """Entries over all heads that only one of the methods keeps."""
     of: int
+    """Kept entries over all heads."""
 
     @property
     def mean(self) -> float:
-        """Over layers."""
+        """Mean share over layers."""
         return fmean(self.layers)
 
 
@@ -49,7 +52,7 @@ class Agreements:
 
 
 class KeptSlots(TextStudy):
-    """What methods choose, layer by layer and head by head, after the same text within the same budget."""
+    """The choices of methods by layer and head, after the same text within the same budget."""
 
     name = "kept"
     about = "compare which entries methods keep of the same text"
@@ -82,7 +85,7 @@ class KeptSlots(TextStudy):
 
     @torch.no_grad()
     def _resident(self, model: Any, ids: Tensor, method: str) -> list[Tensor]:
-        """Return whether each entry is resident, (kv_heads, tokens) bool, by layer."""
+        """Return for each entry whether it is resident, (kv_heads, tokens) bool, by layer."""
         if "budget" not in takes(method):
             raise UsageError(f"Method '{method}' takes no budget: it keeps every entry; leave it out.")
         options: dict[str, Any] = {"budget": self.budget, "context": ids.shape[1]}
@@ -113,7 +116,7 @@ class KeptSlots(TextStudy):
 
 
 def agreement(method: str, other: str, one: Sequence[Tensor], two: Sequence[Tensor]) -> Agreement:
-    """Compare what two methods keep, (kv_heads, tokens) bool by layer."""
+    """Compare the kept entries of two methods, (kv_heads, tokens) bool by layer."""
     shares, differing, of = [], 0, 0
     for ours, theirs in zip(one, two, strict=True):
         larger = torch.maximum(ours.sum(1), theirs.sum(1))

@@ -49,41 +49,44 @@ QUESTIONS = (
     "Describe Versailles.",
     "Summarise what we have talked about.",
 )
-"""RulerQuestion in this order, and again from the first when they run out."""
+"""Questions in this order; they repeat after the last."""
 
 SHOWN = 20
-"""Turns in a table, of longer conversations."""
+"""Maximum number of turns in a table."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of one method.
-
-    turn: from 1. context: tokens in the cache afterwards. read: tokens that were new to the cache before the answer,
-    written: the answer's. prefill_s, decode_s: seconds for reading, the first token included, and for the other tokens.
-    same: whether the answer's tokens are the first method's of the same turn (a method that once differed is in another
-    conversation from then on). memory: bytes, afterwards.
-    """
+    """One answer of one method."""
 
     method: str
     turn: int
+    """Number of the turn, from 1."""
     context: int
+    """Tokens in the cache after the answer."""
     read: int
+    """Tokens that were new to the cache before the answer."""
     written: int
+    """Tokens of the answer."""
     prefill_s: float
+    """Seconds to read, including the first token."""
     decode_s: float
+    """Seconds of the other tokens."""
     same: bool
+    """Whether the tokens equal the first method's answer in the same turn. After a difference the conversations
+    differ."""
     memory: Memory
+    """Bytes after the answer."""
     text: str
 
     @property
     def seconds(self) -> float:
-        """The whole turn."""
+        """Seconds of the complete turn."""
         return self.prefill_s + self.decode_s
 
     @property
     def attended_bytes(self) -> int:
-        """Bytes of entries that attention reads, in full or in a smaller form."""
+        """Bytes of entries that attention reads, in full or compressed."""
         return self.memory.resident_bytes + self.memory.compressed_bytes
 
     @property
@@ -100,24 +103,25 @@ class ChatTurns:
 
     @property
     def methods(self) -> list[str]:
-        """In their order, the first being whom others are compared with."""
+        """The methods in order. The others are compared with the first."""
         return each(self.turns, "method")
 
     def of(self, method: str) -> list[Turn]:
-        """Return one method's turns."""
+        """Return a method's turns."""
         return where(self.turns, method=method)
 
     def ratio(self, turn: Turn) -> float:
-        """Return the seconds of a turn by the first method's."""
+        """Return the seconds of a turn relative to the first method's."""
         return turn.seconds / self.of(self.methods[0])[turn.turn - 1].seconds
 
     def ratios(self, method: str) -> float:
-        """Return the median of the same over one method's turns."""
+        """Return the median ratio over a method's turns."""
         return median(self.ratio(turn) for turn in self.of(method))
 
 
 class LongChat(Study):
-    """KV-Direct's Fig. 3: its system prompt, 30 tokens a turn; its appendix names subjects, the questions are ours."""
+    """KV-Direct's Fig. 3: its system prompt and 30 tokens a turn. Its appendix names subjects; the questions are
+    kvkeep's."""
 
     name = "long-chat"
     command = "longchat"
@@ -165,8 +169,8 @@ class LongChat(Study):
         return found
 
     def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
-        """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises
-        UsageError before a turn that would go past the model's positions."""
+        """Run one conversation with each cache, turn by turn; yield each turn as it ends. Raises UsageError before a
+        turn that would exceed the model's positions."""
         talks = {name: self._conversation(loaded, name) for name in self.methods}
         for number in range(self.turns):
             question = QUESTIONS[number % len(QUESTIONS)]
@@ -183,7 +187,7 @@ class LongChat(Study):
                 yield Turn(name, *counts, timing.prefill_s, timing.decode_s, same, result.memory, result.text)
 
     def _conversation(self, loaded: Loaded, method: str) -> Conversation:
-        """Return a method's; options go to those that take them."""
+        """Return a method's conversation, with the options that the method accepts."""
         given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
         options = {key: value for key, value in given.items() if key in takes(method)}
         cache: Any = new_cache(loaded.model, method, **options)

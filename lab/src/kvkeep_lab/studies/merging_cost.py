@@ -1,4 +1,4 @@
-"""``merging-cost``: seconds and peak memory of methods that merge neighbours, and of others beside them."""
+"""``merging-cost``: seconds and peak memory of methods that merge neighbours, compared with other methods."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ OURS, RIVAL = "kvslimmer", "asymkv"
 
 @dataclass(frozen=True)
 class RequestCost:
-    """One method after a prompt of ``length`` tokens in chunks of ``chunk`` (0: the method's own choice).
-
-    mean_ms: of all steps, since merging is paid once for many. held_bytes: entries after the last step, with
-    bookkeeping. peak_bytes: the most of cache, workspace and bookkeeping; on a GPU, all that was given out.
-    """
+    """One method after a prompt of ``length`` tokens in chunks of ``chunk`` (0: the method's default)."""
 
     method: str
     length: int
     chunk: int
     prefill_s: float | None = None
     mean_ms: float | None = None
+    """Mean milliseconds of all steps, because one merge serves many steps."""
     held_bytes: int = 0
+    """Bytes of entries after the last step, with bookkeeping."""
     peak_bytes: int = 0
+    """Peak bytes of cache, workspace and bookkeeping; on a GPU, of all allocations."""
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """All of them. answer: tokens that an answer has, for seconds of a whole request."""
+    """All measurements. answer: tokens of an answer, for the seconds of a complete request."""
 
     rows: list[RequestCost]
     answer: int
 
     def of(self, method: str, length: int, chunk: int = 0) -> RequestCost | None:
-        """Return one of those that were measured, or None."""
+        """Return a measurement, or None if it is missing."""
         return next(iter(where(self.rows, method=method, length=length, chunk=chunk, error="")), None)
 
     def seconds(self, row: RequestCost) -> float:
@@ -100,7 +99,7 @@ class MergingCost(Study):
 
     @property
     def compared(self) -> tuple[str, str]:
-        """KVSlimmer and AsymKV, or what stands for them."""
+        """KVSlimmer and AsymKV, or their substitutes."""
         first, second = self.pair or (OURS, RIVAL)
         return first, second
 

@@ -32,28 +32,27 @@ from kvkeep_lab.tasks.base import Metric
 DONOR, RECIPIENT = "What is the capital of Australia?", "What language is spoken in France?"  # the paper's
 
 AFTER = 10
-"""Tokens that the donor writes and that are then read with the cache of each patched pass."""
+"""Tokens that the donor generates, which are then read with the cache of each patched pass."""
 
 
 @dataclass(frozen=True)
 class Patching:
-    """KL(patched || donor) of the next token's distributions, in nats, with the residuals entering ``layer`` replaced.
-
-    also_reads: what later layers read beside the residuals, so that the paper's claim is not about this model.
-    information: bits that the cache of the layers before carries about the next token, given the residuals (Eq. 10).
-    later: the same about one of the donor's next tokens after that, read with the cache: the most of :data:`AFTER`.
-    None in results of earlier versions.
-    """
+    """The next token after the residuals that enter ``layer`` are replaced. Figures that earlier versions did not
+    measure are None."""
 
     layer: int
     kl: float
+    """KL(patched || donor) of the next-token distributions, in nats."""
     also_reads: str = ""
+    """Other inputs of later layers besides the residuals; the paper's claim does not cover such a model."""
     information: float | None = None
+    """Bits that the cache of the preceding layers carries about the next token, given the residuals (Eq. 10)."""
     later: float | None = None
+    """The same bits about one of the donor's later tokens, read with the cache: the maximum of :data:`AFTER`."""
 
     @property
     def holds(self) -> bool:
-        """The residual stream determines everything after it, wherever it is all that is handed on."""
+        """Whether the residual stream determines the rest of the pass, in a model that passes on only residuals."""
         return self.kl == 0 or bool(self.also_reads)
 
 
@@ -65,7 +64,7 @@ class Patches:
 
 
 class PatchingStudy(Study):
-    """KV-Direct's Fig. 8, and Eq. 10."""
+    """KV-Direct's Fig. 8 and Eq. 10."""
 
     name = "patching"
     about = "residual patching: a donor's residuals in a recipient's pass, layer by layer"
@@ -152,7 +151,7 @@ class PatchingStudy(Study):
         return [table]
 
     def draw(self, found: Patches, path: FilePath, *, title: str) -> None:
-        """Draw the KL at each layer; what is 0 lies on the axis."""
+        """Draw the KL at each layer; a KL of 0 lies on the axis."""
         with panels(path, title, height=3) as (axes,):
             for place, (single, words) in enumerate(
                 ((True, "nothing else is read"), (False, "something else is, too"))
@@ -168,7 +167,7 @@ class PatchingStudy(Study):
 
 @contextmanager
 def replacing(layer: nn.Module, **replaced: Any) -> Iterator[None]:
-    """Within the block, hand ``layer`` other ``hidden_states`` (its first argument) or other keyword arguments."""
+    """Replace the ``hidden_states`` of ``layer`` (its first argument) or other keyword arguments within the block."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         wanted = dict(replaced)

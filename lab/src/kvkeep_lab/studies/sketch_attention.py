@@ -35,7 +35,7 @@ from kvkeep_lab.tasks.base import Metric
 
 NORMAL, PUBLISHED, SIGNED = "normal", "text, as published", "text, keys signed"
 HEADS = 8
-"""Of the normal vectors."""
+"""Number of heads of the normal vectors."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all rows together, while decoding; nan where nothing was measured."""
+        """Tokens a second of all rows together during decoding; nan without measurements."""
         return 1e3 * self.batch / (self.step_ms or math.nan)
 
 

@@ -1,4 +1,4 @@
-"""Tasks for a model under a cache: one file each."""
+"""Tasks for a model under a cache; each is a module."""
 
 from __future__ import annotations
 

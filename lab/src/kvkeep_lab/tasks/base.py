@@ -1,4 +1,4 @@
-"""The contract of a task: prompts made of data, and scores of a model's answers."""
+"""The contract of a task: prompts made from data, and scores of a model's answers."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ def among(what: str, names: Iterable[str]) -> AfterValidator:
 
 
 def named(value: float | str) -> str:
-    """Return a value of an axis as a person reads it."""
+    """Return a value of an axis as text."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a task gives each sample, or each that it is about.
-
-    better: which way is better. kind: "share" (0 to 1, shown in percent), "saving" (what one takes less than another,
-    as a share of it, in percent; below 0 where it takes more), "number", or "perplexity" (nats a token, whose mean is
-    shown as its exponential). least: the least that a number can be.
-    """
+    """A number that a task computes for its samples, or for some of them."""
 
     name: str
     label: str
     better: Literal["higher", "lower"] = "higher"
+    """Direction of better numbers."""
     kind: Literal["share", "saving", "number", "perplexity"] = "share"
+    """"share" (0 to 1, shown in percent), "saving" (the relative saving against another cost, in percent; negative for
+    a higher cost), "number", or "perplexity" (nats a token; the mean is shown as its exponential)."""
     least: float = -math.inf
+    """Minimum possible number."""
 
     @property
     def percent(self) -> bool:
@@ -57,27 +56,29 @@ class Metric:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The least and the greatest that a number can be."""
+        """Minimum and maximum possible numbers."""
         return (0.0, 1.0) if self.kind == "share" else (self.least, math.inf)
 
     @property
     def floor(self) -> float | None:
-        """The worst that a number can be; None where it can be worse without end."""
+        """The worst possible number; None if it is unbounded."""
         worst = self.scale[self.better == "lower"]
         return worst if math.isfinite(worst) else None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt's token ids; ``facts``: what the answer is judged by."""
+    """One prompt."""
 
     ids: list[int]
+    """Its token ids."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """The data by which the answer is scored."""
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
+    """The numbers of one sample and their cost. A sample may lack metrics, except the first."""
 
     scores: dict[str, float]
     cost: AnswerCost
@@ -108,21 +109,21 @@ class Task(BaseModel, ABC):
     samples: int = Field(4, ge=1, description="number of prompts in each cell")
 
     def points(self) -> list[Point]:
-        """Return every combination of the axes; one without any where there are none."""
+        """Return every combination of the axes; one empty point without axes."""
         return [dict(zip(self.axes, values, strict=True)) for values in product(*(getattr(self, a) for a in self.axes))]
 
     def setting(self) -> dict[str, Any]:
-        """Return what cells must agree in to be compared: every field that is not an axis."""
+        """Return the fields that comparable cells share: every field that is not an axis."""
         return {key: value for key, value in self.model_dump(mode="json").items() if key not in self.axes}
 
     @abstractmethod
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that prompts are made of; raises UsageError, saying what ``data`` has to hold."""
+        """Return the source files of the prompts. Raises UsageError with the required contents of ``data``."""
 
     @abstractmethod
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Return the samples of a cell, the same for the same arguments. Raises UsageError where there are too few."""
+        """Return the samples of a cell; equal arguments give equal samples. Raises UsageError if there are too few."""
 
     @abstractmethod
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
-        """Let ``subject`` answer, and judge it."""
+        """Generate the answer of ``subject``, and score it."""

@@ -24,8 +24,8 @@ from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 HUB = "Xnhyacinth/LongBench"
-"""The authors' own repository needs a script that ``datasets`` no longer runs; this has the same rows, and
-lm-evaluation-harness reads it, too."""
+"""Repository with the rows of the authors' repository, which needs a script that ``datasets`` does not run.
+lm-evaluation-harness uses the same repository."""
 
 GROUPS = {
     "single_doc": "Single-Doc",
@@ -49,7 +49,7 @@ class Setting:
     first_line: bool = False
 
     def line(self, text: str) -> str:
-        """Return the part of an answer that counts."""
+        """Return the scored part of an answer."""
         return text.lstrip("\n").split("\n")[0] if self.first_line else text
 
     def ended(self, text: str) -> bool:
@@ -57,7 +57,7 @@ class Setting:
         return self.first_line and "\n" in text.lstrip("\n")
 
     def score(self, text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-        """Return the best share of any of the right answers."""
+        """Return the maximum score over the right answers."""
         judge, line = JUDGES[self.judge], self.line(text)
         return max((judge(line, right, classes) for right in answers), default=0.0)
 
@@ -99,7 +99,7 @@ class LongBench(Task):
         return [source(data, f"{name}.jsonl", Hub(HUB, name)) for name in self.dataset]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Take rows of one data set; seed 0 takes the first ones, any other draws."""
+        """Return rows of one data set: the first ones for seed 0, else a random draw."""
         name = str(point["dataset"])
         path = sources[self.dataset.index(name)]
         found = rows(path, "context", "answers", "all_classes")
@@ -124,7 +124,7 @@ class LongBench(Task):
 
 
 def cut(tokenizer: Any, text: str, limit: int) -> str:
-    """Return ``text`` without its middle, if it is longer than ``limit`` tokens: of half of them from each end."""
+    """Return ``text`` without its middle if it is longer than ``limit`` tokens; half of them come from each end."""
     ids = tokenizer(text, verbose=False).input_ids
     if len(ids) <= limit:
         return text

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
 Judge = Callable[[str, str, Sequence[str]], float]
-"""Gets the answer, the right one, and the names of all classes."""
+"""Called with the answer, the right answer, and the names of all classes."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -51,13 +51,13 @@ def classification(text: str, right: str, classes: Sequence[str] = ()) -> float:
 
 
 def retrieval(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """The share of the numbers in ``text`` that are the one of ``right``, "Paragraph 12"."""
+    """Return the share of the numbers in ``text`` that equal the number of ``right``, "Paragraph 12"."""
     found = re.search(r"Paragraph (\d+)", right)
     return count(text, found[1]) if found else 0.0
 
 
 def count(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """The share of the numbers in ``text`` that are ``right``."""
+    """Return the share of the numbers in ``text`` that equal ``right``."""
     numbers = re.findall(r"\d+", text)
     return numbers.count(right) / len(numbers) if numbers else 0.0
 

@@ -57,7 +57,7 @@ class LongBenchV2(Task):
         return [source(data, "data.json", Hub("THUDM/LongBench-v2", split="train"))]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Take questions; seed 0 takes the first ones, any other draws."""
+        """Return questions: the first ones for seed 0, else a random draw."""
         found = rows(sources[0], *_PLACES.values(), "answer", "difficulty", "length")
         taken = drawn(found, self.samples, seed, f"'{sources[0]}' has {len(found)} questions")
         return [self._sample(tokenizer, row) for row in taken]
@@ -76,12 +76,12 @@ class LongBenchV2(Task):
 
 
 def filled(row: dict[str, Any]) -> str:
-    """Return the prompt of a row: each place is filled once, so that a text may have such marks in it."""
+    """Return the prompt of a row. Each placeholder is filled once, so that a text may contain placeholders."""
     return re.sub("|".join(map(re.escape, _PLACES)), lambda found: row[_PLACES[found[0]]].strip(), PROMPT)
 
 
 def chosen(text: str) -> str | None:
-    """Return the letter that an answer chooses, if it says so in the form that was asked for."""
+    """Return the letter that an answer chooses, if it has the requested form."""
     found = _BRACKETED.search(_plain(text)) or _BARE.search(_plain(text))
     return found[1] if found else None
 

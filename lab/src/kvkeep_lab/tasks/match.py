@@ -1,4 +1,4 @@
-"""Tokens, KL and perplexity against the full cache: the sharpest measure, and it needs no labels."""
+"""Tokens, KL and perplexity compared with the full cache: the most sensitive measure, without labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A needle in a haystack: one sentence in a long text, and a question that only it answers."""
+"""A needle in a haystack: one sentence in a long text, and a question that only this sentence answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Needle(Task):
         return text_files(data)
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Hide one needle for each sample; the haystack is the same at every depth."""
+        """Insert one needle for each sample; the haystack is the same at every depth."""
         text, length, depth = joined(sources), int(point["length"]), float(point["depth"])
         made = []
         for number in range(self.samples):

@@ -1,4 +1,4 @@
-"""Perplexity of any text, each token given the bounded cache of the tokens before it."""
+"""Perplexity of any text; each token is predicted from the bounded cache of the preceding tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Perplexity(Task):
         return [source(data, self.file)]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Cut the windows; seed 0 takes the first ones, any other draws."""
+        """Return windows: the first ones for seed 0, else a random draw."""
         length = int(point["length"])
         stride = self.stride or length
         ids = list(tokenizer(read_text(str(sources[0])), add_special_tokens=False, verbose=False).input_ids)

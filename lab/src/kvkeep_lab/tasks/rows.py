@@ -101,8 +101,8 @@ def rows(path: Path, *wanted: str) -> list[dict[str, Any]]:
 
 
 def drawn(found: Sequence[T], count: int, seed: int, what: str) -> list[T]:
-    """Return ``count`` of what was found: the first ones for seed 0, for any other seed a draw. Raises UsageError where
-    there are fewer; ``what`` says how many of what there are, and where."""
+    """Return ``count`` items of ``found``: the first ones for seed 0, else a random draw. Raises UsageError if there
+    are fewer; ``what`` names the items and their place."""
     if len(found) < count:
         raise UsageError(f"{what}, and {count} are wanted.")
     return list(found[:count]) if seed == 0 else random.Random(seed).sample(found, count)

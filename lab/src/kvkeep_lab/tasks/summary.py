@@ -1,4 +1,4 @@
-"""Summaries, judged by ROUGE against the ones people wrote."""
+"""Summaries, scored by ROUGE against reference summaries by people."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HUBS = {
     "cnn_dm.jsonl": Hub("abisee/cnn_dailymail", "3.0.0", rows=500),
     "xsum.jsonl": Hub("EdinburghNLP/xsum", rows=500),
 }
-"""What is fetched from the hub where no data folder is given, by the name of the file."""
+"""Data sets of the hub that replace a missing data folder, by the name of the file."""
 
 
 class Summary(Task):
@@ -69,7 +69,7 @@ class Summary(Task):
         return [source(data, self.file, HUBS.get(self.file))]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Take articles from the file; seed 0 takes the first ones, any other draws."""
+        """Return articles of the file: the first ones for seed 0, else a random draw."""
         found = [
             Sample(ids, {"summary": summary})
             for article, summary in articles(sources[0])

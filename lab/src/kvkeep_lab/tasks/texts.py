@@ -1,4 +1,4 @@
-"""Text files that prompts are cut from."""
+"""Text files from which prompts are cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRIES = 200  # places that a seed may choose before a text counts as full
 
 
 class ShortText(UsageError):
-    """A text has no room for the passages that are asked for."""
+    """A text is too short for the requested passages."""
 
 
 def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
@@ -59,7 +59,7 @@ def begun(tokenizer: Any, text: str, prompt: str | None, lead: str, gap: str) ->
 
 
 def joined(sources: Sequence[Path]) -> str:
-    """Return all texts in a row."""
+    """Return all texts concatenated."""
     return "\n\n".join(read_text(str(path)).strip() for path in sources)
 
 
@@ -78,7 +78,7 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
 
 
 def _sentence(text: str, place: int) -> int | None:
-    """Return where the first sentence after ``place`` begins; None where none does."""
+    """Return the start of the first sentence after ``place``, or None."""
     ends = [end + 2 for mark in (". ", ".\n") if (end := text.find(mark, place)) >= 0]
     return min(ends, default=None)
 

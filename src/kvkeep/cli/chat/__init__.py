@@ -1,1 +1,1 @@
-"""``kvkeep chat``: a loop free of the terminal, its commands as a table, and the screen it is shown on."""
+"""``kvkeep chat``: a loop without terminal code, a table of commands, and the screen."""

@@ -1,4 +1,4 @@
-"""Answers: one is generated, shown, saved, and described in a line."""
+"""Generates an answer, shows it, saves it, and describes it in a line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvkeep.cli.generate import as_json
 from kvkeep.decode.generate import Generation
 
 RETRY_TEMPERATURE = 0.8
-"""Of another answer, where answers are greedy: greedy ones are all the same."""
+"""Temperature of a further answer if answers are greedy: all greedy answers are equal."""
 
 
 def ask(chat: Chat, question: str, *files: Attachment) -> None:
     """Answer a question, after the attached files and ``files``. If the context is full, offer ways to continue; the
-    question then waits, and all the files are attached."""
+    question then waits, and all the files stay attached."""
     before = chat.pending, chat.attachments
     chat.pending, chat.attachments = question, [*chat.attachments, *files]
     text = with_attachments(chat, question)
@@ -68,8 +68,8 @@ def save(chat: Chat) -> None:
 
 
 def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
-    """Return whether the context has space for an answer to a prompt of ``tokens``, which ``chat.at_end`` may make;
-    else offer ways to continue, and note that ``line`` failed."""
+    """Return whether the context has space for an answer to a prompt of ``tokens``; ``chat.at_end`` may make space. If
+    it has none, offer ways to continue, and record that ``line`` failed."""
     if context_limit.fits(chat, tokens):
         return True
     if chat.at_end == context_limit.ASK:
@@ -80,8 +80,8 @@ def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
 
 
 def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: str) -> bool:
-    """Show the answer to a prompt of ``tokens``, save it, and show what the cache holds. Return False if it was stopped
-    before it began."""
+    """Show the answer to a prompt of ``tokens``, save it, and show the state of the cache. Return False if the user
+    stopped it before its first token."""
     result = stream_answer(chat, tokens, generate)
     if result is None:
         chat.fail(line, STOPPED)

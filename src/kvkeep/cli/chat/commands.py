@@ -24,25 +24,26 @@ _NAME = re.compile(r"/[a-z]*")
 
 @dataclass(frozen=True)
 class Command:
-    """A command; its name has no slash here."""
+    """A command; ``name`` has no slash."""
 
     name: str
     takes: str
-    """What may follow the name."""
+    """Arguments that may follow the name."""
     help: str
     run: Callable[[Chat, str], None]
-    """Gets the chat, and what follows the name, stripped."""
+    """Runs the command with the chat and the stripped text after the name."""
     words: Callable[[str], Iterable[str]] = lambda begun: ()
-    """Returns completions of what was typed after the name."""
+    """Returns completions of the text after the name."""
 
     @property
     def usage(self) -> str:
-        """How it is typed."""
+        """The command as typed, with its arguments."""
         return f"/{self.name} {self.takes}".strip()
 
 
 def is_command(line: str) -> bool:
-    """Return whether a line is a command: its first word is a slash and letters. A path such as /etc/hosts is not."""
+    """Return whether a line is a command: its first word is a slash followed by letters, unlike a path such as
+    /etc/hosts."""
     return _NAME.fullmatch(line.split(maxsplit=1)[0]) is not None if line else False
 
 
@@ -191,7 +192,7 @@ def _exit(chat: Chat, rest: str) -> None:
 
 
 def _path_and_question(rest: str) -> tuple[str, str]:
-    """Return the path at the beginning of a text, which is in quotes if it has blanks, and what follows it."""
+    """Return the path at the beginning of a text, and the rest. A path with blanks is in quotes."""
     if not rest:
         raise UsageError("Name a file, and add a question if you like: /file notes.txt Who wrote this?")
     if os.path.isfile(path := os.path.expanduser(rest)):
@@ -216,7 +217,7 @@ def _write_new(path: str, text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a line of a question; of a long one the end, which follows its files."""
+    """Return a question in one line. A long question is reduced to its end, which follows the files."""
     parts = [text] if len(text) <= 60 else text.split("\n\n")
     line = " ".join(parts[-1].split())
     return ("... " if len(parts) > 1 else "") + (line if len(line) <= 60 else f"{line[:57]}...")

@@ -1,4 +1,4 @@
-"""The model's context is full: ways for a conversation to continue, instead of a refusal."""
+"""Ways to continue a conversation whose context is full."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkeep.decode.generate import Generation
 from kvkeep.errors import UsageError
 
 ASK = "ask"
-"""Offer the ways to continue."""
+"""Offer the user the ways to continue."""
 MIN_ANSWER_TOKENS = 32
-"""Free tokens that an answer needs, unless it may have fewer."""
+"""Minimum free tokens for an answer, unless a smaller limit is set."""
 MAX_SUMMARY_TOKENS = 256
-"""Tokens of a summary at most, whatever answers may have: half of one is no summary."""
+"""Maximum tokens of a summary, independent of the limit of answers, which would truncate it."""
 _NO_LIMIT = "This method has no context limit."
 _OTHERS = "Use '/context drop' or '/context endless'."
 
@@ -30,7 +30,7 @@ class Continuation:
     name: str
     help: str
     free: Callable[[Chat, str | None], None]
-    """Makes space for a question; None: for more of the last answer. Raises UsageError if that is not possible."""
+    """Makes space for a question; None makes space for more of the last answer. Raises UsageError if it cannot."""
 
 
 def fits(chat: Chat, tokens: int) -> bool:
@@ -105,8 +105,8 @@ def _endless(chat: Chat, question: str | None) -> None:
 
 
 def _oldest(chat: Chat, question: str | None) -> int:
-    """Return how many turns to forget, so that half of the context is free. Raises UsageError if none has to be
-    forgotten, or forgetting is not enough."""
+    """Return the number of oldest turns to remove, so that half of the context is free. Raises UsageError if no turn
+    has to be removed, or removing turns is not enough."""
     positions = chat.talk.positions
     if positions is None:
         raise UsageError(_NO_LIMIT)
@@ -144,4 +144,4 @@ CONTINUATIONS = {
         Continuation("endless", "keep only the first and the newest tokens (method streaming-llm)", _endless),
     )
 }
-"""The ways by name."""
+"""The ways to continue, by name."""

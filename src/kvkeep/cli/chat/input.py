@@ -1,4 +1,4 @@
-"""Questions from standard input, a line each; those of a terminal come by :mod:`~kvkeep.cli.chat.prompt`."""
+"""Questions from standard input, one per line; :mod:`~kvkeep.cli.chat.prompt` reads those of a terminal."""
 
 from __future__ import annotations
 

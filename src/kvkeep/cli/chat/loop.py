@@ -1,4 +1,4 @@
-"""The loop of a chat: take a line, and answer it or run its command, until the last one."""
+"""The loop of a chat: reads lines, and answers each line or runs its command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or fo
 
 
 def run(chat: Chat) -> None:
-    """Take lines until there are no more. An error is shown, and the chat continues. Raises SystemExit after a hang-up,
-    and OSError if standard output cannot be written to."""
+    """Process lines until the last. An error is shown, and the chat continues. Raises SystemExit after a hang-up, and
+    OSError if standard output is not writable."""
     saver, left = chat.saver, False
     try:
         while not chat.signals.received and _line(chat):
@@ -30,7 +30,7 @@ def run(chat: Chat) -> None:
 
 
 def _line(chat: Chat) -> bool:
-    """Take the next line; return whether another may follow."""
+    """Process the next line; return whether another may follow."""
     line: str | None = None
     try:
         with chat.signals.exit_at_once():

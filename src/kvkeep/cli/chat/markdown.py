@@ -1,7 +1,7 @@
-"""Markdown on a terminal while the model writes it, without flicker: only lines that changed are written again.
+"""Renders Markdown on a terminal while the model writes it, without flicker: only changed lines are rewritten.
 
-Of the text only the last block (a paragraph, a list, a code block) can still change. Those before it are written once
-and left to the terminal, so an answer of any length scrolls as text does.
+Only the last block of the text (a paragraph, a list, a code block) can still change. Earlier blocks are written once,
+and the terminal scrolls them, so an answer can have any length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "ta
 
 
 class CodeBlock(RichCodeBlock):
-    """Code in the terminal's own colours, without padding that would be copied along with it."""
+    """Code in the terminal's default colours, without padding, which a user would copy with the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip()
@@ -45,7 +45,7 @@ class LeftHeading(Heading):
 
 
 class AnswerMarkdown(Markdown):
-    """Markdown of a model: line ends and HTML are shown as they are, and so are the addresses of links."""
+    """Markdown of a model. Line ends, HTML and the URLs of links are shown unchanged."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = Markdown.elements | {
         "fence": CodeBlock, "code_block": CodeBlock, "heading_open": LeftHeading,
@@ -61,7 +61,7 @@ class AnswerMarkdown(Markdown):
 
 
 class MarkdownWriter:
-    """Shows one answer on ``console`` by ``write``, which writes to the terminal at once."""
+    """Shows one answer on ``console``. ``write`` writes text to the terminal immediately."""
 
     def __init__(self, console: Console, write: Callable[[str], object]) -> None:
         self._console, self._write = console, write
@@ -71,13 +71,13 @@ class MarkdownWriter:
         self._width, self._drawn = console.width, 0.0
 
     def add(self, text: str) -> None:
-        """Add a piece of the answer; show it unless the last update was a moment ago."""
+        """Add a piece of the answer. Show it if INTERVAL_S passed since the last update."""
         self._source += printable(text)
         if time.monotonic() - self._drawn >= INTERVAL_S:
             self._draw()
 
     def close(self) -> None:
-        """Show all of it, and end its last line."""
+        """Show the complete answer, and end its last line."""
         self._draw()
         if self._shown:
             self._write("\n")
@@ -96,8 +96,8 @@ class MarkdownWriter:
         self._drawn = time.monotonic()
 
     def _rendered(self, source: str) -> list[str]:
-        """Return the lines of a block as the terminal takes them; one column stays free, so that no terminal breaks
-        a full line in two."""
+        """Return the lines of a block for the terminal. One column stays free, so that no terminal wraps a full
+        line."""
         if not source.strip():
             return []
         with self._console.capture() as captured:
@@ -107,8 +107,7 @@ class MarkdownWriter:
         return lines[visible[0] : visible[-1] + 1] if visible else []
 
     def _replace(self, lines: list[str]) -> None:
-        """Write ``lines`` in the place of those that are shown, from the first that differs on, as far up as the screen
-        reaches."""
+        """Replace the shown lines by ``lines``, from the first difference within the height of the screen."""
         shown = self._shown
         if lines == shown:
             return
@@ -124,13 +123,13 @@ class MarkdownWriter:
 
 
 def _joined(above: list[str], below: list[str]) -> list[str]:
-    """Return the lines of both, with an empty one between them."""
+    """Return the lines of both, with an empty line between them."""
     return [*above, *([""] if above and below else []), *below]
 
 
 def _blocks(source: str) -> tuple[list[str], str]:
-    """Return the blocks of ``source`` that no further text can change, and the rest: the last block, and a line that
-    is not complete, which may be a part of it or of one of its own."""
+    """Return the blocks of ``source`` that further text cannot change, and the rest. The rest is the last block and an
+    incomplete line, which may belong to it or begin another block."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", source)
     complete = "".join(lines if source.endswith("\n") else lines[:-1])
     tokens = [token for token in _PARSER.parse(complete) if token.level == 0 and token.map and token.nesting >= 0]

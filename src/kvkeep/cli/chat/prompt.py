@@ -1,7 +1,7 @@
-"""Questions on a terminal, by prompt_toolkit: pasted text is one question, of any length; lines are edited, completed,
-and remembered in a file that nobody else can read.
+"""Questions on a terminal, by prompt_toolkit. A pasted text of any length is one question. Lines can be edited and
+completed, and are saved in a file that only the user can read.
 
-A terminal by itself gives lines of at most 4,095 bytes, so that a pasted text would be several questions.
+A terminal without it returns lines of at most 4,095 bytes, which would split a pasted text into several questions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
 
 MAX_CHARACTERS = 4000
-"""Of a question that is remembered; a pasted text is not."""
+"""Maximum characters of a remembered question; a pasted text is longer."""
 
 
 def prompt(remember: bool) -> Ask:
@@ -60,7 +60,7 @@ class _Commands(Completer):
 
 
 class _Questions(FileHistory):
-    """Questions in a file; one that cannot be written is kept until the chat ends."""
+    """Questions in a file. If the file is not writable, they are kept until the chat ends."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError, UnicodeEncodeError):
@@ -69,8 +69,8 @@ class _Questions(FileHistory):
 
 
 def _history(remember: bool) -> History:
-    """Return the questions of this and of earlier chats; of this chat alone without ``remember``, or if the file cannot
-    be written."""
+    """Return the questions of this and of earlier chats. Without ``remember``, or if the file is not writable, only
+    those of this chat."""
     with suppress(OSError, UsageError):
         if remember:
             path = data_folder() / "chat-history"

@@ -1,4 +1,4 @@
-"""Saving a chat: to its session after each turn, and without a session on a hang-up."""
+"""Saves a chat: to its session after each turn, and on a hang-up if it has no session."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkeep.decode.session_store import SessionStore, sessions_folder
 from kvkeep.errors import KvkeepError, UsageError
 
 HANGUP_PREFIX = "hangup-"
-"""The names of chats that were saved on a hang-up begin with it."""
+"""Prefix of the names of chats saved on a hang-up."""
 
 
 class Saver:
-    """Saves a conversation to the session ``name``: a path, or with ``folder`` a name in it; None: to none yet."""
+    """Saves a conversation to the session ``name``: a path, or a name in ``folder``. None: no session yet."""
 
     def __init__(self, name: str | None = None, folder: str | None = None) -> None:
         if name is None and folder is not None:
@@ -37,7 +37,7 @@ class Saver:
             self.session.close()
 
     def save(self, talk: Conversation) -> str | None:
-        """Save if there is a session. Return the sentence of an error, None without one."""
+        """Save the conversation if it has a session. Return the message of an error, or None."""
         if self.session is None:
             return None
         try:
@@ -49,8 +49,8 @@ class Saver:
         return None
 
     def save_as(self, talk: Conversation, name: str) -> str:
-        """Save to the session ``name`` from now on; return its path. Raises SessionError, and UsageError if it holds a
-        conversation."""
+        """Save to the session ``name`` from this call on; return its path. Raises SessionError, and UsageError if the
+        session contains a conversation."""
         talk.check_savable()
         fresh = self._open(name)
         try:
@@ -84,7 +84,7 @@ class Saver:
 
 
 def last_hangup() -> str | None:
-    """Return the path of the last conversation that was saved on a hang-up within a day; None without one."""
+    """Return the path of the last conversation saved on a hang-up within a day, or None."""
     with suppress(OSError, UsageError):  # a user without a home has none
         paths = sorted(sessions_folder().glob(f"{HANGUP_PREFIX}*.session"))
         if paths and time.time() - paths[-1].stat().st_mtime < 86400:

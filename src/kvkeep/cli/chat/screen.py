@@ -21,8 +21,11 @@ Say = Callable[[str], None]
 
 
 class Screen:
-    """``ask`` returns the next question. interactive: a person types on a terminal. silent: answers are not shown.
-    plain: they are shown as the model writes them, without Markdown."""
+    """The input and output of a chat.
+
+    ask: returns the next question. interactive: a person types on a terminal. silent: do not show answers. plain: show
+    answers as text, without rendering Markdown.
+    """
 
     def __init__(self, ask: Ask, *, interactive: bool = False, silent: bool = False, plain: bool = False) -> None:
         self.ask, self.interactive, self.silent = ask, interactive, silent
@@ -49,13 +52,13 @@ class Screen:
         output.err.print(table, style="dim")
 
     def reading(self, tokens: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show how much of a prompt was read, within the block."""
+        """Show the progress of reading a prompt within the block."""
         return output.reading(tokens, silent=self.silent)
 
     @contextmanager
     def answer(self) -> Iterator[Say]:
-        """Yield a function that shows a piece of an answer; the block's end ends its last line. An error of writing is
-        kept in ``write_error``."""
+        """Yield a function that shows a piece of an answer. The last line ends with the block. A write error is stored
+        in ``write_error``."""
         if self.silent:
             yield lambda text: None
             return
@@ -76,7 +79,7 @@ class Screen:
 
 
 class _Plain:
-    """Writes an answer as it is; to a terminal without control characters."""
+    """Writes an answer unchanged; a terminal gets it without control characters."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal
@@ -88,15 +91,15 @@ class _Plain:
         output.write_answer(text)
 
     def close(self) -> None:
-        """End the last line. In a pipe every answer has one."""
+        """End the last line, if needed. In a pipe every answer ends with a line end."""
         if self._written:
             output.write("\n")
 
 
 @contextmanager
 def _echo_off(interactive: bool) -> Iterator[None]:
-    """Within the block the terminal does not show what is typed, which would mix with an answer; the next question gets
-    it."""
+    """Turn off the echo of the terminal within the block, because typed text would mix with an answer. The next
+    question receives the typed text."""
     with ExitStack() as stack:
         if interactive and termios is not None:
             with suppress(termios.error):  # of a terminal that was closed

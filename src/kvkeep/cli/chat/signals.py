@@ -14,10 +14,11 @@ from kvkeep.cli.standard_streams import output_error
 
 
 class EndSignals:
-    """Within the block the first SIGTERM or SIGHUP sets a flag, so that an answer can be finished and saved. A second
-    one, or one while :meth:`exit_at_once`, exits at once. The exit code is a shell's for the signal.
+    """Handle signals within the block. The first SIGTERM or SIGHUP sets a flag, so that an answer can be finished and
+    saved. A second signal, or one during :meth:`exit_at_once`, exits immediately. The exit code is that of a shell for
+    the signal.
 
-    A terminal that is closed counts as SIGHUP: its reads and writes may fail before the signal arrives.
+    A closed terminal counts as SIGHUP: its reads and writes may fail before the signal arrives.
     """
 
     def __init__(self) -> None:
@@ -44,14 +45,14 @@ class EndSignals:
 
     @property
     def received(self) -> bool:
-        """Whether a signal came, or the terminal was closed."""
+        """Whether a signal arrived or the terminal was closed."""
         if self.code is None and self._terminal and not os.isatty(0):
             self.code = 128 + signal.SIGHUP
         return self.code is not None
 
     @contextmanager
     def exit_at_once(self) -> Iterator[None]:
-        """Within the block a signal, also an earlier one, raises SystemExit."""
+        """Raise SystemExit within the block on a signal, or on an earlier one."""
         self._exits = True
         try:
             self.exit_if_received()
@@ -60,7 +61,7 @@ class EndSignals:
             self._exits = False
 
     def exit_if_received(self) -> None:
-        """Raise SystemExit if a signal came, or the terminal was closed."""
+        """Raise SystemExit if a signal arrived or the terminal was closed."""
         if self.received:
             raise SystemExit(self.code)
 

@@ -34,14 +34,14 @@ class Chat:
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
-    """What to do when the context is full: ask, or the name of a continuation."""
+    """Action when the context is full: ask, or the name of a continuation."""
     attachments: list[Attachment] = field(default_factory=list)
     pending: str | None = None
-    """A question that did not fit into the context."""
+    """The question that did not fit into the context."""
     retries: int = 0
-    """How often answers were sampled again."""
+    """Number of resampled answers."""
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """Answers and errors, as ``--json`` prints them."""
+    """Answers and errors, in the form that ``--json`` prints."""
     failed: bool = False
     """Whether a line failed."""
 
@@ -51,6 +51,6 @@ class Chat:
         return {"max_new_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
 
     def fail(self, line: str | None, error: str) -> None:
-        """Note that a line failed. line: None for one that could not be read."""
+        """Record that a line failed. line: None if it could not be read."""
         self.turns.append({"question": line, "error": error})
         self.failed = True

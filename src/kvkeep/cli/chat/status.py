@@ -1,4 +1,4 @@
-"""The line after an answer: what the cache holds, how fast the answer was, why it is empty or cut."""
+"""The line after an answer: the state of the cache, the speed, and the reason if the answer is empty or cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMS = {
     EntryState.MERGED: "merged",
     EntryState.SKETCHED: "in a sketch",
 }
-"""Other forms in which entries are in memory."""
+"""Other forms of entries in memory."""
 
 
 def status(cache: Any, result: Generation) -> str:
@@ -32,8 +32,8 @@ def status(cache: Any, result: Generation) -> str:
 
 
 def places(cache: Any, memory: Memory) -> list[str]:
-    """Return how many tokens are in memory, on average over layers and heads; where the others are, or what they are
-    rebuilt from; how many were dropped; with the bytes."""
+    """Return the mean number of tokens in memory over layers and heads, the place or source of the other tokens, and
+    the number of dropped tokens, with bytes."""
     length, exact, spec = cache.get_seq_length(), True, None
     counts = {EntryState.RESIDENT: length}
     if isinstance(cache, KeepCache):
@@ -55,21 +55,22 @@ def places(cache: Any, memory: Memory) -> list[str]:
 
 
 def _source(spec: CheckpointSpec, count: int) -> str:
-    """Return where ``count`` bytes of evicted entries are, or what they are rebuilt from."""
+    """Return the place of ``count`` bytes of evicted entries, or the source that they are rebuilt from."""
     if spec.kind == "tokens":
         return "from token ids"
     return f"on {spec.where} ({size(count)})" if spec.kind == "kv" else f"from {size(count)} on {spec.where}"
 
 
 def _counts(cache: KeepCache, length: int) -> dict[EntryState, int]:
-    """Return how many of ``length`` tokens are in each state, on average; states without any are left out."""
+    """Return the mean number of ``length`` tokens in each state, without states that are empty."""
     counts = {state: round(share * length) for state, share in _shares(cache).items()}
     counts[max(counts, key=lambda state: counts[state])] += length - sum(counts.values())
     return {state: count for state, count in counts.items() if count}
 
 
 def _shares(cache: KeepCache) -> dict[EntryState, float]:
-    """Return the share of entries in each state, over the layers of full attention, or over all if there are none."""
+    """Return the share of entries in each state, over the layers of full attention, or over all layers if there are
+    none."""
     layers = cache.geometry.full_layers or cache.geometry.layers
     states = cache.entry_states()
     counts = torch.zeros(len(EntryState), dtype=torch.int64)

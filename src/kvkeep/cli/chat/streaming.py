@@ -1,4 +1,4 @@
-"""An answer is shown while the model writes it."""
+"""Shows an answer while the model writes it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STOPPED = "Stopped while reading; nothing was changed."
 
 
 def stream_answer(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Generation | None:
-    """Show what ``generate`` writes after a prompt of ``tokens``. Ctrl-C, a hang-up or a closed output end it; return
-    None if that came while the model read the prompt: nothing is changed then."""
+    """Show the text of ``generate`` after a prompt of ``tokens``. Ctrl-C, a hang-up or a closed output end it. If that
+    happens while the model reads the prompt, return None and change nothing."""
     screen = chat.screen
     with interruptible() as interrupted:
         try:

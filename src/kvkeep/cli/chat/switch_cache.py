@@ -1,4 +1,5 @@
-"""Another method or budget in mid-conversation: the new cache takes the old one's entries, or reads the text again."""
+"""Changes method or budget during a conversation. The new cache takes the old cache's entries, or reads the text
+again."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from kvkeep.policies.request import Request
 from kvkeep.stock import STOCK, new_cache, requested
 
 NONE = "none"
-"""What a user types for no budget, system prompt or file."""
+"""Word for no budget, system prompt or file."""
 
 
 def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
-    """Continue with ``method`` and ``budget``, None for the present one, and show whether the conversation is read
-    again. Raises UsageError, and whatever a :class:`KeepCache` raises; nothing is changed then."""
+    """Continue with ``method`` and ``budget``; None keeps the present one. Show whether the conversation is read again.
+    Raises UsageError, and the errors of :class:`KeepCache`; the conversation is then unchanged."""
     talk = chat.talk
     cache, reason = _carried_over(talk.cache, talk.model, _request(talk.cache, method, budget))
     if chat.saver.session is not None:
@@ -39,7 +40,7 @@ def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
 
 
 def _unread(talk: Conversation) -> bool:
-    """Return whether the next answer reads turns anyway, for instance after a change of the system prompt."""
+    """Return whether the next answer reads turns in any case, for instance after a change of the system prompt."""
     prompt = talk.last_prompt()
     return talk.ids[: len(prompt)] != prompt
 
@@ -55,8 +56,8 @@ def describe(cache: Cache) -> str:
 
 
 def _request(cache: Cache, method: str | None, budget: str | None) -> Request | None:
-    """Return the request for another ``method`` or ``budget``, with those other options of the cache that the method
-    takes; None for transformers' own cache. Raises UsageError."""
+    """Return the request for another ``method`` or ``budget``, with the cache's other options that the method accepts;
+    None for transformers' cache. Raises UsageError."""
     if method == STOCK:
         return requested(STOCK, budget)
     present = cache.request if isinstance(cache, KeepCache) else Request.parse()
@@ -72,8 +73,8 @@ def _request(cache: Cache, method: str | None, budget: str | None) -> Request | 
 
 
 def _carried_over(cache: Cache, model: object, request: Request | None) -> tuple[Cache, str | None]:
-    """Return the requested cache with the entries of ``cache``; if it cannot take them, an empty one, and the reason.
-    Without a requested kind of checkpoint, ``kv`` is tried besides the method's default."""
+    """Return the requested cache with the entries of ``cache``. If it cannot take them, return an empty cache, and the
+    reason. Without a requested kind of checkpoint, ``kv`` is tried in addition to the default kind of the method."""
     if request is None or not isinstance(cache, KeepCache):
         made = new_cache(model, STOCK) if request is None else KeepCache(model, request=request)
         return made, "transformers' own cache neither takes entries over nor hands them on"

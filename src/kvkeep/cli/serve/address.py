@@ -13,14 +13,14 @@ from kvkeep.errors import UsageError
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
+    """The address on which a server listens."""
 
     host: str
-    """An address or a name."""
+    """A network address or a host name."""
     port: int
-    """0: any free port."""
+    """Port; 0 for any free port."""
     tls: Mapping[str, str] = field(default_factory=dict)
-    """uvicorn's options for HTTPS; empty: HTTP."""
+    """uvicorn's options for HTTPS; empty for HTTP."""
 
     @property
     def is_local(self) -> bool:
@@ -61,7 +61,7 @@ class Address:
 
 
 def https(certificate: str | None, private_key: str | None) -> dict[str, str]:
-    """Return uvicorn's options for HTTPS; empty without files. Raises UsageError for files that cannot be used."""
+    """Return uvicorn's options for HTTPS; empty without files. Raises UsageError for unusable files."""
     if certificate is None and private_key is None:
         return {}
     if certificate is None or private_key is None:

@@ -75,7 +75,7 @@ def serve(
 
 
 def _access(file: str | None, address: Address, ray: str | None) -> tuple[list[str], str]:
-    """Return the keys, and a line that says who can use the server."""
+    """Return the keys, and a line that describes who can use the server."""
     from kvkeep.serve.http.keys import kept_key, keys_given
 
     if keys := keys_given(file):

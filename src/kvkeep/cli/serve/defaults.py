@@ -1,4 +1,4 @@
-"""The memory of a server, and the cache of sessions that name none: as given, or the planner's choice."""
+"""The memory of a server, and the default cache of its sessions: given by the user or chosen by the planner."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNLIMITED_TOKENS = 8192
 PLANNED_TOKENS = 8192
 """Maximum tokens of a conversation for which memory is reserved by default."""
 MEMORY_SHARE = 4
-"""By default at most 1/MEMORY_SHARE of the free memory is used."""
+"""The default memory is at most 1/MEMORY_SHARE of the free memory."""
 
 
 def with_defaults(service: Service, loaded: Loaded, conversations: int, processes: int = 1) -> Service:
-    """Return ``service`` with its memory and cache; what it lacks is chosen for ``conversations`` in each of
-    ``processes``. Prints each choice and its reason."""
+    """Return ``service`` with its memory and cache. Missing values are chosen for ``conversations`` in each of
+    ``processes``. Print each choice and its reason."""
     memory = service.memory
     if memory is None:
         memory, reason = default_memory(loaded, conversations, processes)
@@ -33,8 +33,8 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int, processe
 
 
 def with_defaults_for_replicas(service: Service, conversations: int, processes: int) -> Service:
-    """Return what :func:`with_defaults` does, before any of ``processes`` runs. A model loaded for it is freed again.
-    Raises the errors of loading for a model that cannot be served."""
+    """Return the result of :func:`with_defaults` before any of ``processes`` runs. A model loaded for it is freed
+    again. Raises the errors of loading for an unsupported model."""
     from kvkeep.models.loading import describe, load
     from kvkeep.native.library import trim_memory
 
@@ -50,8 +50,8 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
 
 
 def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
-    """Return the bytes of a process, and a line that explains them: enough for ``conversations`` with all their
-    entries, at most the process's part of the free memory."""
+    """Return the bytes of a process, and a line that explains them: space for ``conversations`` with all their entries,
+    at most the process's share of the free memory."""
     from kvkeep.models.weight_memory import free_memory
     from kvkeep.units import size
 
@@ -105,7 +105,7 @@ def _positions(loaded: Loaded) -> int:
 
 
 def _full_bytes(loaded: Loaded, tokens: int) -> int:
-    """Return the bytes granted to a conversation of ``tokens`` tokens with all its entries."""
+    """Return the bytes reserved for a conversation of ``tokens`` tokens with all its entries."""
     from kvkeep.cache import KeepCache
     from kvkeep.serve.arbiter import peak_bytes
 

@@ -17,10 +17,10 @@ from kvkeep.serve.service import Service
 def serve_replicas(
     service: Service, scale: Scale, cluster: str | None, address: Address, grace: float, saved: str, access: str
 ) -> None:
-    """Have Ray Serve run replicas.
+    """Run replicas with Ray Serve.
 
-    Without the address of a ``cluster``, until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
-    Replicas in a ``cluster`` keep running. saved, access: lines to print about sessions and keys.
+    Without the address of a ``cluster``, they run until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds
+    to finish. Replicas in a ``cluster`` keep running. saved, access: lines to print about sessions and keys.
     """
     port = address.port
     if cluster is None:
@@ -53,7 +53,7 @@ def serve_replicas(
 
 
 def _describe_cluster() -> None:
-    """Print what the cluster's processes lack, and how to end the replicas."""
+    """Print what the cluster's processes lack, and how to stop the replicas."""
     if missing := replicas.lacking():
         variables = " ".join(f"{name}={value}" for name, value in missing.items())
         note(f"start the cluster's processes with {variables}; docs/replicas.md explains these variables")

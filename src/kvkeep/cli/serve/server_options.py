@@ -1,4 +1,4 @@
-"""The options of ``kvkeep serve``, by what they are about."""
+"""The options of ``kvkeep serve``, grouped by subject."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from kvkeep.serve.replicas import Scale
 
 GRACE_S = 10.0
-"""Seconds that running answers get to finish, by default."""
+"""Default seconds for running answers to finish."""
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Memory of all conversations, and the cache of those that name none."""
+    """Memory of all conversations, and the default cache of conversations."""
 
     memory: Annotated[
         str | None,
@@ -57,19 +57,19 @@ class MemoryOptions:
     ] = 8
 
     def check(self) -> None:
-        """Check what can be known without importing torch. Raises UsageError or BudgetError."""
+        """Check the options as far as possible without torch. Raises UsageError or BudgetError."""
         CacheOptions(self.method, self.budget).check()
         if self.memory is not None:
             bytes_of(self.memory)
 
     def cache(self) -> dict[str, str]:
-        """Return the method and the budget, as far as they are given."""
+        """Return the given method and budget."""
         return {name: value for name in ("method", "budget") if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Where the server listens, and to whom."""
+    """The address of the server, and access to it."""
 
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
@@ -105,7 +105,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Where sessions are saved, and for how long."""
+    """The folder of sessions, their sizes and lifetimes."""
 
     sessions: options.Sessions = None
     quota: Annotated[
@@ -120,14 +120,14 @@ class SessionOptions:
     ] = None
 
     def limits(self) -> str:
-        """Return the end of a sentence that says how large sessions may be and how long they stay."""
+        """Return the end of a sentence about the maximum size and age of sessions."""
         size = "" if self.quota is None else f", at most {self.quota}: the least recently used are removed"
         return size + ("" if self.age is None else f", removed after {self.age:g} days without use")
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many processes serve, and where."""
+    """The number and place of server processes."""
 
     replicas: Annotated[
         str | None,
@@ -151,7 +151,7 @@ class ReplicaOptions:
     ] = None
 
     def check(self, memory: MemoryOptions, network: NetworkOptions, limits: LimitOptions, sessions: str | None) -> None:
-        """Raise UsageError for options that do not go together."""
+        """Raise UsageError for incompatible options."""
         if self.ray is None:
             if self.replicas is None and self.cores is not None:
                 raise UsageError("--cores is used with --replicas only; leave it out, or give --replicas.")

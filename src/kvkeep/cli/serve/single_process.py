@@ -72,7 +72,7 @@ def serve_here(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to :func:`_stop_on_signals`: answers end before connections do."""
+    """A server whose signals :func:`_stop_on_signals` handles, so that answers end before connections."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
 
 
 def _raise_file_limit() -> None:
-    """Allow the maximum number of open files: sessions in memory and connections need one each."""
+    """Raise the limit of open files to the maximum: each session in memory and each connection needs a file."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -92,8 +92,8 @@ def _raise_file_limit() -> None:
 
 
 def _stop_on_signals(server: uvicorn.Server, engine: Engine, grace: float) -> None:
-    """On SIGTERM and Ctrl-C refuse new requests, let answers finish within ``grace`` seconds, and stop the server; stop
-    it also when the engine ends."""
+    """Handle SIGTERM and Ctrl-C: refuse new requests, let answers finish within ``grace`` seconds, and stop the server.
+    Stop it also when the engine ends."""
 
     def stop_server() -> None:
         engine.join()

@@ -22,7 +22,7 @@ from kvkeep_lab.tasks.ruler.generated import (
 )
 
 ESSAYS = "haystack"
-"""Stands for the essays among the files that families read."""
+"""Name that stands for the essays among the source files of families."""
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ FAMILIES: dict[str, Family] = {
     "qa_2": _qa(reads="hotpotqa.json", load=qa.hotpotqa),
 }
 GENERATED = [name for name, family in FAMILIES.items() if family.reads in ("", ESSAYS)]
-"""Those that need no data set."""
+"""Names of the families that need no data set."""

@@ -21,13 +21,16 @@ from kvkeep_lab.tasks.texts import joined
 
 @dataclass(frozen=True)
 class RulerQuestion:
-    """One question. text: the user's message. lead: how the answer is begun for the model. answers: what has to stand
-    in the answer. right: how the right answer goes on after ``lead``, without the space before it."""
+    """One question."""
 
     text: str
+    """The user's message."""
     lead: str
+    """The beginning of the answer, given to the model."""
     answers: list[str]
+    """Strings that the answer must contain."""
     right: str
+    """The right continuation of ``lead``, without the space before it."""
 
 
 LISTS: dict[str, list[str]] = {
@@ -54,7 +57,7 @@ _MANY = (
     "The special magic {kind} for {query} mentioned in the provided text are",
 )
 _DEPTHS = [round(100 * place / 39) for place in range(40)]
-"""Where needles may lie in essays, in percent of the sentences."""
+"""Possible depths of needles in essays, in percent of the sentences."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Niah:
 
 
 def words(paths: Sequence[Path]) -> list[str]:
-    """Return all words of the essays in a row."""
+    """Return all words of the essays in order."""
     return joined(paths).split()
 
 
