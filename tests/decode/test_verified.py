@@ -143,11 +143,11 @@ def test_criteria_of_ones_own_by_row_and_a_stream_of_what_is_committed() -> None
     ("spec", "given", "sentence"),
     [
         ("h2o", {}, r"\+verified"),
-        ("snapkv+verified", {"num_beams": 2}, "Beams"),
+        ("snapkv+verified", {"num_beams": 2}, "Beam search"),
         ("snapkv+verified", {"output_attentions": True}, "output_attentions"),
         ("snapkv+verified", {"capacity": 9}, "capacity"),
         ("snapkv+verified", {"budget": 0}, "at least 4"),
-        ("snapkv+verified:0", {}, "at least one"),
+        ("snapkv+verified:0", {}, "at least 1 token"),
         ("kv-direct+verified", {}, "recalls everything at every step"),
         ("snapkv+verified", {"budget": None}, "needs a budget"),
     ],
