@@ -261,7 +261,7 @@ class KeepCache(Cache):
         checkpoints, and the next entries use their space. Raises UsageError for a method that does not keep all entries
         in checkpoints."""
         if count < 0:
-            raise UsageError(f"The number of entries to evict is 0 or more, not {count}.")
+            raise UsageError(f"The number of entries to evict must be at least 0, not {count}.")
         for layer in self._backed():
             layer.resident.evict(count)
 

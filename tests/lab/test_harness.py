@@ -88,7 +88,7 @@ def test_long_texts_are_cut_at_their_beginning() -> None:
     (found,) = short.loglikelihood(requests((CONTEXT, ENDINGS[1] + " man")), disable_tqdm=True)  # three tokens
     (expected,) = unlimited.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
     assert found[0] == pytest.approx(expected[0], abs=1e-5) and short.costs[0].prompt_tokens == 6
-    with pytest.raises(UsageError, match=r"has \d\d tokens, and the model has 8 positions"):
+    with pytest.raises(UsageError, match=r"has \d\d tokens, but the model's context has 8"):
         short.loglikelihood(requests(("we", " " + CONTEXT)), disable_tqdm=True)
     (rolled,) = short.loglikelihood_rolling(requests((CONTEXT,)), disable_tqdm=True)
     assert rolled < 0 and sum(cost.prompt_tokens for cost in short.costs[1:]) < len(CONTEXT.split())

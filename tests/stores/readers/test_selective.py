@@ -253,7 +253,7 @@ def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
         new("h2o+verified", BUDGET, checkpoint="tokens").recall([0])
     cache = new("kv-lru", BUDGET)
     for call, *own in ((cache.recall, [40]), (cache.recall, [-1]), (cache.recall, [0], -1), (cache.evict, -1)):
-        with pytest.raises(UsageError, match="0 or more"):
+        with pytest.raises(UsageError, match="at least 0"):
             call(*own)
 
 
