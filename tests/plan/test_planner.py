@@ -107,7 +107,7 @@ def test_what_fits_whole_is_kept_whole_and_what_does_not_is_recalled() -> None:
 
 
 def test_too_little_memory_names_the_least_that_would_do() -> None:
-    with pytest.raises(BudgetError, match=r"fits in 1.0 KB: the least is .* KB, for ") as raised:
+    with pytest.raises(BudgetError, match=r"fits into 1.0 KB: the least is .* KB, for ") as raised:
         plan(llama(), PLAIN, 4096, 1000)
     least = bytes_of(str(raised.value).partition("the least is ")[2].partition(",")[0])
     assert plan(llama(), PLAIN, 4096, least).rows
