@@ -41,8 +41,8 @@ class NeighboursAhead(MergesPairs, AheadMerging):
             )
         if method.recall.backed:
             return (
-                "This fate reads each chunk twice, the second time against merged entries, which do not match the exact "
-                "entries that a recall would bring back; leave the recall out."
+                "This fate reads each chunk twice, the second time against merged entries, which do not match the "
+                "exact entries that a recall would bring back; leave the recall out."
             )
         return None
 
