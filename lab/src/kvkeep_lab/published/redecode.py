@@ -38,8 +38,8 @@ class Redecode(Recall):
     def refuses(self, method: Any) -> str | None:
         if method.fate.keeps or method.fate.makes_room:
             return (
-                "Recall 'redecode' computes dropped entries again, but with this fate evicted entries are still attended "
-                "in another form and would count twice; use fate 'drop'."
+                "Recall 'redecode' computes dropped entries again, but with this fate evicted entries are still "
+                "attended in another form and would count twice; use fate 'drop'."
             )
         return None
 
