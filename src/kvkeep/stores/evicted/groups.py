@@ -63,6 +63,7 @@ class Groups(EvictedStore):
         self.gaps = False  # whether some slots of waiting entries are -1
         self._evicted = torch.empty(0)  # slots of the entries that a planned step evicts, (lanes, 1)
         self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
+        self._readable = False  # whether the native library reads all of these spans
 
     @property
     def kept(self) -> int:
@@ -115,11 +116,7 @@ class Groups(EvictedStore):
         if not self.waiting or (evicts and self.count == GROUP - 1):  # the first group begins, or one is encoded
             return None
         spans = self.spans()
-        if (
-            spans is None
-            or self._spans is None
-            or not all(native.can_read(one.keys, one.values) for one in self._spans)
-        ):
+        if spans is None or self._spans is None or not self._readable:
             return None
         if not evicts:
             return spans
@@ -145,6 +142,7 @@ class Groups(EvictedStore):
             )
             self._spans = [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in coded]
             self._spans.append(Span(self.waiting[0], self.waiting[1], 0, 0))
+            self._readable = all(native.can_read(span.keys, span.values) for span in self._spans)
             self._evicted = self.waiting[2].new_empty(len(self.waiting[2]), 1)
         self._spans[-1].stop = self.count
         return self._spans if self.count else self._spans[:-1]
