@@ -68,7 +68,7 @@ INLINE void add_products(F (&sums)[C][R], const Row& row, const Column& column) 
 }
 
 // Scores of R rows with the keys of a tile. query: [dim][QUERY_ROW]; keys: [dim / 2][32] pairs; scores: rows SCORE_ROW
-// apart. ahead: entries that are wanted soon; a cache line of them is fetched with each channel, as many as a tile has.
+// apart. ahead: later entries, of a tile's size; one cache line of them is prefetched with each channel.
 // In one burst they would wait for each other, and in the nearest cache they would drive the tile out.
 template <int R>
 static void score_tile(const float* query, const uint32_t* keys, int64_t dim, float scaling, const bf16* ahead,

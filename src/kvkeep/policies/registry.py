@@ -119,7 +119,7 @@ PRESETS: dict[str, Preset] = {
     "paged": Preset(
         Nobody("paged"),
         Kept,
-        "All entries, in blocks of 32; rows and forks that begin alike share them, copy-on-write.",
+        "All entries, in blocks of 32; rows and forks with the same beginning share them, copy-on-write.",
         "arXiv:2309.06180, section 4",
         closed=True,
     ),

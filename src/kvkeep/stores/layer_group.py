@@ -16,7 +16,7 @@ class LayerGroup:
     """The slots and scores of several layers in one tensor each. The banks of the layers become views of these.
 
     residents: the resident entries of the layers, with the same :attr:`~kvkeep.contracts.resident.Resident.group`. They
-    have one selector, which treats all layers alike.
+    have one selector, which ranks the entries of every layer by the same rule.
     """
 
     def __init__(self, residents: Sequence[Selected]) -> None:

@@ -216,15 +216,15 @@ def test_one_contradicting_case_decides_and_all_cases_are_listed(tmp_path: Path)
     against, for_it, open_, missing = verdict.ours
     assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
     assert for_it.startswith("So: `full`; `quantized` at 25%: 100.0 [") and for_it.endswith("] (N = 8) each.")
-    assert open_.startswith("Cannot be told: `h2o` at 10% and 25%: 50.0 [")
+    assert open_.startswith("Undecided: `h2o` at 10% and 25%: 50.0 [")
     assert missing == "Not measured: `quantized` at 10%."
     assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
 
 
 def test_open_and_unmeasured_claims_say_so(tmp_path: Path) -> None:
     (verdict,) = group_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1).judged()
-    assert verdict.finding == "cannot be told from 8 samples"
-    assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
+    assert verdict.finding == "undecided with 8 samples"
+    assert verdict.ours[0].startswith("Undecided: `h2o` less `full` at 10% and 25%: -50.0 [")
     assert verdict.reading == "found (%) of `h2o` less that of `full` at every budget, at least -10 points"
     (verdict,) = group_of(tmp_path / "c", methods=["quantized"], at_least=1.0).judged()
     measured = "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8)."  # a claim holds if every case does
@@ -270,7 +270,7 @@ def test_two_methods_that_score_nothing_prove_nothing(tmp_path: Path, monkeypatc
     }
     (verdict,) = group_of(tmp_path / "b", methods=["h2o"], than=["window"], budgets=["25%"], at_least=0.0).judged()
     assert verdict.ours == (
-        "Cannot be told, because both score nothing: `h2o` less `window` at 25%: +0.0 [+0.0, +0.0] (N = 8).",
+        "Undecided, because both score nothing: `h2o` less `window` at 25%: +0.0 [+0.0, +0.0] (N = 8).",
     )
     limits: dict[str, Any] = {"methods": ["window"], "budgets": ["25%"], "at_most": 0.9}
     assert set(outcomes(tmp_path / "c", **limits).values()) == {HOLDS}

@@ -28,7 +28,7 @@ from kvkeep.errors import StoreError
 SECTIONS = [
     "Where ours differ from the papers",
     "Where ours agree",
-    "What cannot be told yet",
+    "What is undecided",
     "Measured, without a verdict",
     "Claims that were not measured",
     "What was not run",
@@ -82,12 +82,12 @@ def test_claims_that_differ_come_first(tmp_path: Path) -> None:
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER])
     assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
     differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in SECTIONS)
-    counts = "Does not hold here: 1, holds here: 1, cannot be told: 1, no verdict: 1 and not measured: 1."
+    counts = "Does not hold here: 1, holds here: 1, undecided: 1, no verdict: 1 and not measured: 1."
     assert text.index(counts) < text.index("\n## ")
     assert '* "Windows find most." **Does not hold here.**' in differing_ and "Theirs: a large model" in differing_
     assert "Q4\\_1.gguf), prompts of 127 to 256 tokens, N = 8 a row" in differing_
     assert '* "Quantising finds all." **Holds here.**' in agreeing
-    assert '* "Half is found." **Cannot be told from 8 samples.**' in open_
+    assert '* "Half is found." **Undecided with 8 samples.**' in open_
     assert '* "Llamas find all." **No verdict, another model\x27s.**' in bare
     assert "Ours: `h2o` at 10% and 25%: 50.0 [" in bare
     assert '* "Merging finds."\n  * Read as: ' in claims
@@ -108,7 +108,7 @@ def test_a_report_of_one_experiment_begins_with_its_chapter(tmp_path: Path) -> N
     text = markdown([own_chapter], pictures=".png")
     assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
     places = ["Beside A Paper", "### What the paper claims", "**Does not hold here.**", "**Holds here.**"]
-    places += ["**Cannot be told", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
+    places += ["**Undecided", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
     places += ["-quality.png)", "-map.png)", "### The frontier", "### How it was measured", "## How claims are judged"]
     assert [text.index(place) for place in places] == sorted(text.index(place) for place in places)
     assert "Student's interval" in part(text, "How claims are judged") and all(

@@ -2,7 +2,7 @@
 
 Events change rates; between two events everything goes on evenly, so there is no event for a token. A replica answers
 as the engine does (:mod:`kvkeep.serve.engine`): a step reads one token of every session that writes and a chunk of one
-that reads its prompt, in turn. So those that write go on alike, as do those that read: either is a clock
+that reads its prompt, in turn. So all that write advance at one rate, and all that read at another. Each is a clock
 (:class:`~kvkeep_lab.fleet.parts.Clock`), and a job ends when its clock has done as much as it needs. Memory is granted
 first come, first served; idle sessions make way, the least recently used first. When an answer ends its turn is written
 to a disk that all replicas share. A session whose turn comes at another replica, or after it made way, is fetched from

@@ -1,8 +1,8 @@
 """Implementations by others, measured like kvkeep's methods; each is a module.
 
-Tasks, experiments and stores treat them alike: a peer is named in place of a method, and measured by the same
-:class:`~kvkeep_lab.subject.Subject`. Names begin with ``stock-`` for transformers' other caches (its default is
-``stock``), and with ``peer-`` for implementations that read the text themselves.
+A task, an experiment or a store takes the name of a peer in place of a method. The same
+:class:`~kvkeep_lab.subject.Subject` measures both. Names begin with ``stock-`` for transformers' other caches
+(its default is ``stock``), and with ``peer-`` for implementations that read the text themselves.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class VerdictOutcome(StrEnum):
 
     DIFFERS = "does not hold here"
     HOLDS = "holds here"
-    OPEN = "cannot be told"
+    OPEN = "undecided"
     MEASURED = "no verdict"
     UNMEASURED = "not measured"
 
@@ -41,7 +41,7 @@ class Verdict:
             return f"{self.outcome}, {self.why}"
         if self.outcome is not VerdictOutcome.OPEN:
             return str(self.outcome)
-        return f"{self.outcome} from {self.samples} sample{'' if self.samples == 1 else 's'}"
+        return f"{self.outcome} with {self.samples} sample{'' if self.samples == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _JUDGED = {
         "No claim of a paper is contradicted here.",
     ),
     VerdictOutcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
-    VerdictOutcome.OPEN: ("What cannot be told yet", "Every measured claim has enough samples for a verdict."),
+    VerdictOutcome.OPEN: ("What is undecided", "Every measured claim has enough samples for a verdict."),
     VerdictOutcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
     VerdictOutcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }

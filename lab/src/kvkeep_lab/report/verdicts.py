@@ -53,7 +53,7 @@ def judge(
 
     It holds if the interval lies within the limits, or if all values lie on a limit, and then there is no interval. It
     does not hold if the interval lies beyond a limit, or if the limit is an end of ``scale`` (the least and the
-    greatest that a value can be) and any value is short of it. Otherwise it cannot be told.
+    greatest that a value can be) and any value is short of it. Otherwise the claim is undecided.
     """
     low, high = _limits(at_least, at_most)
     if min(values) == max(values) and values[0] in (low, high):
@@ -114,8 +114,8 @@ def _limits(at_least: float | None, at_most: float | None) -> tuple[float, float
 _WORDS = {
     (VerdictOutcome.DIFFERS, False): "Not so",
     (VerdictOutcome.HOLDS, False): "So",
-    (VerdictOutcome.OPEN, False): "Cannot be told",
-    (VerdictOutcome.OPEN, True): "Cannot be told, because both score nothing",
+    (VerdictOutcome.OPEN, False): "Undecided",
+    (VerdictOutcome.OPEN, True): "Undecided, because both score nothing",
     (VerdictOutcome.MEASURED, False): "Ours",
     (VerdictOutcome.MEASURED, True): "Ours, where both score nothing",
     (VerdictOutcome.UNMEASURED, False): "Not measured",
