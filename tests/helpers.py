@@ -51,7 +51,7 @@ def stock(model: Any) -> DynamicCache:
 
 def forward(model: Any, cache: Any, tokens: Tensor, **options: Any) -> Any:
     """Read ids (rows, n) or vectors (rows, n, hidden) at once. ``model``: or its family."""
-    given = {"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens, "past_key_values": cache}
+    given = {"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens, "cache": cache}
     with torch.no_grad():
         return (tiny(model) if isinstance(model, str) else model)(**given, **options)
 
@@ -94,7 +94,7 @@ def generate(family: str, cache: Any, ids: Tensor, mask: Tensor | None = None, *
     return tiny(family).generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
+        cache=cache,
         return_dict_in_generate=True,
         output_logits=True,
         **({"do_sample": False, "max_new_tokens": NEW} | options),

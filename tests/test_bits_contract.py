@@ -134,7 +134,7 @@ def test_answers_in_rounds_have_the_same_bits(packed: Any, single: Any) -> None:
     model, ids = packed("llama"), TEXT[:, : LENGTH - 20]
     for name in ("snapkv+verified, kv", "h2o+quantize:8+verified"):
         answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, name), max_new_tokens=12,
+            ids, attention_mask=torch.ones_like(ids), cache=new_cache(model, name), max_new_tokens=12,
             do_sample=False, return_dict_in_generate=True, output_logits=True, custom_generate=kvkeep.verified,
         )  # fmt: skip
         wanted = one_at_a_time(model, answer.sequences[:, :-1], KeepCache(model, "full"))
@@ -221,12 +221,12 @@ def test_whatever_is_called_exact_has_the_bits_of_full(
         assert all(report.exactness == "exact" and report.same_bits for report in cache.describe()), (spec, kind)
         start = 0
         for count in STEPS:
-            logits = model(ids[:, start : start + count], past_key_values=cache).logits[0]
+            logits = model(ids[:, start : start + count], cache=cache).logits[0]
             assert torch.equal(logits, wanted[start : start + count]), (spec, kind, start)
             start += count
         prompt = ids[:, : SHORT.shape[1]]
         answer = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
+            prompt, attention_mask=torch.ones_like(prompt), cache=cache, max_new_tokens=NEW, do_sample=False,
             return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
             **({"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}),
         )  # fmt: skip

@@ -213,7 +213,7 @@ def test_hidden_states_of_a_chunked_input_are_refused() -> None:
 
 def test_a_call_with_gradients_is_answered_without_them() -> None:
     cache = KeepCache(tiny("llama"), "kv-direct", 16, checkpoint="residual", where="host")
-    tiny("llama")(prompt(1, 60), past_key_values=cache)
+    tiny("llama")(prompt(1, 60), cache=cache)
     assert not any(part.requires_grad for held in cache.holdings for part in held.state().values())
 
 
@@ -223,7 +223,7 @@ def test_threads_do_not_see_each_other() -> None:
     def talk(seed: int) -> list[int]:
         cache = KeepCache(tiny("llama"), budget=16, checkpoint=("kv", "tokens")[seed % 2], where="host")
         ours, theirs = (
-            tiny("llama").generate(prompt(1, 60, seed), do_sample=False, max_new_tokens=9, past_key_values=own)
+            tiny("llama").generate(prompt(1, 60, seed), do_sample=False, max_new_tokens=9, cache=own)
             for own in (cache, KeepCache(tiny("llama")))
         )
         assert ours.tolist() == theirs.tolist()

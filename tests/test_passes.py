@@ -113,7 +113,7 @@ def test_without_the_kernel_a_later_chunk_sees_the_past_and_no_padding(
         found = [
             model(
                 ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places[:, start:stop],
-                past_key_values=cache,
+                cache=cache,
             ).logits
             for start, stop in ((0, 12), (12, 29), (29, 30))
         ]  # fmt: skip

@@ -60,7 +60,7 @@ def test_kvzip_finds_what_nobody_had_asked_for_yet(smollm2: Any) -> None:
     context = asked[: len(alone)]  # the question begins behind it
     cache = KeepCache(smollm2.model, "kvzip", len(context) // 4, where="host")
     with torch.no_grad():
-        smollm2.model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+        smollm2.model(torch.tensor([context]), cache=cache, logits_to_keep=1)
     room = cache.entries * cache.geometry.kv_bytes_per_token
     assert not cache.reading and cache.memory().resident_bytes <= room
     assert not any(cache.memory().checkpoint_bytes.values())
@@ -75,7 +75,7 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     model, text = load("smollm2", weights="bfloat16").model, torch.tensor([ids])
     cache, options = KeepCache(model, budget=64, checkpoint="residual", where="host"), {"max_new_tokens": 24}
     stock = model.generate(text, do_sample=False, return_dict_in_generate=True, output_logits=True, **options)
-    ours = model.generate(text, do_sample=False, past_key_values=cache, **options)
+    ours = model.generate(text, do_sample=False, cache=cache, **options)
     for step, logits in enumerate(stock.logits):
         if int(stock.sequences[0, len(ids) + step]) != int(ours[0, len(ids) + step]):
             best = logits[0].float().topk(2).values

@@ -53,11 +53,11 @@ def steps(method: str, budget: int, given: Callable[[int], dict[str, Any]] = lam
     ids = torch.randint(1, VOCABULARY, (2, READ + 3), generator=torch.Generator().manual_seed(0))
     watches = [Watch(), Watch()]
     with torch.inference_mode():
-        model(ids[:, :READ], past_key_values=cache, **given(READ))
-        model(ids[:, READ : READ + 1], past_key_values=cache, **given(READ + 1))
+        model(ids[:, :READ], cache=cache, **given(READ))
+        model(ids[:, READ : READ + 1], cache=cache, **given(READ + 1))
         for number, watch in enumerate(watches, READ + 1):
             with watch:
-                model(ids[:, number : number + 1], past_key_values=cache, **given(number + 1))
+                model(ids[:, number : number + 1], cache=cache, **given(number + 1))
     return watches
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_made_on_another_device(method: str, budget: int, monkeypatch
     with torch.no_grad():
         for count in (15, *(1 for _ in range(budget))):
             ids = torch.zeros(2, count, dtype=torch.long, device="meta")
-            logits = model(ids, past_key_values=cache).logits
+            logits = model(ids, cache=cache).logits
     assert logits.device.type == "meta" and cache.get_seq_length() == 15 + budget
 
 
@@ -109,9 +109,9 @@ def test_a_compiled_step_gives_the_same_and_is_compiled_no_more() -> None:
     for step in (model, torch.compile(model, backend="eager")):
         cache = KeepCache(model, "window", 16)
         with torch.inference_mode():
-            model(ids[:, :30], past_key_values=cache)
+            model(ids[:, :30], cache=cache)
             for number in range(30, 36):
-                outputs.append(step(ids[:, number : number + 1], past_key_values=cache).logits)
+                outputs.append(step(ids[:, number : number + 1], cache=cache).logits)
                 graphs.append(counters["stats"]["unique_graphs"])
     assert all(torch.equal(plain, compiled) for plain, compiled in zip(outputs[:6], outputs[6:], strict=True))
     assert graphs[-4] == graphs[-1] > graphs[5]

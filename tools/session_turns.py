@@ -26,7 +26,7 @@ def measure(model: torch.nn.Module, method: str, budget: dict[str, int], folder:
     with torch.inference_mode(), SessionFile(path, writing=True) as file:
         for low, high in itertools.pairwise([0, *range(FIRST, ids.shape[1] + 1, TURN)]):
             for start in range(low, high, 512):
-                model(ids[:, start : min(start + 512, high)], past_key_values=cache, logits_to_keep=1)
+                model(ids[:, start : min(start + 512, high)], cache=cache, logits_to_keep=1)
             began, before = time.perf_counter(), os.path.getsize(path)
             kvkeep.save_session(file, kvkeep.Session(cache, ids[:, :high].tolist()))
             spent, size = time.perf_counter() - began, os.path.getsize(path)

@@ -103,9 +103,7 @@ def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
 
 
 def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:
-    cache.made.decoder(
-        input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-    )
+    cache.made.decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
 
 
 def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:

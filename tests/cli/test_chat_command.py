@@ -131,7 +131,7 @@ def test_a_session_that_is_no_conversation_is_one_sentence(
     model, rows = tiny("llama"), 2 if kind == "a batch" else 1
     cache, ids = KeepCache(model, "full"), torch.randint(2, 97, (rows, 7))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     notes = {"without messages": {}, "odd messages": {"messages": [{"role": 1}]}, "a batch": {"messages": []}}[kind]
     save_session(tmp_path / "s", Session(cache, ids.tolist(), notes))
     code, out, err = run("chat", "-m", str(model_folder), "--session", str(tmp_path / "s"), stdin="the of\n")

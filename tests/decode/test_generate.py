@@ -88,7 +88,7 @@ def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
             torch.manual_seed(3)
             how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
             wanted = model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=stock(family), max_new_tokens=9, **how
+                ids, attention_mask=torch.ones_like(ids), cache=stock(family), max_new_tokens=9, **how
             )
             assert found.sequence == wanted[0].tolist()
             assert after is None or torch.equal(after, torch.rand(1))

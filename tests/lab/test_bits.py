@@ -19,9 +19,9 @@ class Echo:
     def __init__(self, spoil: Any = lambda logits, start: None) -> None:
         self.spoil = spoil
 
-    def __call__(self, ids: Tensor, past_key_values: list[Tensor], **given: Any) -> Any:
-        start = sum(part.shape[1] for part in past_key_values)
-        past_key_values.append(ids)
+    def __call__(self, ids: Tensor, cache: list[Tensor], **given: Any) -> Any:
+        start = sum(part.shape[1] for part in cache)
+        cache.append(ids)
         if given:
             assert given["attention_mask"].shape == (2, start + ids.shape[1])
             assert given["position_ids"].shape == ids.shape

@@ -63,7 +63,7 @@ def test_free_running_and_teacher_forced_kl_part_where_the_texts_part() -> None:
     with torch.no_grad():
         expected = model(complete[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
         for position, token in enumerate(row.tokens):
-            q = model(ids, past_key_values=cache).logits[0, -1].double().log_softmax(-1)
+            q = model(ids, cache=cache).logits[0, -1].double().log_softmax(-1)
             by_hand = float((expected[position].exp() * (expected[position] - q)).sum())
             assert row.kl_free[position] == pytest.approx(by_hand, rel=1e-3, abs=1e-6) and int(q.argmax()) == token
             ids = torch.tensor([[token]])
@@ -99,10 +99,10 @@ class _Scripted(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.config, self.dtype = tiny("llama").config, torch.float32
 
-    def forward(self, ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None:
-            past_key_values.seen += ids.shape[1]
-        logits = self.table.get(past_key_values.seen if past_key_values is not None else 0, [0.0, 1.0, 2.0, 3.0])
+    def forward(self, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        if cache is not None:
+            cache.seen += ids.shape[1]
+        logits = self.table.get(cache.seen if cache is not None else 0, [0.0, 1.0, 2.0, 3.0])
         return type("Output", (), {"logits": torch.tensor([[logits]])})()
 
 

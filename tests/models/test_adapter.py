@@ -19,7 +19,7 @@ def observe(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], DynamicC
     entering: list[torch.Tensor] = []
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), probing(lambda index, hidden: entering.append(hidden)):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     return entering, cache
 
 

@@ -151,7 +151,7 @@ def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budg
     for mode in (torch.inference_mode, torch.no_grad):
         cache = KeepCache(model, method, budget)
         with mode():
-            model(TEXT, past_key_values=cache)
+            model(TEXT, cache=cache)
             cache.reorder_cache(torch.tensor([0]))
         results.append(
             [forward(model, cache, TEXT[:, at : at + size]).logits for at, size in ((0, 1), (1, 1), (2, 20))]
@@ -165,7 +165,7 @@ def test_gradient_checkpointing_is_refused(fresh: Any) -> None:
     fresh.activation_checkpointing_enable()
     fresh.train()
     with pytest.raises(KvkeepError, match="Gradient checkpointing"):
-        fresh(TEXT, past_key_values=KeepCache(fresh, "h2o", 16))
+        fresh(TEXT, cache=KeepCache(fresh, "h2o", 16))
     fresh.eval()
     assert forward(fresh, KeepCache(fresh, "h2o", 16), TEXT).logits.shape[1] == 60
 

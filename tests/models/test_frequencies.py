@@ -43,7 +43,7 @@ def made(name: str) -> Any:
 def answer(model: Any, cache: Any, prompt: int, tokens: int) -> list[int]:
     ids = TEXT[:, :prompt]
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out: list[int] = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, **given)[0].tolist()
+    out: list[int] = model.generate(ids, cache=cache, max_new_tokens=tokens, **given)[0].tolist()
     return out[prompt:]
 
 
@@ -57,7 +57,7 @@ def test_a_cache_is_exact_until_frequencies_change_and_lossy_beyond(name: str, s
     first = cache.describe()[0]
     assert first.exactness == "exact" and f"lossy beyond {LENGTH} tokens" in first.note
     with torch.no_grad():
-        model(TEXT[:, LENGTH : LENGTH + 1], past_key_values=cache)
+        model(TEXT[:, LENGTH : LENGTH + 1], cache=cache)
     assert cache.exactness is Exactness.LOSSY and cache.describe()[0].exactness == "lossy"
 
 

@@ -151,7 +151,7 @@ def test_changing_the_dtype_does_not_change_packed_weights(made: Any) -> None:
         ask()
         assert_alike(logits(model), before)
     ids = IDS[:1]
-    assert_alike(logits(model, ids, past_key_values=KeepCache(model, "full")), before[:1])
+    assert_alike(logits(model, ids, cache=KeepCache(model, "full")), before[:1])
 
 
 def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +172,8 @@ def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, li
             torch.set_num_threads(threads)
             kernels().kvkeep_set_threads(threads)
             cache = KeepCache(model, "snapkv+checkpoint:kv", budget=64, where="host")
-            prompt = logits(model, ids[:1], past_key_values=cache)
-            steps = [logits(model, ids[1:, at : at + 1], past_key_values=cache) for at in range(4)]
+            prompt = logits(model, ids[:1], cache=cache)
+            steps = [logits(model, ids[1:, at : at + 1], cache=cache) for at in range(4)]
             found.append(torch.cat([prompt, *steps], 1))
     finally:
         torch.set_num_threads(before)

@@ -38,7 +38,7 @@ def logits(name: str, model: Any) -> Tensor:
     rows = []
     for start, stop in [(0, case.length), *((at, at + 1) for at in range(case.length, case.length + STEPS))]:
         with torch.no_grad():
-            rows.append(model(ids[:, start:stop], past_key_values=cache, logits_to_keep=1).logits[:, -1])
+            rows.append(model(ids[:, start:stop], cache=cache, logits_to_keep=1).logits[:, -1])
     return torch.cat(rows)
 
 
@@ -93,7 +93,7 @@ def test_offloaded_layers_work_and_several_devices_are_refused(method: str, tmp_
     assert devices(model) == ["cpu"] and devices(tiny("llama")) == []
     ids = prompt(1, 40)
     with torch.no_grad():
-        both = [one(ids, past_key_values=KeepCache(one, method, budget)).logits for one in (model, tiny("llama"))]
+        both = [one(ids, cache=KeepCache(one, method, budget)).logits for one in (model, tiny("llama"))]
     assert torch.equal(*both)
     model.hf_device_map |= {"model.layers.0": "cuda:0", "model.layers.1": "cuda:1"}
     assert devices(model) == ["cuda:0", "cuda:1"]

@@ -133,7 +133,7 @@ def test_a_missing_or_unusable_library_is_logged_once_and_torch_computes(
     cache = KeepCache(model, "window+checkpoint:kv", budget=16, where="host")
     with torch.no_grad():
         ids = torch.arange(2, 42)[None]
-        ours, plain = model(ids, past_key_values=cache).logits, model(ids).logits
+        ours, plain = model(ids, cache=cache).logits, model(ids).logits
     assert torch.cosine_similarity(ours.float(), plain.float(), dim=-1).min() > 0.999
     assert not any(report.same_bits for report in cache.describe())
     forget()

@@ -44,7 +44,7 @@ def parts(cache: KeepCache, length: int, seed: int) -> list[tuple[list[int], boo
 def alone(model: Any, cache: KeepCache, ids: list[int], cut: bool) -> Tensor:
     cache.stream.cut = cut
     try:
-        return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+        return model(input_ids=torch.tensor([ids]), cache=cache, use_cache=True).logits[0, -1]
     finally:
         cache.stream.cut = False
 

@@ -47,7 +47,7 @@ def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
 
 def in_one_call(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
     """One session, all layers of a single token in one call where every layer's step is planned."""
-    return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+    return model(input_ids=torch.tensor([ids]), cache=cache, use_cache=True).logits[0, -1]
 
 
 def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tensor]:

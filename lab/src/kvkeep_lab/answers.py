@@ -125,7 +125,7 @@ def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: 
     text = torch.tensor([[*prompt, *answer[:-1]]], device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
     parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)
-    steps = torch.stack([model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1].float() for part in parts])
+    steps = torch.stack([model(part, cache=cache, logits_to_keep=1).logits[0, -1].float() for part in parts])
     at_once = model(text, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
     noise = (steps - at_once).gather(1, steps.topk(2).indices).abs().max()
     return float(steps[place, answer[place]] - steps[place, ours]), float(noise)

@@ -24,7 +24,7 @@ PADDING = 37
 @torch.inference_mode()
 def one_at_a_time(model: Any, text: Tensor, cache: Any) -> Tensor:
     """Return all logits of ``text`` (1, n), read token by token: (n, vocabulary) in the model's dtype."""
-    return torch.cat([model(one, past_key_values=cache).logits[0] for one in text.split(1, 1)])
+    return torch.cat([model(one, cache=cache).logits[0] for one in text.split(1, 1)])
 
 
 @torch.inference_mode()
@@ -50,7 +50,7 @@ def greatest_difference(
                 if padding_mask is None
                 else {"attention_mask": padding_mask[:, :stop], "position_ids": positions[:, start:stop]}
             )
-            parts.append(model(ids[:, start:stop].to(device), past_key_values=past, **given).logits)
+            parts.append(model(ids[:, start:stop].to(device), cache=past, **given).logits)
             start = stop
         logits = torch.cat(parts, 1)
         found = torch.stack([row[first : first + len(reference)] for row, first in zip(logits, padding, strict=True)])

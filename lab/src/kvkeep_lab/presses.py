@@ -218,10 +218,11 @@ def _ahead(rotary: Any, rows: Tensor, positions: Tensor, *args: Any) -> Any:
 
 def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Layers that are run to rebuild entries are handed other caches; nobody scores by them.
-    if getattr(kwargs.get("past_key_values"), "stream", None) is not None:
-        _running.set((module, (args[0] if args else kwargs["hidden_states"]).detach(), kwargs))
+    if getattr(kwargs.get("cache"), "stream", None) is not None:
+        given = kwargs | {"past_key_values": kwargs["cache"]}  # its name in the transformers that kvpress asks for
+        _running.set((module, (args[0] if args else kwargs["hidden_states"]).detach(), given))
 
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if getattr(kwargs.get("past_key_values"), "stream", None) is not None:
+    if getattr(kwargs.get("cache"), "stream", None) is not None:
         _running.set(None)

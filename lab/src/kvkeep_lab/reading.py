@@ -87,7 +87,7 @@ def read(
 
 def greedy(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[int], float]:
     """Return ``new`` greedy tokens after ``ids`` (1, tokens) by transformers' ``generate``, and their seconds. Ends of
-    text are ignored. options: those of ``generate``, such as ``past_key_values``."""
+    text are ignored. options: those of ``generate``, such as ``cache``."""
     ids = ids.to(next(model.parameters()).device)
     start = time.perf_counter()
     output = model.generate(
@@ -107,7 +107,7 @@ def continued(
     comes to the same where the cache is exact. Logits of a row beyond its end mean nothing.
     """
     start = time.perf_counter()
-    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
     rows, longest = len(continuations), max(map(len, continuations))
     logits = output.logits[:, -1].float().cpu()
     yield logits.expand(rows, -1), time.perf_counter() - start
@@ -118,7 +118,7 @@ def continued(
     given = ids.new_tensor([[*row, *[row[-1]] * (longest - len(row))] for row in continuations])[:, :-1]
     for part in given.split(_AT_ONCE if at_once else 1, dim=1):
         start = time.perf_counter()
-        logits = model(part, past_key_values=cache, use_cache=True).logits.float().cpu()  # (rows, part, vocabulary)
+        logits = model(part, cache=cache, use_cache=True).logits.float().cpu()  # (rows, part, vocabulary)
         seconds = (time.perf_counter() - start) / part.shape[1]
         yield from ((logits[:, position], seconds) for position in range(part.shape[1]))
 
@@ -135,7 +135,7 @@ def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterat
     for stop in dict.fromkeys([*range(first, last, step), last]):
         start = time.perf_counter()
         count = stop - place if place else 1
-        output = model(ids[:, place:stop], past_key_values=cache, use_cache=True, logits_to_keep=count)
+        output = model(ids[:, place:stop], cache=cache, use_cache=True, logits_to_keep=count)
         logs = output.logits[0].double().log_softmax(-1)
         found = logs.gather(1, ids[0, stop - count + 1 : stop + 1].unsqueeze(1)).flatten().tolist()
         yield found, time.perf_counter() - start
@@ -144,6 +144,6 @@ def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterat
 
 def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, float]:
     start = time.perf_counter()
-    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
     logits = output.logits[0, -1].float().cpu()  # waits for the device
     return logits, time.perf_counter() - start

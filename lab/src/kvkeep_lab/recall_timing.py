@@ -246,7 +246,7 @@ class _Bench:
                 cache = KeepCache(self.model, "kv-direct", 0, checkpoint=kind, where="device")
             except UnsupportedModelError:
                 continue
-            self.model(ids, past_key_values=cache, logits_to_keep=1)
+            self.model(ids, cache=cache, logits_to_keep=1)
             kept: Any = cache.checkpoint
             total = len(self.geometry.layers)
             first = stride if stride < total else 0

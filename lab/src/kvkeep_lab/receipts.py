@@ -193,7 +193,7 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,

@@ -231,7 +231,7 @@ def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time
     """Return the seconds by ``clock`` of a pass over ``ids`` (batch, tokens), including its last logits."""
     synchronize(ids.device)  # what earlier steps left running is not this one's
     start = clock()
-    logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
+    logits = model(ids, cache=cache, use_cache=cache is not None, logits_to_keep=1).logits
     logits[0, -1, 0].item()  # waits for the device
     return clock() - start
 

@@ -206,7 +206,7 @@ def generate(
     caller = _Caller(list(prompt), tokenizer, on_progress, interrupted or (lambda: False), ended)
     start, known, reread_s = time.perf_counter(), cache.get_seq_length(), _reconstruction_s(cache)
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
-    call = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": limit, **options}
+    call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
     sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples by itself
     answer = Answer(
@@ -250,7 +250,7 @@ def _check_mode(model: Any, sampled: bool) -> None:
     if mode not in MODES:
         raise UsageError(
             f"The model's generation_config asks for {mode.value.replace('_', ' ')}, and an answer is greedy or "
-            "sampled; change model.generation_config, or call model.generate with the cache as past_key_values."
+            "sampled; change model.generation_config, or call model.generate(cache=...)."
         )
 
 
@@ -273,7 +273,7 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
 def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
     """Return the sampler for a ``call`` of transformers' ``generate`` and the model's generation_config. Raises
     UsageError if the cache has read another text, or if the prompt is too long for it."""
-    stream = call["past_key_values"].stream
+    stream = call["cache"].stream
     if stream.length:
         check_text(stream, ids, ids.shape[1] - stream.length)
     stream.admit(ids.shape[1] - stream.length)

@@ -97,7 +97,7 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
     kept = [number for one, read in pairs for number in range(one.span.stop - read.keep, one.span.stop)]
     rows = torch.tensor(kept or [0], device=ids.device)
     try:
-        logits = model(input_ids=ids, past_key_values=batch, use_cache=True, logits_to_keep=rows).logits[0]
+        logits = model(input_ids=ids, cache=batch, use_cache=True, logits_to_keep=rows).logits[0]
     except NoSessionLeft:
         return [session.error or RuntimeError("no attention") for session in batch.sessions]
     except torch.AcceleratorError:
@@ -127,7 +127,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
     first = cache.get_seq_length() if read.first is None else read.first
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    given = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+    given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
     cache.stream.cut = read.cut
     try:
         if not read.keep and (decoder := decoder_of(model)) is model.base_model:

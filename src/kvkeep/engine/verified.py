@@ -30,16 +30,16 @@ def verified(
     listener: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode in rounds: ``model.generate(..., past_key_values=cache, custom_generate=kvkeep.verified)``.
+    """Decode in rounds: ``model.generate(..., cache=cache, custom_generate=kvkeep.verified)``.
 
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. It supports greedy decoding
     and sampling, batches with left padding, logits processors, stopping criteria and streamers.
-    ``prompt_lookup_num_tokens=0`` disables drafts copied from the text. transformers 5.23 passes neither streamer nor
+    ``prompt_lookup_num_tokens=0`` disables drafts copied from the text. transformers passes neither streamer nor
     tokenizer to a ``custom_generate``: pass the streamer as ``listener``, and instead of ``stop_strings`` pass
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. ``cache.round.statistics`` counts rounds and drafts.
     Raises UsageError for unsupported options.
     """
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get("cache")
     if not isinstance(cache, KeepCache) or not cache.method.recall.drafts:
         raise UsageError(
             "Decoding in rounds needs a KeepCache whose method ends in '+verified'; use one, or leave out "
@@ -71,7 +71,7 @@ def verified(
     try:
         wanted = next(rounds, None)
         while wanted is not None:
-            wanted = next_input(rounds, model(**wanted._asdict(), past_key_values=cache, use_cache=True).logits)
+            wanted = next_input(rounds, model(**wanted._asdict(), cache=cache, use_cache=True).logits)
     except BaseException:
         run.stream.abandon()
         raise
@@ -129,6 +129,4 @@ class _Output:
             else None
             for part, wanted in enumerate((config.output_logits, config.output_scores))
         )
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=scores, logits=logits, past_key_values=rounds.cache
-        )
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, cache=rounds.cache)

@@ -130,7 +130,7 @@ class Adapter:
             attention_mask=None,
             position_ids=positions.long(),
             position_embeddings=self._position_embeddings(layer_idx, hidden, positions),
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
 
@@ -211,7 +211,7 @@ class Adapter:
         entering: list[Tensor] = []
         cache = DynamicCache(config=self.config)
         with attending(None), probing(lambda _, hidden: entering.append(hidden)):
-            self.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+            self.decoder(input_ids=ids, cache=cache, use_cache=True)
         if len(entering) != len(self.layers):
             return f"{len(entering)} of its {len(self.layers)} layers could be observed"
         if capability == "project":

@@ -217,7 +217,7 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the text that ``generate`` begins with to the text that its cache has read."""
-    hooks: Hooks | None = getattr(kwargs.get("past_key_values"), "hooks", None)
+    hooks: Hooks | None = getattr(kwargs.get("cache"), "hooks", None)
     cache: Reading | None = None if hooks is None else hooks.single
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
@@ -269,7 +269,7 @@ def _before_decoder(
 ) -> tuple[Any, ...] | None:
     """Run prompts in chunks, and begin the cache's forward pass."""
     given = dict(zip(names, args, strict=False)) | kwargs
-    hooks: Hooks | None = getattr(given.get("past_key_values"), "hooks", None)
+    hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
     if torch.compiler.is_compiling() and (hooks is None or not hooks.streams):
         return None  # stock caches are compiled as a whole
     return _open(decoder, given, hooks)
@@ -328,7 +328,7 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
         given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
     for hook in cache.pass_hooks:
-        hook.before(given["past_key_values"], given)
+        hook.before(given["cache"], given)
     return given
 
 
@@ -382,7 +382,7 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """End the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
-    past = kwargs.get("past_key_values")
+    past = kwargs.get("cache")
     hooks: Hooks | None = getattr(past, "hooks", None)
     if hooks is None or (torch.compiler.is_compiling() and not hooks.streams):
         return None

@@ -151,12 +151,12 @@ class FusedLayer:
         hidden_states: Tensor,
         *args: Any,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return the result of the layer's original forward."""
-        hooks = getattr(past_key_values, "hooks", None)
+        hooks = getattr(cache, "hooks", None)
         if hooks is not None and hooks.ran_all:
             return hidden_states
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
@@ -169,15 +169,15 @@ class FusedLayer:
             or kwargs.get("output_attentions")
             or any(self._hooks)
         ):
-            given: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
         if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.can_run(steps):
             hooks.ran_all = True
             return self.all(hidden_states, position_embeddings, steps)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.attention.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.attention.layer_idx)
         if hasattr(self.attention, "sliding_window"):
             kwargs["sliding_window"] = self.attention.sliding_window
         output, _ = interface(

@@ -248,7 +248,7 @@ def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tu
 
     def timed(ids: Tensor) -> float:
         start = time.perf_counter()
-        model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
+        model(ids, cache=cache, logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
         return time.perf_counter() - start
 
     def prompt() -> float:

@@ -86,6 +86,6 @@ def _written(model: Any, geometry: ModelGeometry) -> Tensor:
     text = [torch.full((SAMPLES, 1), start if isinstance(start, int) else 0)]
     cache = DynamicCache(config=model.config)
     for _ in range(min(TOKENS, geometry.max_positions or TOKENS) - 1):
-        logits = model(input_ids=text[-1].to(device), past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids=text[-1].to(device), cache=cache, use_cache=True).logits[:, -1]
         text.append(torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=generator))
     return torch.cat(text, 1)

@@ -89,7 +89,7 @@ def subjects(environment: str, model_folder: Path, monkeypatch: pytest.MonkeyPat
 def by_hand(model: Any, kept: int, unseen: int = 0, sinks: int = 2) -> list[float]:
     """Return ln p of RIGHT when of IDS the first ``sinks`` and the newest, ``kept`` in all, are left."""
     cache, seen = DynamicCache(), len(IDS) - unseen
-    output = model(torch.tensor([IDS[:seen]]), past_key_values=cache)
+    output = model(torch.tensor([IDS[:seen]]), cache=cache)
     for layer in cache.layers:
         ends = [*range(sinks), *range(seen - kept + sinks, seen)]
         layer.keys, layer.values = layer.keys[:, :, ends], layer.values[:, :, ends]
@@ -97,7 +97,7 @@ def by_hand(model: Any, kept: int, unseen: int = 0, sinks: int = 2) -> list[floa
     for place, token in enumerate([*IDS[seen:], *RIGHT[:-1]] if unseen else RIGHT[:-1]):
         if place >= unseen:
             logs.append(float(output.logits[0, -1].log_softmax(-1)[RIGHT[place - unseen]]))
-        output = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[seen + place]]))
+        output = model(torch.tensor([[token]]), cache=cache, position_ids=torch.tensor([[seen + place]]))
     return [*logs, float(output.logits[0, -1].log_softmax(-1)[RIGHT[-1]])]
 
 

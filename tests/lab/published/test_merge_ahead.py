@@ -303,7 +303,7 @@ def test_embeddings_and_sliding_windows_are_refused() -> None:
     cache = KeepCache(tiny("llama"), "asymkv-published:sinks=2,slack=3", BUDGET, chunk=CHUNK)
     step("llama", cache, prompt(1, 8))
     with pytest.raises(UsageError, match="of token ids"), torch.no_grad():
-        tiny("llama")(inputs_embeds=torch.randn(1, 4, 32), past_key_values=cache)
+        tiny("llama")(inputs_embeds=torch.randn(1, 4, 32), cache=cache)
     with pytest.raises(UnsupportedModelError, match="sliding windows"):
         KeepCache(tiny("gemma3"), "kvslimmer-published:sinks=2", 40)
 

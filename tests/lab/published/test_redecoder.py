@@ -114,7 +114,7 @@ def test_redecoded_entries_equal_a_decode_over_the_resident_entries(selector: st
         step("llama", cache, ids[:, place : place + 1])
     assert passes == 12 and changed > 50
     exact = DynamicCache(config=tiny("llama").config)
-    tiny("llama")(ids, past_key_values=exact)
+    tiny("llama")(ids, cache=exact)
     wrong = [
         (key - layer.keys[0, lane, slot]).abs().max()
         for layer, lanes in zip(exact.layers, resident(cache), strict=True)
@@ -147,7 +147,7 @@ def test_redecode_refuses_embeddings_and_custom_masks() -> None:
     model, ids = tiny("llama"), prompt(1, 8)
     cache = KeepCache(model, "lru+redecode", 32)
     with pytest.raises(UsageError, match="came with embeddings; use 'fetch-on-miss'"):
-        model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
+        model(inputs_embeds=model.model.embed_tokens(ids), cache=cache)
     with pytest.raises(UsageError, match="came with a mask of the caller's own"):
-        model(ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())
+        model(ids, cache=cache, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())
     assert cache.get_seq_length() == 0 and step("llama", cache, ids).isfinite().all()

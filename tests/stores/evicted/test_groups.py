@@ -105,9 +105,9 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
     def steps() -> Tensor:
         cache, rows = KeepCache(model, method, 100), []
         with torch.no_grad():
-            model(ids[:, :-4], past_key_values=cache)
+            model(ids[:, :-4], cache=cache)
             for at in range(236, 240):
-                rows.append(model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float())
+                rows.append(model(ids[:, at : at + 1], cache=cache).logits[0, -1].float())
         assert cache.layers[0].evicted.kept  # groups are there
         return torch.stack(rows)
 

@@ -70,7 +70,7 @@ class _Compressed(PeerReader):
             short, spent = self._shortened(ids[0].tolist())
             ids = ids.new_tensor([short])
         start = time.perf_counter()
-        output = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        output = self.model(ids, cache=self._cache, use_cache=True, logits_to_keep=1)
         return output.logits[0, -1].float().cpu(), spent + time.perf_counter() - start
 
     def memory(self) -> Memory:
@@ -121,7 +121,7 @@ class _Model:
 
     def __call__(self, ids: Tensor, attention_mask: Tensor, past_key_values: Any, use_cache: bool) -> Any:
         cache = DynamicCache() if past_key_values is None else DynamicCache(past_key_values)
-        output = self.model(ids, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache)
+        output = self.model(ids, attention_mask=attention_mask, cache=cache, use_cache=use_cache)
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
         self.peak = max(self.peak, sum(nbytes(*pair) for pair in pairs))
         return SimpleNamespace(logits=output.logits, past_key_values=pairs)

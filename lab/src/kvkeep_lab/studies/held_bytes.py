@@ -76,7 +76,7 @@ class HeldBytesStudy(Study):
         for kind, budget, length in settings:
             trial.progress(f"{length} tokens, {kind}", len(rows), len(settings))
             cache = KeepCache(trial.model, "kv-direct", budget, checkpoint=kind, where="host")
-            trial.model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+            trial.model(ids[:, :length], cache=cache, logits_to_keep=1)
             rows.append(_count(cache, kind, length, budget))
         return HeldBytes(rows)
 

@@ -92,7 +92,7 @@ class KeptSlots(TextStudy):
         if self.chunk is not None and "chunk" in takes(method):
             options["chunk"] = self.chunk
         cache = KeepCache(model, method, **options)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, cache=cache, logits_to_keep=1)
         return [states == RESIDENT for states in entry_states(cache)]
 
     def tables(self, found: Agreements) -> list[Table]:

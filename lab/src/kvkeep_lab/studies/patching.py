@@ -98,7 +98,7 @@ class PatchingStudy(Study):
         entering: list[Tensor] = []
         with probing(lambda index, hidden: entering.append(hidden)):
             expected = _distributions(model, donor, DynamicCache(config=model.config))[-1]
-        written, _ = greedy(model, donor, AFTER, past_key_values=DynamicCache(config=model.config))
+        written, _ = greedy(model, donor, AFTER, cache=DynamicCache(config=model.config))
         cache, follows = DynamicCache(config=model.config), torch.tensor([written], device=model.device)
         _distributions(model, donor, cache)
         expected_later = _distributions(model, follows, cache)
@@ -193,7 +193,7 @@ def divergence_bits(a: Tensor, b: Tensor) -> Tensor:
 
 def _distributions(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Return the logarithms of the distributions after each token, (tokens, vocabulary)."""
-    return model(ids, past_key_values=cache).logits[0].double().log_softmax(-1)
+    return model(ids, cache=cache).logits[0].double().log_softmax(-1)
 
 
 def _also_reads(model: Any, geometry: ModelGeometry, index: int) -> str:

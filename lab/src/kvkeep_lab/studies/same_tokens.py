@@ -90,8 +90,8 @@ class SameTokens(Study):
         def stock() -> DynamicCache:
             return DynamicCache(config=model.config)
 
-        greedy(model, ids, 2, past_key_values=stock())  # warms up
-        expected, stock_s = greedy(model, ids, self.new, past_key_values=stock())
+        greedy(model, ids, 2, cache=stock())  # warms up
+        expected, stock_s = greedy(model, ids, self.new, cache=stock())
         rows = [Tokens("stock cache", self.new, self.new, stock_s, 1.0)]
         settings = [(budget, kind) for budget in self.budgets for kind in kinds]
         for way in (None, *settings):
@@ -100,7 +100,7 @@ class SameTokens(Study):
             options: dict[str, Any] = {"use_cache": False}
             if way is not None:
                 cache = KeepCache(model, "kv-direct", way[0], checkpoint=way[1], where="device")
-                options = {"past_key_values": cache}
+                options = {"cache": cache}
             got, seconds = greedy(model, ids, self.new, **options)
             rows.append(_compared(model, ids, label, got, expected, seconds, stock_s))
         return Ways(rows, refused)
@@ -158,6 +158,6 @@ def _compared(
     if not all(same):
         differs_at = same.index(False)
         sequence = torch.cat([ids, ids.new_tensor([expected[:differs_at]])], dim=1)
-        logits = model(sequence, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits[0, -1]
+        logits = model(sequence, cache=DynamicCache(config=model.config), logits_to_keep=1).logits[0, -1]
         gap = float(logits[expected[differs_at]] - logits[got[differs_at]])
     return Tokens(way, sum(same), len(same), seconds, seconds / stock_s, differs_at, gap)

@@ -115,7 +115,7 @@ class SketchError(TextStudy):
     @torch.no_grad()
     def measure(self, trial: Trial) -> Errors:
         cache = DynamicCache()  # without a config it keeps what sliding layers would drop
-        trial.model(self.passage(trial), past_key_values=cache, logits_to_keep=1)
+        trial.model(self.passage(trial), cache=cache, logits_to_keep=1)
         draw = trial.seed or 0
         normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(draw))
         layers = [layer for layer in cache.layers if layer.keys is not None]

@@ -126,7 +126,7 @@ def stretches(
         rows, seconds = [], []
         for part in part_ids.split([part_ids.shape[1] - steps, *[1] * steps], dim=1):
             begin = time.perf_counter()
-            rows.append(model(part, past_key_values=cache).logits[0])
+            rows.append(model(part, cache=cache).logits[0])
             seconds.append(time.perf_counter() - begin)
         expected = tokens[0, start + 1 : start + part_ids.shape[1] + 1]
         loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)

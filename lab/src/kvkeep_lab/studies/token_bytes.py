@@ -83,7 +83,7 @@ class TokenBytes(Study):
         cache = DynamicCache(config=model.config)
         ids = torch.arange(_READ, device=model.device).unsqueeze(0)
         with torch.no_grad():
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, cache=cache, logits_to_keep=1)
         measured = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
         rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, measured)]
         return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])

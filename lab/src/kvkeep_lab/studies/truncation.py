@@ -78,7 +78,7 @@ def truncations(
 @torch.no_grad()
 def _every_entry(model: Any, ids: Tensor, listed: Sequence[int], new: int, progress: Progress) -> list[Truncation]:
     def continued() -> list[int]:
-        return greedy(model, ids, new, past_key_values=DynamicCache(config=model.config))[0]
+        return greedy(model, ids, new, cache=DynamicCache(config=model.config))[0]
 
     def distributions(tokens: Sequence[int]) -> Tensor:
         given = torch.cat([ids, ids.new_tensor([list(tokens[:-1])])], dim=1)

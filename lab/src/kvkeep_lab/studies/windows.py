@@ -53,7 +53,7 @@ def observed(decoder: Any, ids: Tensor, cache: Any) -> tuple[list[Tensor], Any]:
     entering: list[Tensor] = []
     device = next(decoder.parameters()).device
     with attending(None), probing(lambda index, hidden: entering.append(hidden)):
-        decoder(input_ids=ids.to(device), past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids.to(device), cache=cache, use_cache=True)
     return entering, cache
 
 
@@ -123,11 +123,11 @@ def beyond_the_window(
     if ids.shape[1] <= window:
         raise UsageError(f"A text of {ids.shape[1]} tokens does not reach beyond a window of {window}.")
     held, blind = _in_the_window(model, geometry, ids)
-    expected, _ = greedy(model, ids, new, past_key_values=DynamicCache(config=model.config))
+    expected, _ = greedy(model, ids, new, cache=DynamicCache(config=model.config))
     matching: dict[str, int] = {}
     for kind in kinds:
         direct = KeepCache(model, "kv-direct", max(16, window // 4), checkpoint=kind, where="host")
-        got, _ = greedy(model, ids, new, past_key_values=direct)
+        got, _ = greedy(model, ids, new, cache=direct)
         matching[kind] = sum(a == b for a, b in zip(got, expected, strict=True))
     sequence = torch.cat([ids, ids.new_tensor([expected[:-1]])], dim=1)
     honest = model(sequence, use_cache=False, logits_to_keep=new).logits[0]
