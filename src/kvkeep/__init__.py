@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvkeep.blocks.sessions import Session, load_session, save_session
     from kvkeep.budget import Budget
     from kvkeep.cache import KeepCache
     from kvkeep.contracts.entries import EntryState
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from kvkeep.contracts.store import EvictedStore
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
-    from kvkeep.decode.session import Session, load_session, save_session
     from kvkeep.engine.verified import verified
     from kvkeep.errors import (
         BudgetError,
@@ -46,7 +46,7 @@ _HOMES = {
     "contracts.store": ("EvictedStore",),
     "decode.chat": ("Conversation",),
     "decode.generate": ("generate",),
-    "decode.session": ("Session", "load_session", "save_session"),
+    "blocks.sessions": ("Session", "load_session", "save_session"),
     "engine.verified": ("verified",),
     "errors": (
         "BudgetError",

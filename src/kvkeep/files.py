@@ -18,6 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 STALE_S = 24 * 3600
 """Seconds after which a temporary file is abandoned, whatever its host."""
 
@@ -49,6 +54,30 @@ def temporary_name(target: Path) -> Path:
     """Return a name beside ``target`` for a file that is to become it; such files of dead processes are removed."""
     _sweep(target)
     return _temporary(target)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file until its last descriptor is closed; return False if another one holds the lock. On a file
+    system without locks every lock is granted."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def sync_name(path: Path) -> None:
+    """Flush a file's name to the disk, if the system can flush folders."""
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def owner() -> str:

@@ -47,6 +47,10 @@ class CacheStream:
     """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
+    plain = True
+    """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+    blocks: list[str]
+    """Names of the blocks that have been stored of an inexact cache (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
     """The first slot of each row that is not padding, (rows,); None without padding."""
 
@@ -61,6 +65,7 @@ class CacheStream:
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
+        self.blocks = []
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
@@ -121,6 +126,7 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
+        self.plain &= self._given_by_ids(ids, positions, mask)
         if not self.streams:
             self.open, self._known = True, self._processed()
             self._note_padding(mask)
@@ -149,6 +155,22 @@ class CacheStream:
         if positions is None:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
+
+    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
+        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no mask of its own, and
+        its positions are the next ones."""
+        if ids is None or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
+            return False
+        if mask is not None and not bool(mask.all()):
+            return False
+        if positions is None:
+            return True
+        if positions.device.type != "cpu" or positions.ndim != 2:  # comparing would wait for the device
+            return False
+        start, count = self.length, positions.shape[1]
+        if positions.numel() == 1:
+            return int(positions) == start
+        return bool((positions == torch.arange(start, start + count)).all())
 
     def _note_padding(self, mask: Any) -> None:
         """Find the padding in a pass's ``mask``."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
@@ -12,6 +13,7 @@ from kvkeep.errors import NotCarried
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
+from kvkeep.stores.dynamic import DynamicLayer
 
 Kind = tuple[str | None, Any, Options]  # method, budget, other options of a cache
 
@@ -56,9 +58,16 @@ def header(cache: Any) -> dict[str, Any]:
     }
 
 
-def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
+def restore(
+    cache: Any,
+    names: set[str],
+    tensor: Callable[[str], Tensor],
+    about: dict[str, Any],
+    pieces: Mapping[str, Sequence[Tensor]] = {},
+) -> None:
     """Restore what :func:`state` and :func:`header` returned in an empty cache. names: names of the tensors; tensor: a
-    function that returns one of them, so that only one is in memory at a time."""
+    function that returns one of them, so that only one is in memory at a time. pieces: the tensors of which there are
+    several, in the order of their rows; stores of rows hold them without a copy where they can."""
     length, device = about["length"], cache.made.device
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
@@ -68,19 +77,29 @@ def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about:
         given = {
             name.removeprefix(prefix): tensor(name).to(device) for name in sorted(names) if name.startswith(prefix)
         }
-        if given:
-            holding.restore(given, length)
+        several = {
+            name.removeprefix(prefix): [piece.to(device) for piece in parts]
+            for name, parts in pieces.items()
+            if name.startswith(prefix)
+        }
+        if isinstance(holding, DynamicLayer) and (several or given):
+            holding.adopt(*(several.get(name) or [given[name]] for name in ("keys", "values")))
+        elif given or several:
+            holding.restore(given | {name: torch.cat(parts, -2) for name, parts in several.items()}, length)
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
         cache.round.uneven = about["uneven"]
-    saved = {name.removeprefix("checkpoint.") for name in names if name.startswith("checkpoint.")}
+    both = {*names, *pieces}
+    saved = {name.removeprefix("checkpoint.") for name in both if name.startswith("checkpoint.")}
     if cache.checkpoint is not None:
         cache.checkpoint.expect(saved)
     for name, rows in cache.checkpoint_rows():
         rows.first = rows.length = about["first"].get(name, 0)
         if name in saved:
-            rows.append(tensor(f"checkpoint.{name}"))
+            whole = f"checkpoint.{name}"
+            for piece in pieces[whole] if whole in pieces else [tensor(whole)]:
+                rows.adopt(piece)
 
 
 def fork(cache: Any, kind: Kind | None) -> Any:

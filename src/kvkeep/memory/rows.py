@@ -36,6 +36,9 @@ class Rows(Protocol):
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; drop the oldest rows beyond the capacity."""
 
+    def adopt(self, rows: Tensor) -> None:
+        """Append ``rows``, without a copy where this store can hold the tensor itself."""
+
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, view) pieces of the rows ``start``..``stop``, in order."""
 
@@ -79,6 +82,12 @@ class _OneTensor:
         self.first = 0
         self.length = 0
         self.data: Tensor | None = None
+
+    def append(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def adopt(self, rows: Tensor) -> None:
+        self.append(rows)
 
     def truncate(self, length: int) -> None:
         """Remove the rows from slot ``length`` on. Memory stays allocated, and overwritten rows are not restored."""
@@ -225,6 +234,7 @@ class PagedRows:
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
+        self._adopted = 0  # the first pages, which are mapped from files
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -244,6 +254,17 @@ class PagedRows:
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+
+    def adopt(self, rows: Tensor) -> None:
+        """Make ``rows``, mapped from a file, the next page if the pages so far are full; otherwise append them."""
+        if not self.home.maps or self.length != self._allocated or rows.shape[-2] % self.smallest:
+            return self.append(rows)
+        self.starts.append(self.length)
+        self.pages.append(rows)
+        self.length += rows.shape[-2]
+        self.changes += 1
+        self._adopted = len(self.pages)
+        return None
 
     def next_row(self) -> tuple[Tensor, int] | None:
         """Return the page and index of the next row; None if a page has to be allocated first."""
@@ -281,14 +302,21 @@ class PagedRows:
             self.pages.pop()
             self.starts.pop()
             self.changes += 1
+        self._adopted = min(self._adopted, len(self.pages))
 
     def select(self, index: Tensor) -> None:
         self.pages = [_selected(page, index, self.home) for page in self.pages]
         self.changes += 1
+        self._adopted = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(page.nbytes for page in self.pages)
+        return sum(page.nbytes for page in self.pages[self._adopted :])
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of pages that are mapped from files."""
+        return sum(page.nbytes for page in self.pages[: self._adopted])
 
 
 def up(count: int, block: int = BLOCK) -> int:

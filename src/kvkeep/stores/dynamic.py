@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -185,9 +186,14 @@ class DynamicLayer(CacheLayerMixin):
     def state(self) -> dict[str, Rows]:
         return {"keys": self._keys, "values": self._values} if self._keys.length else {}
 
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        if state:
-            self.update(state["keys"], state["values"])
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take entries into this layer, which is empty: pieces of keys and of values, in order. Whole blocks are not
+        copied where the kernel attends to entries in pieces."""
+        reads = all(native.can_read(*pair) for pair in zip(keys, values, strict=True))
+        for rows, pieces in ((self._keys, keys), (self._values, values)):
+            for piece in pieces if reads else [torch.cat([*pieces], -2)]:
+                rows.adopt(piece)
+        self.is_initialized = True
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
