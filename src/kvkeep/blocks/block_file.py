@@ -1,8 +1,8 @@
 """The format of a block's file: named tensors, each with a checksum, which are mapped into memory and not copied.
 
 A file has a header of fixed size (magic, length and CRC-32 of the description), the description (JSON), and the
-tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under another name
-is refused, and for every tensor its dtype, shape, offset and CRC-32.
+tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under
+another name is refused, and for every tensor its dtype, shape, offset and CRC-32.
 """
 
 from __future__ import annotations

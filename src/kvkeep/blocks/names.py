@@ -24,7 +24,7 @@ _DIGEST_BYTES = 16
 
 def origin(cache: KeepCache, forms: Iterable[object]) -> bytes | None:
     """Return the digest that the first block of a text follows; None if the entries of ``cache`` depend on more than
-    its token ids. forms: what tells how the entries of a block are laid out."""
+    its token ids. forms: those of the rows of a block."""
     if cache.exactness is not Exactness.EXACT or not cache.stream.plain or cache.rows > 1:
         return None
     facts = (fingerprint(cache.model), _computed_by(cache), *forms)

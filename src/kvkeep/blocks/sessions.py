@@ -26,11 +26,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvkeep import transfer
+from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
 from kvkeep.blocks.names import chain, origin
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import Store
+from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -171,9 +173,9 @@ class StoredSession:
         if any(len(row) != cache.get_seq_length() for row in session.ids):
             raise UsageError(f"A session needs the ids of all {cache.get_seq_length()} tokens of its cache.")
         parts = transfer.parts(cache)
-        by_token = parts_by_token(cache, parts)
-        stored = _Stored(self, cache, {name: parts.pop(name) for name in by_token}, by_token, session.ids)
-        state = {name: _tensor(part) for name, part in parts.items()} | stored.tail
+        text = TextRows(cache, parts)
+        state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
+        state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
         key = secrets.token_hex(16)
         about = {
             "fingerprint": fingerprint(cache.model),
@@ -187,14 +189,14 @@ class StoredSession:
             "past": transfer.header(cache),
             "notes": session.notes,
             "ids": session.ids,
-            "by_token": by_token,
+            "by_token": text.targets,
             "state": key,
-            "bytes": [sum(one.nbytes for one in state.values()), stored.nbytes],
+            "bytes": [sum(one.nbytes for one in state.values()), text.nbytes],
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
         try:
-            names = stored.write()
+            names = self._write(cache, text, session.ids)
             self.store.blocks.write(self.block(key), state)
             self.reference.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
@@ -206,6 +208,22 @@ class StoredSession:
         if forget:
             gone |= {*map(str, before.get("blocks", ()))} - {*names}
         self.store.release(self.name, gone)
+
+    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
+        if not text.whole:
+            return []
+        first, folder = origin(cache, text.forms), self.store.blocks
+        if first is not None:
+            names = chain(first, ids[0])
+        else:  # the entries are no function of the ids: a block belongs to this text of this cache
+            names = cache.stream.blocks
+            names += [secrets.token_hex(16) for _ in range(text.whole // BLOCK - len(names))]
+            names = names[: text.whole // BLOCK]
+        blocks = [self.block(name) for name in names]
+        known = folder.use(blocks)
+        beginnings.write(folder, blocks[known:], text, ids, known)
+        return names
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -292,103 +310,6 @@ def check_savable(cache: Cache) -> None:
         )
 
 
-def parts_by_token(cache: KeepCache, parts: Mapping[str, Tensor | Rows]) -> dict[str, str]:
-    """Return the parts that have a row for every token of the text, by name, with their names in a block: keys and
-    values of full layers, or residuals."""
-    length, found = cache.get_seq_length(), {}
-    full = {layer.index for layer in cache.geometry.full_layers}
-    for name, part in parts.items():
-        kind, _, rest = name.partition(".")
-        if kind == "checkpoint":
-            short = rest
-        elif kind == "layer":
-            index, _, of_layer = rest.partition(".")
-            paged = cache.made.table is not None and of_layer.startswith("resident.")
-            of_layer = of_layer.removeprefix("resident.") if paged else of_layer
-            if of_layer not in ("keys", "values") or int(index) not in full:
-                continue
-            short = f"{of_layer}.{index}"
-        else:
-            continue
-        first, stop = (0, part.shape[-2]) if isinstance(part, Tensor) else (part.first, part.length)
-        if (first, stop) == (0, length):
-            found[name] = short
-    return found
-
-
-class _Stored:
-    """The blocks of a cache: what there is of each token."""
-
-    def __init__(
-        self,
-        session: StoredSession,
-        cache: KeepCache,
-        parts: Mapping[str, Tensor | Rows],
-        by_token: Mapping[str, str],
-        ids: Sequence[Sequence[int]],
-    ) -> None:
-        self.session, self.cache, self.parts, self.by_token, self.ids = session, cache, parts, by_token, ids
-        self.length = cache.get_seq_length() if parts else 0
-        self.whole = self.length // BLOCK * BLOCK
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all whole blocks."""
-        forms = [TensorForm.of(part) for part in self.parts.values()]
-        return (
-            sum(torch.Size(form.shape).numel() * form.dtype.itemsize for form in forms)
-            * self.whole
-            // max(self.length, 1)
-        )
-
-    @property
-    def tail(self) -> dict[str, Tensor]:
-        """The rows after the last whole block."""
-        if self.whole == self.length:
-            return {}
-        return {f"{_TAIL}{name}": self._rows(name, self.whole, self.length) for name in self.parts}
-
-    def write(self) -> list[str]:
-        """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
-        names, folder = self._names(), self.session.store.blocks
-        blocks = [self.session.block(name) for name in names]
-        known = folder.use(blocks)
-        for number, block in enumerate(blocks[known:], known):
-            start = number * BLOCK
-            tensors = {short: _lanes(self._rows(name, start, start + BLOCK)) for name, short in self.by_token.items()}
-            ids = torch.tensor([row[start : start + BLOCK] for row in self.ids], dtype=torch.int32)
-            folder.write(block, tensors | {NAME_OF_IDS: ids})
-        return names
-
-    def _names(self) -> list[str]:
-        if not self.whole:
-            return []
-        first = origin_of(self.cache, self.parts, self.by_token)
-        if first is not None:
-            return chain(first, self.ids[0])
-        # Entries of this cache are no function of the ids: a block belongs to this text of this cache.
-        known = self.cache.stream.blocks
-        known += [secrets.token_hex(16) for _ in range(self.whole // BLOCK - len(known))]
-        return known[: self.whole // BLOCK]
-
-    def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        part = self.parts[name]
-        return part.narrow(-2, start, stop - start) if isinstance(part, Tensor) else concatenated(part, start, stop)
-
-
-def origin_of(cache: KeepCache, parts: Mapping[str, Tensor | Rows], by_token: Mapping[str, str]) -> bytes | None:
-    """Return the digest that the first block of the cache's text follows (:func:`~kvkeep.blocks.names.origin`)."""
-    forms = {short: _form(parts[name]) for name, short in by_token.items()}
-    return origin(cache, sorted(forms.items()))
-
-
-def _form(part: Tensor | Rows) -> tuple[object, ...]:
-    """Return the shape and dtype of a row, with all its lanes."""
-    form = TensorForm.of(part)
-    lanes = torch.Size(form.shape[:-2]).numel()
-    return lanes, form.shape[-1], str(form.dtype)
-
-
 class _Loaded:
     """Fills the empty ``cache`` from the blocks that ``about`` names."""
 
@@ -425,7 +346,9 @@ class _Loaded:
                 return int(self.past["length"])
             self.cache.reset()
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        return 0
+        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
+            beginnings.fill(self.cache, blocks)
+        return self.cache.get_seq_length()
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
@@ -444,7 +367,7 @@ class _Loaded:
         return found, None
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        cache, past, by_token = self.cache, self.past, self.about["by_token"]
+        cache, past = self.cache, self.past
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
             cache.recompose(past["shares"])
@@ -454,26 +377,30 @@ class _Loaded:
                 f"tokens; here its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a "
                 "new session."
             )
-        pieces = {name: self._pieces(name, short, blocks, state) for name, short in by_token.items()}
+        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
+        targets = {part: Target(*given) for part, given in self.about["by_token"].items()}
+        several = {part: self._pieces(part, target, blocks, tail) for part, target in targets.items()}
         rest = {name: tensor for name, tensor in state.items() if not name.startswith(_TAIL)}
         forms = {name: TensorForm.of(one) for name, one in rest.items()}
-        forms |= {name: _joined(several) for name, several in pieces.items()}
+        forms |= {name: _joined(rows) for name, rows in several.items()}
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
         check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        transfer.restore(cache, set(rest), lambda name: rest[name], past, pieces)
+        transfer.restore(cache, set(rest), lambda name: rest[name], past, several)
         known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
         check_restored(cache, forms, known, past)
 
-    def _pieces(
-        self, name: str, short: str, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]
-    ) -> list[Tensor]:
+    def _pieces(self, part: str, target: Target, blocks: Sequence[Block], tail: Block) -> list[Tensor]:
         """Return the rows of a part in order, in the shape that the cache has them in."""
-        several = [block[short] for block in blocks]
-        if (tail := state.get(f"{_TAIL}{name}")) is not None:
-            several.append(_lanes(tail))
-        if name.startswith("layer.") and ".resident." not in name:  # (rows, kv_heads, n, width)
+        several = [*pieces(target, blocks, tail)]
+        if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
+
+
+def _entries(cache: KeepCache) -> set[str]:
+    """Return the names of a block's tensors with all entries of ``cache``."""
+    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+    return {NAME_OF_IDS, *(name for name, *_ in forms)}
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:
@@ -487,11 +414,6 @@ def _joined(several: Sequence[Tensor]) -> TensorForm:
     ):
         raise ShapeError("blocks do not fit together")
     return TensorForm((*first.shape[:-2], sum(one.shape[-2] for one in several), first.shape[-1]), first.dtype)
-
-
-def _lanes(rows: Tensor) -> Tensor:
-    """Return entries (…, n, width) as (lanes, n, width)."""
-    return rows.flatten(0, -3)
 
 
 def _tensor(part: Tensor | Rows) -> Tensor:
@@ -513,8 +435,9 @@ def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) ->
     keys = [*about["blocks"], about["state"]]
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
         raise _odd("it has invalid names of blocks")
-    if not all(isinstance(one, str) and _BY_TOKEN.fullmatch(name) for name, one in about["by_token"].items()):
-        raise _odd("it has invalid names of parts")
+    for part, target in about["by_token"].items():
+        if not _BY_TOKEN.fullmatch(part) or not isinstance(target, list) or [*map(type, target)] != [str, int, int]:
+            raise _odd("it has invalid names of parts")
     rows = about["ids"]
     if not all(type(row) is list and all(type(one) is int and 0 <= one < _MAX_SLOTS for one in row) for row in rows):
         raise _odd("it has invalid token ids")

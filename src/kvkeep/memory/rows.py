@@ -319,6 +319,20 @@ class PagedRows:
         return sum(page.nbytes for page in self.pages[: self._adopted])
 
 
+class JoinedRows:
+    """The rows of two stores, of which the second continues the first, for reading."""
+
+    def __init__(self, before: Rows | None, after: Rows) -> None:
+        self.stores = [after] if before is None else [before, after]
+        self.first, self.length = self.stores[0].first, after.length
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        for rows in self.stores:
+            low, high = max(start, rows.first), min(stop, rows.length)
+            if low < high:
+                yield from rows.read(low, high)
+
+
 def up(count: int, block: int = BLOCK) -> int:
     """Return ``count`` rounded up to whole blocks: the allocated rows of a buffer."""
     return -(-count // block) * block
@@ -346,7 +360,7 @@ def pages_of(counts: Iterable[int]) -> list[int]:
     return pages
 
 
-def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
+def concatenated(rows: Rows | JoinedRows, start: int, stop: int) -> Tensor:
     """Return the rows ``start``..``stop`` of any store as one tensor, a view if they are contiguous."""
     pieces = [piece for _, piece in rows.read(start, stop)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)

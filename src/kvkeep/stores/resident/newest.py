@@ -28,6 +28,11 @@ class Newest(Resident):
         self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid while the rings keep their tensors
 
     @property
+    def rows(self) -> tuple[Ring, Ring]:
+        """Keys and values."""
+        return self._keys, self._values
+
+    @property
     def length(self) -> int:
         return self._keys.length
 
