@@ -1,4 +1,4 @@
-"""``certified``: pages are recalled until what is left out is provably little."""
+"""``certified``: recalls pages until the attention of the others is provably below a bound."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Certified(PagesThatMatter):
             )
 
     def choose(self, excess: Tensor) -> Tensor:
-        """From the highest on, until S / (1 + S) is small enough for every query."""
+        """Choose pages in falling order until S / (1 + S) of the others is at most :attr:`share` for every query."""
         order = excess.amax((1, 2)).argsort(dim=1, descending=True)
         mass = excess.exp().gather(3, order[:, None, None].expand_as(excess))
-        rest = mass.flip(3).cumsum(3).flip(3).amax((1, 2))  # of this page and all after it
+        rest = mass.flip(3).cumsum(3).flip(3).amax((1, 2))  # sum over this page and all after it
         return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, rest > self.share / (1 - self.share))

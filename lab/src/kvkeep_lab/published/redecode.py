@@ -1,4 +1,4 @@
-"""``redecode``: tokens that left are decoded again, over what is resident (llama.cpp pull request 21097)."""
+"""``redecode``: decodes evicted tokens again over the resident entries (llama.cpp pull request 21097)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Redecode(Recall):
         return None
 
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return a plain reader. Raises UnsupportedModelError where layers cannot be run by themselves, or one of them
-        forgets by itself."""
+        """Return a plain reader. Raises UnsupportedModelError if the layers cannot run one at a time, or if a layer
+        drops old entries itself."""
         if site.first:
             layers, instead = site.geometry.full_layers, "use 'fetch-on-miss'"
             if len(layers) < len(site.geometry.layers):
@@ -60,6 +60,6 @@ class Redecode(Recall):
         return Redecoder(self.limit)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes of the residuals of a pass, and of what its tokens see of the text."""
-        seen = layer.kv_heads * tokens  # a byte for each slot
+        """Return the bytes of the residuals of a pass, and of the mask of its tokens."""
+        seen = layer.kv_heads * tokens  # one byte per slot
         return PredictedBytes(workspace=min(self.limit, tokens) * (geometry.hidden_size * geometry.dtype_bytes + seen))
