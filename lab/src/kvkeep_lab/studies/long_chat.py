@@ -120,8 +120,8 @@ class ChatTurns:
 
 
 class LongChat(Study):
-    """KV-Direct's Fig. 3: its system prompt and 30 tokens a turn. Its appendix names subjects; the questions are
-    kvkeep's."""
+    """KV-Direct's Fig. 3, with its system prompt and 30 tokens per turn. The paper's appendix names only the subjects;
+    the questions are kvkeep's."""
 
     name = "long-chat"
     command = "longchat"
@@ -169,8 +169,8 @@ class LongChat(Study):
         return found
 
     def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
-        """Run one conversation with each cache, turn by turn; yield each turn as it ends. Raises UsageError before a
-        turn that would exceed the model's positions."""
+        """Run one conversation with each cache, turn by turn, and yield each turn when it ends. Raises UsageError
+        before a turn that would exceed the model's positions."""
         talks = {name: self._conversation(loaded, name) for name in self.methods}
         for number in range(self.turns):
             question = QUESTIONS[number % len(QUESTIONS)]
@@ -187,7 +187,7 @@ class LongChat(Study):
                 yield Turn(name, *counts, timing.prefill_s, timing.decode_s, same, result.memory, result.text)
 
     def _conversation(self, loaded: Loaded, method: str) -> Conversation:
-        """Return a method's conversation, with the options that the method accepts."""
+        """Start a method's conversation with the options that the method accepts."""
         given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
         options = {key: value for key, value in given.items() if key in takes(method)}
         cache: Any = new_cache(loaded.model, method, **options)
