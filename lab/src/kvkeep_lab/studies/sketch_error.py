@@ -66,8 +66,8 @@ class Error:
 
     @property
     def bound(self) -> float:
-        """a pi / N: the bound of the variance, with a / N = others / r. The variance exceeds it with a probability below
-        :attr:`chance`."""
+        """a pi / N: the bound of the variance, with a / N = others / r. The variance exceeds it with a probability
+        below :attr:`chance`."""
         return math.pi * self.others / ROWS
 
     @property
