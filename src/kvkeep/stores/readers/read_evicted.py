@@ -72,7 +72,7 @@ class ReadEvicted(Reader):
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
         if store.listens:
-            evicted = list(evicted)  # pieces stay until the store has learnt their attention
+            evicted = list(evicted)  # the store uses the pieces again after the attention
         complete = store.listens or store.merges or not store.keeps
         one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
         if settled and step.queries == 1 and complete and one_bank and resident.observes:
