@@ -37,7 +37,8 @@ from kvkeep_lab.answers import AnswerCase
 from kvkeep_lab.reading import takes
 
 LENGTHS = (40, 560)
-"""Tokens of the prompts: one within every budget, and one that outgrows it and a block of the attention kernel."""
+"""Tokens of the prompts: one is within every budget; the other exceeds every budget and a block of the attention
+kernel."""
 NEW_TOKENS = 12
 """Tokens of each answer."""
 CHUNK = 128
@@ -205,8 +206,8 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
 
 
 def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
-    """Save the session to a file; yield names, forms and bytes of its tensors. The number of drafts depends on measured
-    seconds, and the resident entries depend on the rounds, so a method that drafts yields only its checkpoint."""
+    """Save the session to a file, and yield names, shapes and bytes of its tensors. A method that drafts yields only
+    its checkpoint, because its resident entries depend on rounds, and the number of drafts on measured seconds."""
     with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))
