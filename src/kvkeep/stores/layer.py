@@ -118,7 +118,6 @@ class Layer(CacheLayerMixin):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the pending entries."""
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------

@@ -61,7 +61,6 @@ class Simulation:
         self._reset()
 
     def _reset(self) -> None:
-        """Reset all counts."""
         self.requests = self.answered = self.refused = self.failures = 0
         self.before = self.load
         self.turns: Counter[str] = Counter()
@@ -371,7 +370,6 @@ class Simulation:
         self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
 
     def _transfer(self, transfer: Transfer) -> None:
-        """Begin a transfer."""
         self.order += 1
         self.disk.advance(self.now)
         self.disk.add(transfer.size, self.order, transfer)

@@ -53,7 +53,6 @@ class KvpressAnswerer:
         return {"versions": {"kvpress": _version(kvpress), **{f"kvpress' {name}": v for name, v in versions.items()}}}
 
     def read(self, ids: list[int], press: str, options: str, keep: int, unseen: int) -> dict[str, Any]:
-        """Read and prune a prompt."""
         from transformers import DynamicCache
 
         if unseen >= len(ids):

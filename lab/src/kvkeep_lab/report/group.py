@@ -36,7 +36,6 @@ class Group(ABC):
 
     @property
     def title(self) -> str:
-        """Title of the chapter."""
         return f"{self.experiment.title}: {self.model}"
 
     @property
@@ -113,7 +112,6 @@ class Group(ABC):
         return next(metric for metric in self.experiment.subject.metrics if metric.name == name)
 
     def chapter(self) -> Chapter:
-        """Return the group's chapter of the report."""
         paper, blocks = self.experiment.paper, list(self.blocks())
         if undecided := list(self.undecided()):
             blocks.append(

@@ -35,7 +35,6 @@ class TaskGroup(Group):
 
     @property
     def task(self) -> Task:
-        """The task of the experiment."""
         return self.experiment.task
 
     @cached_property

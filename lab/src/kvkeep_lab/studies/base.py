@@ -53,12 +53,10 @@ class Trial:
 
     @property
     def model(self) -> Any:
-        """The loaded model."""
         return self.loaded.model
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self.loaded.tokenizer
 
 

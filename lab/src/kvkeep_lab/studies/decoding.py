@@ -75,7 +75,6 @@ class Decoded:
     appends: list[Append]
 
     def run(self, way: str) -> DecodingRun:
-        """Return the run of one way."""
         return where(self.runs, way=way)[0]
 
 

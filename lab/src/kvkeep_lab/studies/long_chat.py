@@ -81,7 +81,6 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the complete turn."""
         return self.prefill_s + self.decode_s
 
     @property
@@ -107,7 +106,6 @@ class ChatTurns:
         return each(self.turns, "method")
 
     def of(self, method: str) -> list[Turn]:
-        """Return a method's turns."""
         return where(self.turns, method=method)
 
     def ratio(self, turn: Turn) -> float:

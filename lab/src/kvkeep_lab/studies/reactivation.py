@@ -76,7 +76,6 @@ class Reactivation:
 
     @property
     def rules(self) -> list[tuple[str, float]]:
-        """Rules and ratios."""
         return each(self.rows, "rule", "ratio")
 
     def of(self, rule: str, ratio: float) -> list[ReactivationRow]:

@@ -84,7 +84,6 @@ class Windows:
         return self.held.none and all(matching == self.of for matching in self.matching.values())
 
     def table(self) -> Table:
-        """Return the table of the check."""
         table = Table(
             f"Beyond the window ({self.text_tokens:,} tokens, window {self.window:,})",
             ["", "max |ΔK|, max |ΔV|", "tokens that are the stock cache's"],

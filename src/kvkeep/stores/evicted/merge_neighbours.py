@@ -35,7 +35,7 @@ class MergeNeighbours(MergesNeighbours):
         self.how, self.readers = how, site.readers
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots at the last reset of attention
         self.due: Tensor | None = None  # (lanes, 1) int32: next value of ``since``; 0: unchanged
-        self.outputs: Tensor | None = None  # (lanes, value_dim): sum over all heads and queries
+        self.outputs: Tensor | None = None  # (lanes, value_dim): sum of heads and queries after ``since``
         self.group, self.heads = 1, 1  # query heads of a group; KV heads of a row
 
     # -- what is observed ---------------------------------------------------------------------------

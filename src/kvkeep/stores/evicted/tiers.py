@@ -124,7 +124,7 @@ class Tier:
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
-            if coming.groups:  # new groups that pass through stay unquantised
+            if coming.groups:  # new groups that pass through are not encoded here
                 new = (falling - groups).clamp(min=0)
                 passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)

@@ -64,7 +64,6 @@ class ReadEvicted(Reader):
         return done[0]
 
     def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
-        """Attend by segments."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         masked = wide is not None or layer.ledger.visible is not None
         ordered = masked or native.can_attend(step.query, step.key, step.value)

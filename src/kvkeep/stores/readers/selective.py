@@ -107,7 +107,7 @@ class Selective(Backed):
             past = self.segments(layer, step, recalled, wide)
             output, lse = attend(step.query, chain(near, past), step.scaling)
         if lost:
-            self._note(1.0)  # lost entries have no bound
+            self._note(1.0)  # attention to lost entries has no bound
         evicted: list[Segment] = []
         if store.keeps:  # other entries are attended in their stored form
             keep = None if recalled is None else ~recalled
