@@ -169,7 +169,7 @@ class Comparisons:
 
     @property
     def measured(self) -> str:
-        """A description of what was read and generated, with the number of passages that were planned."""
+        """Description of the tokens read and generated, with the number of planned passages."""
         low, high = self.sizes
         read = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         if self.single:

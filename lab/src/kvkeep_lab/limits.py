@@ -48,7 +48,7 @@ def weight_bytes(model: Any) -> int | None:
 
 def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
     """Return the bytes of keys and values that attention reads in a step after ``tokens`` tokens in each row. An exact
-    cache reads all tokens, including rebuilt ones; another cache reads at most what it holds for attention, in full or
+    cache reads all tokens, including rebuilt ones; another cache reads at most the entries that it holds, in full or
     compressed."""
     memory = memory_of(cache)
     held_bytes = memory.resident_bytes + memory.compressed_bytes

@@ -134,7 +134,7 @@ class Store:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the file, as far as it was read, ends within a line that no process will complete."""
+        """Whether the file, as far as it was read, ends with an incomplete line, which no process completes."""
         return self.path.exists() and self.path.stat().st_size > self.end
 
     def done(self) -> set[str]:

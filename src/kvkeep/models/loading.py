@@ -146,7 +146,7 @@ def describe(
             return ModelDescription(config, made.dtype, weight_memory(config, requested, made, table))
     except (ModelError, UsageError):
         raise
-    except Exception as error:  # the libraries raise anything; see load()
+    except Exception as error:  # transformers and the hub raise anything
         raise _explained(source, error) from error
 
 

@@ -162,8 +162,8 @@ class ReplicaPace:
         return values | {name: values[name].points for name in _LINES}
 
     def reading(self, past: float, new: float) -> float:
-        """Return the seconds to read ``new`` tokens after ``past`` without other sessions, at least those of a step of
-        one session."""
+        """Return the seconds to read ``new`` tokens after ``past`` without other sessions: at least the seconds of a
+        step of one session."""
         before = self.prompt(past) if past else 0.0
         return max(self.step(1), self.prompt(past + new) - before)
 

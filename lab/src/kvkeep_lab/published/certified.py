@@ -16,10 +16,11 @@ from kvkeep.policies.recalls.selective import PagesThatMatter
 class Certified(PagesThatMatter):
     """In each step every KV head recalls pages of 32 tokens until little is left out for certain.
 
-    Those that can add most come first, until the attention that any query of the head can give to the others is at most
-    ``share``, by the bounds of their keys."""
+    Pages are recalled in falling order of their maximum contribution. By the bounds of their keys, the other pages then
+    receive at most ``share`` of the attention of each query of the head."""
 
     share: float = 0.01
+    """Maximum share of a query's attention to pages that are not recalled."""
 
     label: ClassVar[str] = "pages, until little is left out for certain"
     source: ClassVar[str] = "kvkeep; bounds as in arXiv:2406.10774"

@@ -19,11 +19,12 @@ from kvkeep_lab.published.redecoder import Redecoder
 class Redecode(Recall):
     """After a pass, tokens that left in it are decoded again, over what is resident, and are resident again.
 
-    Their ids and positions are all that is kept of them. They see what is resident of the text before them and not all
-    of it, so their entries are not what they were. ``limit``: the most tokens of a row after a pass; a KV head takes
-    back what left it, half its budget at most."""
+    Only the ids and positions of evicted tokens are stored. The tokens attend to the resident entries of the preceding
+    text instead of all of it, so their entries differ from the original ones. A KV head restores the entries that it
+    evicted, at most half of its budget."""
 
     limit: int = 64
+    """Maximum tokens of a row that are decoded again after a pass."""
 
     records: ClassVar[bool] = True
     across_heads: ClassVar[bool] = True  # a token runs again where one head lacks it, through all heads

@@ -25,7 +25,7 @@ def serve_replicas(
     port = address.port
     if cluster is None:
         service = with_defaults_for_replicas(service, scale.ongoing, scale.maximum)
-        with address.socket() as free:  # checks the address, which Ray Serve's proxy uses later
+        with address.socket() as free:  # finds the port that Ray Serve's proxy uses later
             port = free.getsockname()[1]
     with replicas.cluster(cluster, scale):
         stopped = threading.Event()

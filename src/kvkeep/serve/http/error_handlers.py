@@ -78,7 +78,7 @@ def api_error(error: Exception) -> APIError:
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
         return APIError(400, str(error), code)
     if isinstance(error, SessionBusy):
-        what = str(error).partition(";")[0].rstrip(".")  # the rest is for users of the command line
+        what = str(error).partition(";")[0].rstrip(".")  # the rest advises to end the other program
         return APIError(409, f"{what}; retry in a moment.", "session_in_use", headers={"Retry-After": "1"})
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
         return APIError(409, str(error), "session")  # the session has another model, tokenizer or version
