@@ -29,8 +29,8 @@ from kvkeep_lab.published.papers import CAM
 class Cam(Fate):
     """While decoding, the value of an evicted entry is added, divided by ``into``, to the ``into`` entries after it,
     with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it. Keys
-    and counts do not change, and entries evicted during a prompt are dropped. The chance depends on ``seed``, layer,
-    head and slot only."""
+    and counts do not change, and entries evicted during a prompt are dropped. The random numbers depend only on
+    ``seed``, layer, head and slot."""
 
     into: int = 32
     """Number of entries that the value is added to."""

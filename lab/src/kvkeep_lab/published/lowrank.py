@@ -24,11 +24,11 @@ from kvkeep.stores.evicted.groups import GROUP, Codec
 @dataclass(frozen=True)
 class LowRank(GroupedFate):
     """``rank`` numbers for each key and value of a head: its coordinates in the left singular vectors of the head's
-    W_k and W_v, keys before rotation. It is here to show what the paper shows: that it fails. ``exact``: as for
-    'quantize'; 1 leaves all but the newest to it."""
+    W_k and W_v, keys before rotation. The method exists to reproduce the paper's result that it fails."""
 
     rank: int = 32
     exact: float = 0.5
+    """The share of the budget for exact entries, or (from 1 on) their number, at most half of the budget."""
 
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
