@@ -113,7 +113,7 @@ def memory(made: Assembly, holdings: Sequence[Any]) -> Memory:
     bookkeeping += sum(one.nbytes for one in shared if one is not None)
     if made.checkpoint is not None:
         places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
-    # If entries are rebuilt from ids, the ids are a checkpoint. Otherwise they are only a record.
+    # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
     if made.checkpoint is not None and made.checkpoint.reads_ids:
         places["device"] += made.ledger.ids.nbytes
     else:

@@ -61,7 +61,7 @@ class CacheStream:
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
-        self.earlier_outputs: list[Tensor] = []  # outputs of a prompt's earlier chunks
+        self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
         self.ends = made.budgets is not None and made.positions is None and not recalls

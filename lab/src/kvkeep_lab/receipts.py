@@ -206,8 +206,8 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
 
 
 def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
-    """Save the session to a file, and yield names, shapes and bytes of its tensors. A method that drafts yields only
-    its checkpoint, because its resident entries depend on rounds, and the number of drafts on measured seconds."""
+    """Save the session to a file; yield names, forms and bytes of its tensors. The number of drafts depends on measured
+    seconds, and the resident entries depend on the rounds, so a method that drafts yields only its checkpoint."""
     with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))

@@ -85,7 +85,7 @@ class Saver:
 
 def last_hangup() -> str | None:
     """Return the path of the last conversation saved on a hang-up within a day, or None."""
-    with suppress(OSError, UsageError):  # a user may have no home folder
+    with suppress(OSError, UsageError):  # a user without a home has none
         paths = sorted(sessions_folder().glob(f"{HANGUP_PREFIX}*.session"))
         if paths and time.time() - paths[-1].stat().st_mtime < 86400:
             return str(paths[-1])
