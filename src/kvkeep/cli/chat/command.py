@@ -1,4 +1,4 @@
-"""``kvkeep chat``: a conversation within a cache budget, saved and resumed by a session file."""
+"""``kvkeep chat``: a conversation within a cache budget, saved and resumed as a session."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     session: Annotated[
         str | None,
-        typer.Option(help="File to resume from, saved after every answer; with --sessions, a name in that folder."),
+        typer.Option(help="Session to resume, saved after every answer: a name, or the path of a folder for it."),
     ] = None,
     sessions: options.Sessions = None,
     at_end: Annotated[
@@ -82,8 +82,10 @@ def chat(
         if kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if cache != CacheOptions() or system:
-                _check_same(kept.path, requested, talk, system)
+                _check_same(saver.place, requested, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
+            if talk.problem is not None:
+                note(f"The model reads the rest again before its next answer: {talk.problem}")
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, kv_cache, system=system)
@@ -126,7 +128,7 @@ def _check_same(session: str, requested: RequestedCache, talk: Conversation, sys
     prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
     if (requested.request != present and not requested.auto) or system not in (None, prompt):
         raise UsageError(
-            f"The session '{session}' continues with method '{present.method.name}', budget "
+            f"The session {session} continues with method '{present.method.name}', budget "
             f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
             "another session."
         )

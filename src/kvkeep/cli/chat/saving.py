@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import Store, is_path, store_folder
+from kvkeep.blocks.store import ALONE, Store, is_path, user_store
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError
 
@@ -49,14 +49,14 @@ class Saver:
         self.error, self.saved = None, True
         return None
 
-    def save_as(self, talk: Conversation, name: str) -> str:
-        """Save to the session ``name`` from this call on; return its path. Raises SessionError, and UsageError if the
+    def save_as(self, talk: Conversation, name: str) -> None:
+        """Save to the session ``name`` from this call on. Raises SessionError, and UsageError if the
         session contains a conversation."""
         talk.check_savable()
         fresh = self._open(name)
         try:
             if fresh.turns:
-                raise UsageError(f"There is a session in '{fresh.path}' already; give another name.")
+                raise UsageError(f"There is a session '{name}' already; give another name.")
             talk.save(fresh)
         except BaseException:
             fresh.close()
@@ -64,20 +64,28 @@ class Saver:
         if self.session is not None:
             self.session.close()
         self.session, self.saved, self.error = fresh, True, None
-        return fresh.path
 
     def save_on_hangup(self, talk: Conversation) -> str:
-        """Save a conversation without a session to the folder of sessions; return its name. Raises SessionError."""
+        """Save a conversation without a session to the user's store; return the name. Raises SessionError."""
         name = f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        with StoredSession(Store(store_folder(self.folder)), name, writing=True) as session:
+        with StoredSession(user_store(), name, writing=True) as session:
             talk.save(session)
         return name
+
+    @property
+    def place(self) -> str:
+        """Name and place of the session, for messages. Raises AssertionError if there is none."""
+        assert self.session is not None
+        if self.session.name == ALONE:
+            return self.session.path
+        return f"'{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
 
     def _open(self, name: str) -> StoredSession:
         """Return the session, open for writing; a missing one is created."""
         if self.folder is not None or not is_path(name):
-            return StoredSession(Store(store_folder(self.folder)), name, writing=True)
+            return StoredSession(user_store(self.folder), name, writing=True)
         path = os.path.expanduser(name)
+        Store(path).check()
         if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
             raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
         return StoredSession.at(path, writing=True)
@@ -86,7 +94,7 @@ class Saver:
 def last_hangup() -> str | None:
     """Return the name of the last conversation saved on a hang-up within a day, or None."""
     with suppress(OSError, KvkeepError):  # a user without a home has none
-        for info in Store(store_folder()).sessions():
+        for info in user_store().sessions():
             if info.name.startswith(HANGUP_PREFIX) and time.time() - info.used < 86400:
                 return info.name
     return None
