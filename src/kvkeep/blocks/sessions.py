@@ -90,8 +90,6 @@ class Session:
     """JSON data of the program."""
     tokenizer: str | None = None
     """The fingerprint of the tokenizer that made the ids; None if there was none."""
-    problem: str | None = None
-    """Why the cache holds fewer tokens than were saved; None: it holds all."""
 
 
 class StoredSession:
@@ -246,7 +244,7 @@ class StoredSession:
             loaded = _Loaded(self, self.about, cache)
             held = loaded.restore()
             ids = [row[:held] for row in self.about["ids"]] if held else []
-            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"], loaded.problem)
+            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -318,7 +316,6 @@ class _Loaded:
     def __init__(self, session: StoredSession, about: dict[str, Any], cache: KeepCache) -> None:
         self.session, self.about, self.cache = session, about, cache
         self.past = about["past"]
-        self.problem: str | None = None
 
     def restore(self) -> int:
         """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
@@ -347,7 +344,6 @@ class _Loaded:
                 self.cache.stream.blocks = list(self.about["blocks"])
                 return int(self.past["length"])
             self.cache.reset()
-        self.problem = problem
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
         if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
             beginnings.fill(self.cache, blocks)

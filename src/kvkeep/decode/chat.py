@@ -49,8 +49,6 @@ class Conversation:
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.last: Last | None = None  # None after a change of the messages
-        self.problem: str | None = None
-        """Why the cache of a resumed conversation holds fewer tokens than were saved; None: it holds all."""
         self._forgot = False  # whether messages were forgotten after the last save
 
     def __repr__(self) -> str:
@@ -93,8 +91,8 @@ class Conversation:
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
         """Continue the conversation saved at a path, or in a session open for writing. If blocks are missing or
-        damaged, ``problem`` says so, and the model reads their text before its next answer. Raises SessionError, also
-        for a session that is not a conversation."""
+        damaged, the log says so, and the model reads their text before its next answer. Raises SessionError, also for a
+        session that is not a conversation."""
         with nullcontext(where) if isinstance(where, StoredSession) else StoredSession.at(where) as stored:
             session = stored.load(model, fingerprint_of_tokenizer(tokenizer))
             assert stored.about is not None
@@ -109,7 +107,6 @@ class Conversation:
         talk = cls(model, tokenizer, session.cache)
         talk.messages = list(messages)
         talk.past.ids = session.ids[0] if session.ids else []
-        talk.problem = session.problem
         talk.last = _last(session.notes.get("last"), saved[0] if saved else [])
         return talk
 

@@ -84,8 +84,6 @@ def chat(
             if cache != CacheOptions() or system:
                 _check_same(saver.place, requested, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
-            if talk.problem is not None:
-                note(f"The model reads the rest again before its next answer: {talk.problem}")
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, kv_cache, system=system)

@@ -161,7 +161,7 @@ def _memory(chat: Chat, rest: str) -> None:
 
 def _save(chat: Chat, rest: str) -> None:
     saver, talk = chat.saver, chat.talk
-    if not rest:
+    if rest in ("", saver.name):
         if saver.session is None:
             raise UsageError(
                 "Name the session: '/save talk' to continue later; or a file: '/save talk.md' for a copy to read."

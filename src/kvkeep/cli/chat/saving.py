@@ -24,7 +24,7 @@ class Saver:
     def __init__(self, name: str | None = None, folder: str | None = None) -> None:
         if name is None and folder is not None:
             raise UsageError("--sessions needs the name of a session in the folder: --session NAME.")
-        self.folder = folder
+        self.name, self.folder = name, folder
         self.session = None if name is None else self._open(name)
         self.saved = False
         self.error: KvkeepError | None = None
@@ -63,7 +63,7 @@ class Saver:
             raise
         if self.session is not None:
             self.session.close()
-        self.session, self.saved, self.error = fresh, True, None
+        self.name, self.session, self.saved, self.error = name, fresh, True, None
 
     def save_on_hangup(self, talk: Conversation) -> str:
         """Save a conversation without a session to the user's store; return the name. Raises SessionError."""
@@ -76,7 +76,7 @@ class Saver:
     def place(self) -> str:
         """Name and place of the session, for messages. Raises AssertionError if there is none."""
         assert self.session is not None
-        if self.session.name == ALONE:
+        if self.session.name == ALONE:  # at a path
             return self.session.path
         return f"'{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
 
