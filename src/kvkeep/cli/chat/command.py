@@ -79,10 +79,10 @@ def chat(
             loaded = model.load()
         screen = _screen(json, plain, history)  # after loading, which redirects standard output
         kept = saver.session
-        if kept is not None and kept.turns:
+        if session is not None and kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if cache != CacheOptions() or system:
-                _check_same(saver.place, requested, talk, system)
+                _check_same(session, requested, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
@@ -126,7 +126,7 @@ def _check_same(session: str, requested: RequestedCache, talk: Conversation, sys
     prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
     if (requested.request != present and not requested.auto) or system not in (None, prompt):
         raise UsageError(
-            f"The session {session} continues with method '{present.method.name}', budget "
+            f"The session '{session}' continues with method '{present.method.name}', budget "
             f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
             "another session."
         )

@@ -168,12 +168,12 @@ def _save(chat: Chat, rest: str) -> None:
             )
         answering.save(chat)
         if saver.error is None:
-            chat.screen.note(f"Saved as {saver.place}, as after every answer.")
+            chat.screen.note(f"Saved {saver.place}, as after every answer.")
     elif rest.endswith(".md"):
         chat.screen.note(f"Written to {_write_new(rest, transcript(talk))}.")
     else:
         saver.save_as(talk, rest)
-        chat.screen.note(f"Saved as {saver.place}, and again after every answer.")
+        chat.screen.note(f"Saved {saver.place}, and again after every answer.")
 
 
 def _reset(chat: Chat, rest: str) -> None:

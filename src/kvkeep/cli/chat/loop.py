@@ -27,7 +27,7 @@ def run(chat: Chat) -> None:
             except (KvkeepError, OSError) as error:
                 chat.screen.note(str(error))
         if saver.saved and saver.session is not None:
-            chat.screen.note(f"Saved as {saver.place}.")
+            chat.screen.note(f"Saved {saver.place}.")
 
 
 def _line(chat: Chat) -> bool:

@@ -74,11 +74,11 @@ class Saver:
 
     @property
     def place(self) -> str:
-        """Name and place of the session, for messages. Raises AssertionError if there is none."""
+        """The end of the sentence "Saved ...". There has to be a session."""
         assert self.session is not None
         if self.session.name == ALONE:  # at a path
-            return self.session.path
-        return f"'{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
+            return f"to {self.session.path}"
+        return f"as '{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
 
     def _open(self, name: str) -> StoredSession:
         """Return the session, open for writing; a missing one is created."""
