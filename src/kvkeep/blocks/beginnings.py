@@ -21,7 +21,6 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import StoreError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK
-from kvkeep.stores.dynamic import DynamicLayer
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +82,7 @@ def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
         keys, values = (
             [block[f"{kind}.{layer.index}"][None].to(device) for block in blocks] for kind in ("keys", "values")
         )
-        if isinstance(target, DynamicLayer):
-            target.adopt(keys, values)
-            continue
-        for pair in zip(keys, values, strict=True):
-            target.take(*pair)
-            target.settle()
+        target.adopt(keys, values)
 
 
 def keep(folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int]) -> int:

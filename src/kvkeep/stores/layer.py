@@ -8,6 +8,7 @@ its step can be planned (:meth:`Layer.plan`), an executor runs it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,12 +82,26 @@ class Layer(CacheLayerMixin):
         self.resident.commit()
         self.length += 1
 
-    def settle(self) -> None:
-        """Make the pending entries resident; the store takes the entries evicted for them."""
+    @outside_inference_mode
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, mapped from files.
+        Parts that keep all entries hold the pieces themselves."""
+        by_lane = [[piece.flatten(0, 1) for piece in pieces] for pieces in (keys, values)]
+        if self.resident.adopt(*by_lane):
+            self.is_initialized, self.heads = True, keys[0].shape[1]
+            self.length = sum(piece.shape[2] for piece in keys)
+            return
+        for pair in zip(keys, values, strict=True):
+            self.take(*pair)
+            self.settle(mapped=True)
+
+    def settle(self, mapped: bool = False) -> None:
+        """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
+        a file."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
-        self.reader.settling(self, keys, values)
+        self.reader.settling(self, keys, values, mapped)
         left = self.resident.admit(keys, values, self.length)
         self.length += keys.shape[1]
         if left is not None:

@@ -190,8 +190,8 @@ class Selective(Backed):
         self.last = max(self.last, bound)
         self.worst = max(self.worst, self.last)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        super().settling(layer, keys, values)
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        super().settling(layer, keys, values, mapped)
         self.bounds.extend(keys)
 
     # -- the cache contract -------------------------------------------------------------------------
