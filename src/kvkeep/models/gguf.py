@@ -85,6 +85,8 @@ def open_gguf(file: Path) -> Any:
     do."""
 
     class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
+        data: Any
+
         def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
             if isinstance(self.data, np.memmap):
                 self.data = self.data.view(np.ndarray)  # whose slices take a fifth of the time
