@@ -13,10 +13,7 @@ from kvkeep.memory.rows import BLOCK, Buffer, concatenated
 
 class SharedRows:
     """Rows (..., **rows**, dim) in two parts: whole blocks that never change, so that several owners can share them,
-    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer.
-
-    head: the unchanging blocks in order, one tensor each. tail: the rows after them.
-    """
+    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer."""
 
     first = 0
 
@@ -24,7 +21,9 @@ class SharedRows:
         self.block = block
         self.length = 0
         self.head: list[Tensor] = []
+        """The unchanging blocks in order, one tensor each."""
         self.tail = Buffer(block, limit)
+        """The rows after the blocks."""
 
     def share(self, other: SharedRows, length: int) -> None:
         """Take over the first ``length`` rows of ``other``; this store must be empty. Whole blocks are shared; the rest

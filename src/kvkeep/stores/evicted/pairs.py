@@ -16,29 +16,29 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class Pairs:
-    """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
-
-    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
-    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way,
-    None where the store does not note it. clues: what else it knows of each entry
-    (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at
-    all.
-    """
+    """Neighbours to be merged: the first of each pair, and the second. Tensors are (lanes, pairs, ...)."""
 
     keys: tuple[Tensor, Tensor]
+    """Keys rotated to the position of the first, float32."""
     values: tuple[Tensor, Tensor]
+    """The mean value of the tokens that each entry stands for."""
     attention: tuple[Tensor, Tensor]
+    """The weight of each entry, its count included: the mean over the queries that could see it."""
     output: Tensor | None
+    """(lanes, 1, value_dim), the layer's output, averaged in the same way; None where the store does not record it."""
     clues: tuple[Tensor, Tensor] | None
+    """Further data of each entry (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`)."""
     real: Tensor
+    """(lanes, pairs) bool; False marks an empty place."""
 
 
 class PairMerging(ABC):
-    """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
-    0 for none."""
+    """How two neighbours become one entry."""
 
     sinks: int
+    """The number of first entries of a row that are never merged."""
     cap: int
+    """The largest count of an entry; 0: no limit."""
 
     @abstractmethod
     def share(self, pairs: Pairs) -> Tensor:
@@ -48,19 +48,22 @@ class PairMerging(ABC):
 
 @dataclass
 class OrderedEntries:
-    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
-
-    counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
-    entries, any), what else the store knows of each; a merged entry has the sum of both.
-    """
+    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first."""
 
     keys: Tensor
+    """(lanes, entries, key_dim)"""
     values: Tensor
+    """(lanes, entries, value_dim)"""
     slots: Tensor
+    """(lanes, entries), -1 for a hole."""
     counts: Tensor
+    """(lanes, entries) float32, the number of tokens that an entry stands for, at most the cap."""
     attention: Tensor
+    """(lanes, entries) float32"""
     known: Tensor
+    """(lanes, entries) bool: some query has seen the entry."""
     clues: Tensor | None = None
+    """(lanes, entries, any), further data of each entry; a merged entry has the sum of both."""
 
     def at(self, index: Tensor) -> OrderedEntries:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))

@@ -134,18 +134,18 @@ class CountSketch:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimated keys or values that know their products (:class:`~kvkeep.step.plan.Coded`).
-
-    cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, where the cells
-    are deviations from a mean. by: "median" or "mean".
-    """
+    """Estimated keys or values, which compute products without decoding (:class:`~kvkeep.step.plan.Coded`)."""
 
     layout: ClassVar[str] = "sketched"
 
     cells: Tensor
+    """(lanes, 2 cells, dim), by place."""
     at: Tensor
+    """The places of the entries, (rows, lanes, n)."""
     mean: Tensor | None
+    """(lanes, 1, dim) float32, the mean of the vectors where cells are deviations from it; else None."""
     by: str
+    """How an estimate follows from its cells: "median" or "mean"."""
     meter: Meter
 
     def part(self, start: int, stop: int) -> Estimates:

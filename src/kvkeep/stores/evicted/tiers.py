@@ -37,13 +37,16 @@ PARTS = ("attention", "channels", "waiting")
 
 
 class EntryGroups(NamedTuple):
-    """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
-    GROUP), slots -1 for none."""
+    """Groups of entries as numbers."""
 
     keys: Tensor
+    """(lanes, groups, GROUP, key_dim)"""
     values: Tensor
+    """(lanes, groups, GROUP, value_dim)"""
     slots: Tensor
+    """(lanes, groups, GROUP), -1 for none."""
     scores: Tensor
+    """(lanes, groups, GROUP)"""
 
     @property
     def groups(self) -> int:

@@ -23,32 +23,37 @@ class RoundPhase(Enum):
 
 @dataclass
 class RoundStatistics:
-    """Statistics of decoding in rounds. drafted: tokens drafted by the model. copied: drafts found in the text.
-    accepted: accepted tokens of both kinds. The others: seconds of drafting and of exact passes."""
+    """Statistics of decoding in rounds."""
 
     rounds: int = 0
     drafted: int = 0
+    """Tokens drafted by the model."""
     copied: int = 0
+    """Drafts copied from the text."""
     accepted: int = 0
+    """Accepted drafts of both kinds."""
     drafting_s: float = 0.0
+    """Seconds of drafting."""
     verifying_s: float = 0.0
+    """Seconds of exact passes."""
 
 
 class Round:
-    """The rounds of one cache, whose layers attend as :attr:`phase` says.
-
-    tail: the most entries that may wait for a decision. layers: those that draft. windows: those with a sliding window.
-    statistics: those of the last decoding in rounds. uneven: rows kept different numbers of tokens.
-    """
+    """The rounds of one cache, whose layers attend as :attr:`phase` says. tail: the maximum number of entries that wait
+    for a decision."""
 
     def __init__(self, tail: int, ledger: Ledger, checkpoint: Checkpoint) -> None:
         self.tail, self.ledger, self.checkpoint = tail, ledger, checkpoint
         self.phase = RoundPhase.EXACT
         self.layers: list[Any] = []
+        """The layers that draft."""
         self.windows: list[Any] = []
+        """The layers with a sliding window."""
         self.statistics: RoundStatistics | None = None
+        """Statistics of the last decoding in rounds."""
         self._begun = 0  # slots before the current round
         self.uneven = False
+        """Rows kept different numbers of tokens."""
         self._agreed = False  # whether all drafts after the last choice of entries were accepted
         self._before: list[WindowState] = []
 

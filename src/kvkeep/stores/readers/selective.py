@@ -36,9 +36,10 @@ FEW = 8
 
 
 class PageChoice(Protocol):
-    """Chooses the pages to recall. fetches: after a step, entries become resident again."""
+    """Chooses the pages to recall."""
 
     fetches: ClassVar[bool]
+    """After a step, entries become resident again (:meth:`fetch`)."""
 
     def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls, (lanes, pages) bool, or None for none. excess: (lanes, heads, queries,
@@ -55,15 +56,17 @@ class PageChoice(Protocol):
 
 @dataclass(frozen=True)
 class Certificate:
-    """Bounds on the attention that one layer left out. last: the largest bound on the attention of any query of the
-    last step to entries left out. worst: the same over all steps. recalled: entries recalled in a step; away: entries
-    that could be recalled; both for one KV head of one row, the mean over steps of few queries."""
+    """Bounds on the attention that one layer left out."""
 
     layer: int
     last: float
+    """The largest bound on a query's attention to entries left out, over the queries of the last step."""
     worst: float
+    """The same over all steps."""
     recalled: float
+    """Entries of one KV head of one row recalled in a step: the mean over steps of few queries."""
     away: float
+    """Entries of one KV head of one row that could be recalled: the mean over the same steps."""
 
 
 class Selective(Backed):
