@@ -59,12 +59,12 @@ class ForwardHooks:
     """What a model's hooks call in a forward pass of some sessions.
 
     packed: the sessions' tokens follow one another in one row; an error of one session does not change the others.
-    ran_all: all layers of this pass have run in one call.
     """
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
+        """All layers of this pass have run in one call."""
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
         self._run: list[int] = []  # planned layers that have run

@@ -74,7 +74,7 @@ class AttentionInputs:
         return output.reshape(-1, self.heads * output.shape[1], *output.shape[2:])
 
     def wide(self, past: int) -> Tensor | None:
-        """Return the mask by lane, (lanes, 1, queries, past + new), if it is over ``past`` and new entries; else None."""
+        """Return the mask by lane, (lanes, 1, queries, past + new); None if it is not over ``past`` and new entries."""
         if self.mask is None or self.mask.shape[-1] == self.new or self.mask.shape[-1] != past + self.new:
             return None
         return self.mask.expand(len(self.query), -1, self.queries, -1)

@@ -61,7 +61,7 @@ class SharedRows:
         self.length += rows.shape[-2]
 
     def adopt(self, rows: Tensor) -> None:
-        """Hold ``rows`` themselves as a block that never changes, if they are one; otherwise append them."""
+        """Use ``rows`` itself as an unchanging block if it has the size of a block; otherwise append it."""
         if self.tail.length or self.tail.limit is not None or rows.shape[-2] != self.block:
             return self.append(rows)
         self.head.append(rows)

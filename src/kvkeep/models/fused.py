@@ -45,11 +45,12 @@ _GATES: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 class FusedNorm:
-    """The forward of an RMSNorm by the kernel. weight: the factors, (width,) float32."""
+    """The forward of an RMSNorm by the kernel."""
 
     def __init__(self, norm: nn.Module, offset: float) -> None:
         self.norm = norm
         self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
+        """The factors, (width,) float32."""
         self.eps = _eps(norm)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -240,7 +241,7 @@ class FusedLayers:
 
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
-        """The layers' addresses, and the scaling of each one's attention."""
+        """The layers' addresses, and the scaling of each layer's attention."""
         return (
             address_table([one.address for one in self.layers]),
             float_table([one.attention.scaling for one in self.layers]),

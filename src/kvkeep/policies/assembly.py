@@ -71,11 +71,12 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Previous:
-    """The present parts of a cache that is about to change its method. shares: the entries of each full layer's lanes
-    after the change. The meter stays, and so do all layers that are not full."""
+    """The present parts of a cache that is about to change its method. The meter stays, and so do all layers that are
+    not full."""
 
     made: Assembly
     shares: Sequence[Sequence[int]]
+    """The number of entries of each full layer's lanes after the change."""
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:

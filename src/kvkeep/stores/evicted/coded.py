@@ -55,8 +55,8 @@ def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
 
 
 def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1); of 16 bits, int16 about
-    the middle."""
+    """Quantise along the last axis. Return packed codes, scale and offset (float16, with a last axis of 1). Codes of 16
+    bits are int16, centred at 0."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     if bits == 16:  # float16 is coarser than a step, so the scale is rounded up to reach both ends
@@ -78,9 +78,13 @@ class Codes:
     layout: ClassVar[str] = "grouped"
 
     codes: Tensor
+    """uint8, (..., bytes), or int16 for codes of 16 bits."""
     scale: Tensor
+    """(..., 1) float16"""
     offset: Tensor
+    """(..., 1) float16"""
     bits: int
+    """Bits of a code."""
 
     def _numbers(self) -> Tensor:
         return (unpack(self.codes, self.bits, torch.float32) * self.scale.float()).add_(self.offset.float())

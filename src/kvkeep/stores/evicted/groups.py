@@ -40,7 +40,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return the parts of one group, (lanes, ...) each. keys, values: (lanes, GROUP, dim). slots: (lanes, GROUP)."""
+        """Encode one group: keys and values (lanes, GROUP, dim), slots (lanes, GROUP). Return its parts, (lanes, ...)
+        each."""
 
     @abstractmethod
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
@@ -235,8 +236,8 @@ def allocated(written: int, capacity: int | None) -> int:
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
 ) -> PredictedBytes:
-    """Return the bytes of a store whose groups have ``size`` bytes a lane. left: the number of evicted entries of a
-    lane, at successive times. number: the temporary bytes for an entry of a lane in attention."""
+    """Return the bytes of a store whose groups have ``size`` bytes a lane. left: the number of entries that a lane
+    evicts in each pass. number: the temporary bytes for an entry of a lane in attention."""
     count, heads = sum(left), layer.kv_heads
     if not count:
         return PredictedBytes()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 12
-"""The most rounds of taking all local minima; pairs that are undecided after them wait for the next pass."""
+"""The maximum number of rounds that take all local minima; pairs that are still undecided wait for the next pass."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ class OrderedEntries:
 
 
 class Merged(NamedTuple):
-    """Entries after a pass, and the counts of merged pairs: (2,), all, and those with a clamped share."""
+    """The result of a pass."""
 
     entries: OrderedEntries
     tally: Tensor
+    """(2,), the number of merged pairs, and of those with a clamped share."""
 
 
 def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Tensor:
@@ -93,10 +94,10 @@ def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Te
 def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
     """Return which pairs to take: (lanes, n) bool, pair i being entries i and i + 1.
 
-    cost: (lanes, n), inf for pairs that must not merge. wanted: (lanes, 1), the most pairs. No two chosen pairs share
-    an entry. The result is that of a greedy choice by cost, where the first of equal costs wins. A greedy choice
-    contains every pair that is cheaper than both its neighbours. So each round takes all of these at once and removes
-    their neighbours.
+    cost: (lanes, n), inf for pairs that must not merge. wanted: (lanes, 1), the maximum number of pairs. No two chosen
+    pairs share an entry. The result is that of a greedy choice by cost, where the first of equal costs wins. A greedy
+    choice contains every pair that is cheaper than both its neighbours. So each round takes all of these at once and
+    removes their neighbours.
     """
     chosen = torch.zeros(cost.shape, dtype=torch.bool, device=cost.device)
     left = cost.clone()

@@ -49,8 +49,8 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
 
 
 def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
-    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the entries of a
-    lane that are evicted, at successive times. Groups never move up a tier, so the function repeats every time."""
+    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the number of
+    entries that a lane evicts in each pass. Groups never move up a tier, so the function computes every pass."""
     if not sum(left):
         return PredictedBytes()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)

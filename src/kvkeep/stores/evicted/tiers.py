@@ -55,11 +55,13 @@ class EntryGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class NormalisedValues(Codes):
-    """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
-    deviation (lanes, 1, dim) of the channels."""
+    """Values of some lanes, normalised by channel: codes (lanes, entries, dim packed), scale and offset (lanes,
+    entries, 1)."""
 
     mean: Tensor
+    """The mean of each channel, (lanes, 1, dim)."""
     deviation: Tensor
+    """The standard deviation of each channel, (lanes, 1, dim)."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -87,7 +89,7 @@ class Channels(NamedTuple):
 
     @classmethod
     def of(cls, entries: EntryGroups) -> Channels:
-        """Return those of some entries, empty places left out."""
+        """Return the mean and deviation over some entries, without empty places."""
         there = (entries.slots.flatten(1) >= 0)[..., None]
         number = there.sum(1, keepdim=True).clamp(min=1)
         values = entries.values.flatten(1, 2).float()
@@ -97,11 +99,12 @@ class Channels(NamedTuple):
 
 
 class Tier:
-    """Groups of one layer at ``bits``: parts (lanes, groups, ...)."""
+    """Groups of one layer at ``bits``."""
 
     def __init__(self, bits: Bits) -> None:
         self.bits = bits
         self.parts: list[Tensor] = []
+        """Codes, scales and offsets of keys, then of values, (lanes, groups, ...) each."""
         self.holes = False  # whether some slots are -1
 
     @property
@@ -158,11 +161,8 @@ class Tier:
 class Tiers(EvictedStore):
     """One layer's tiers, and the entries that wait for a full group. limit: bytes of a lane for groups. width: bytes of
     a number of the model. without: one of :data:`PARTS`, or none. The store listens: scores of evicted entries still
-    change, so that a group ranks by the attention it gets. Without attention a score is a slot, and the newest rank
-    highest.
-
-    Slots and scores are in one tensor each, (lanes, entries), tier by tier; the last GROUP are those of waiting
-    entries.
+    change, so that a group ranks by the attention it receives. Without attention a score is a slot, and the newest
+    entries rank highest.
     """
 
     listens = True
@@ -174,7 +174,9 @@ class Tiers(EvictedStore):
         self.tiers = [Tier(bits) for bits in tiers(width)]
         self.waiting = Waiting(width, without != "waiting")
         self.slots: Tensor | None = None
+        """(lanes, entries), -1 for none, tier by tier; the last GROUP columns are for waiting entries."""
         self.scores: Tensor | None = None
+        """(lanes, entries), in the same order."""
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
         self._spans: list[Span] | None = None  # tiers and waiting entries; valid for these tensors

@@ -24,13 +24,14 @@ from kvkeep.stores.readers.rehearsal import Rehearsal
 class ReconstructionReader(Rehearsal):
     """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
 
-    scores: (lanes, slots) float32, the largest weight that each entry received. piece: the slots that are repeated in
-    this pass. sinks: the number of first entries in the normalisation of a later piece.
+    piece: the slots that are repeated in this pass. sinks: the number of first entries in the normalisation of a later
+    piece.
     """
 
     def __init__(self, layer: Layer, sinks: int) -> None:
         self.sinks, self.piece = sinks, (0, layer.length)
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
+        """(lanes, slots) float32, the largest weight that each entry received."""
 
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         past = (segment for _, segment in self._past(layer, step))

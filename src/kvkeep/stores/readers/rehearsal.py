@@ -17,7 +17,7 @@ from kvkeep.stores.windows import noted
 
 
 class Rehearsal(Reader):
-    """The reader of a layer in such passes."""
+    """The reader of a layer in a rehearsal."""
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         """Do nothing: the entries need no room."""
