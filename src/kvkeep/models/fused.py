@@ -223,7 +223,7 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
-        """Return the layers as one object; None if their layouts differ."""
+        """Return an object that runs ``layers``; None if their layouts differ."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         return cls(layers) if len(shapes) == 1 and ordered else None
@@ -292,8 +292,7 @@ def fuse(model: Any, layers: Any) -> int:
 
 def library_computes(model: Any, layers: Any) -> bool:
     """Return whether the library computes all ``layers``, every norm of ``model`` and every angle, and the logits are
-    not capped (by torch's tanh). Then torch only rounds single elements, which gives the same result on every
-    processor."""
+    not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False

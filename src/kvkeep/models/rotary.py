@@ -31,7 +31,7 @@ class Rotary:
         return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (batch, n, dim) each. x: anything of the dtype and device that is wanted."""
+        """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``."""
         given = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
         if x.dtype != torch.bfloat16 or x.device.type != "cpu":
             return type(self.module).forward(self.module, *given)

@@ -66,7 +66,7 @@ class ResidualCheckpoint(Checkpoint):
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
         """Drop the residuals rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger. From the
-        first token that comes as an embedding they are kept as vectors, earlier ones included."""
+        first token that comes as an embedding, the checkpoint keeps them as vectors, earlier ones included."""
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return

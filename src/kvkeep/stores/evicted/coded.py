@@ -1,8 +1,8 @@
-"""Entries in few bits: codes with a scale and an offset, and the two products attention needs of them.
+"""Entries in few bits: codes with a scale and an offset, and the two products that attention needs.
 
 Keys are quantised per channel over groups of 32 entries, values per entry over groups of 32 channels (KIVI,
-arXiv:2402.02750, section 3): x = offset + scale * code. For one query neither is ever written out in full: scale and
-offset are folded into the query (keys) or into the weights (values), and the codes are multiplied as they are.
+arXiv:2402.02750, section 3): x = offset + scale * code. For one query keys and values are multiplied without decoding:
+scale and offset are folded into the query (keys) or into the weights (values).
 """
 
 from __future__ import annotations

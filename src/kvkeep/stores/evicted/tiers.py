@@ -1,10 +1,11 @@
-"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, dropped. As more are evicted, the least attended move down.
+"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, dropped. As more entries are evicted, the least attended
+move down.
 
 Entries form groups of 32, which move as a whole. Keys have a scale for each channel and group (KIVI, arXiv:2402.02750),
 which is far better than one for each entry. Values have a scale for each entry, after channels are normalised to mean 0
 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys have
-more bits than values: a wrong key moves attention, a wrong value is one of many in a mean. Entries that wait for a full
-group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
+more bits than values, because a wrong key moves attention, while a wrong value is one of many in a mean. Entries that
+wait for a full group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
 
 The number of groups in a tier depends only on the number of all groups and on the bytes, so all KV heads have tensors
 of the same shape. Each head chooses its groups. See :data:`~kvkeep.stores.evicted.tier_sizes.ABOVE`.
@@ -82,7 +83,7 @@ class NormalisedValues(Codes):
 
 
 class Channels(NamedTuple):
-    """Mean and deviation of the channels of values, (lanes, 1, value_dim) float32."""
+    """Mean and standard deviation of the channels of values, (lanes, 1, value_dim) float32 each."""
 
     mean: Tensor
     deviation: Tensor
@@ -114,8 +115,9 @@ class Tier:
     def settle(
         self, slots: Tensor, scores: Tensor, coming: EntryGroups, count: int, channels: Channels, meter: Meter
     ) -> tuple[Tensor, Tensor, EntryGroups]:
-        """Keep the ``count`` most attended groups among the present ones, with ``slots`` and ``scores`` (lanes, groups,
-        GROUP), and those ``coming``. Return slots and scores of the kept groups, and the groups that move down."""
+        """Keep the ``count`` most attended groups among the present groups, with ``slots`` and ``scores`` (lanes,
+        groups, GROUP), and the ``coming`` ones. Return slots and scores of the kept groups, and the groups that move
+        down."""
         groups = self.groups
         if not groups and not count:
             return slots, scores, coming

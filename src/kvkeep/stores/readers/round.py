@@ -59,7 +59,7 @@ class Round:
 
     @property
     def drafting(self) -> bool:
-        """Whether this pass drafts: its entries are taken back, so checkpoints and windows do not keep them."""
+        """Whether this pass drafts. Its entries are removed later, so checkpoints and windows do not keep them."""
         return self.phase is RoundPhase.DRAFT
 
     @property
@@ -67,7 +67,7 @@ class Round:
         return self.phase is not RoundPhase.EXACT
 
     def before_forward(self) -> None:
-        """Prepare for a forward pass. Raises UsageError where a further text would not line up with the rows."""
+        """Prepare for a forward pass. Raises UsageError where a further text cannot continue rows of unequal length."""
         if self.uneven and not self.open:
             raise UsageError(
                 "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
@@ -84,14 +84,14 @@ class Round:
             self._agreed = False
 
     def draft(self) -> None:
-        """Begin a round. Until :meth:`verify`, tokens are read one a row at a time, and attend to the resident entries
-        alone."""
+        """Begin a round. Until :meth:`verify`, each pass reads one token a row, which attends to the resident entries
+        only."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
         self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
-        """Take the drafts back. The next forward pass then reads all tokens to be verified at once, exactly."""
+        """Remove the drafts. The next forward pass then reads all tokens to be verified at once, exactly."""
         self.retract()
         self.phase = RoundPhase.VERIFY
         for window in self._before:

@@ -32,7 +32,7 @@ from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 FEW = 8
-"""The most queries for which pages are chosen; a longer step recalls everything."""
+"""The maximum number of queries for which pages are chosen; a longer step recalls all pages."""
 
 
 class PageChoice(Protocol):
@@ -42,16 +42,16 @@ class PageChoice(Protocol):
     """After a step, entries become resident again (:meth:`fetch`)."""
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls, (lanes, pages) bool, or None for none. excess: (lanes, heads, queries,
-        pages), the logarithm of the most that a page can add to the sum of the attention so far, which counts as 1."""
+        """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
+        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
         :attr:`fetches`.
 
-        bounds: (lanes, pages), the logarithm of the most attention that any query can have given to any entry of a
-        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the entries that each
-        lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
+        bounds: (lanes, pages), the logarithm of the maximum attention that any query can have given to any entry of a
+        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the number of entries
+        that each lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Certificate:
 
 
 class Selective(Backed):
-    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls everything in
+    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls all pages in
     longer steps, where the caller has a mask, and for latent attention (bounds of latents do not bound scores)."""
 
     def __init__(self, site: Site, choice: PageChoice) -> None:
@@ -154,7 +154,7 @@ class Selective(Backed):
         return output, lse, wanted
 
     def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        """Make entries that a step may have missed resident, for the next one."""
+        """Make entries that a step may have missed resident, for the next step."""
         away = self._away_by_page(layer)
         if away is None:
             return

@@ -95,7 +95,7 @@ class Bank:
         return self.extra, self.newest
 
     def piece(self, tail: int = 0) -> Piece:
-        """Return the columns in use, and the first ``tail`` of the tail behind them."""
+        """Return the columns in use, and the first ``tail`` columns of the tail behind them."""
         stop, holes = self.used + tail, self.vacant > 0
         extra = None if self.extra is None else self.extra[:, : self.used]
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]

@@ -41,9 +41,9 @@ class Arriving:
     first: int
     """The slot of the first of them, padding included."""
     unpadded: bool
-    """None is padding."""
+    """All entries are tokens, without padding."""
     scores: Tensor | None
-    """(lanes, n) float32; None where nothing scored them yet."""
+    """(lanes, n) float32; None before the first score."""
 
     @functools.cached_property
     def slots(self) -> Tensor:
@@ -109,14 +109,14 @@ class Ranking:
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 
     def order(self, bank: Bank, length: int) -> Tensor:
-        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction; of equal
-        ranks, the older first."""
+        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction. Of equal
+        ranks, the older entry comes first."""
         by_slot = bank.slots.argsort(dim=1, stable=True)
         return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
 
 
 def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
-    """Write new entries, none of them padding, where there is room for all of them."""
+    """Write new entries without padding, where there is room for all of them."""
     span = slice(bank.used, bank.used + new.count)
     bank.keys[:, span], bank.values[:, span], bank.slots[:, span] = new.keys, new.values, new.slots
     bank.used = span.stop
