@@ -120,7 +120,7 @@ class Selector(ABC):
     @property
     def reconstruction(self) -> ReconstructionPieces | None:
         """How a text is read a second time before any of it is evicted, so that :meth:`shares` can count the entries of
-        each head; None: the text is read once. The first reading is that of ``kv-direct``, and chooses nothing."""
+        each head; None: the text is read once. The first reading is that of ``kv-direct``, before any choice."""
         return None
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from kvkeep.step.plan import LayerStep, Span
 
 
 class EvictedStore(Part):
-    """The evicted entries of one layer. It knows the layer only through the arguments of its methods."""
+    """The evicted entries of one layer. A store gets data of the layer only through the arguments of its methods."""
 
     keeps: ClassVar[bool] = True
     """The store takes evicted entries; otherwise the layer does not gather them."""

@@ -24,7 +24,7 @@ from kvkeep.models.weights import refuse_incomplete
 
 @torch.no_grad()
 def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor], form: Format) -> Any:
-    """Return the model ``name`` of class ``kind`` with the weights ``tensors``, by the model's own names, in eval mode.
+    """Return the model ``name`` of class ``kind``, in eval mode. tensors: its weights by the model's names.
 
     Raises ModelError for a missing weight, or a weight whose shape differs from the config.
     """

@@ -61,7 +61,7 @@ class Reading(Protocol):
     observes: bool
     """Whether every query may influence the choice of entries."""
     last_outputs: int
-    """The number of last outputs that the caller wants from a decoder that returns all; 0: all."""
+    """The number of last outputs that the caller uses, of a decoder that returns all; 0: all."""
     text: tuple[int, list[int]] | None
     """The number of tokens that transformers' ``generate`` has read and is about to read, and a digest of each row;
     None for other texts."""

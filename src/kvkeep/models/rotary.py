@@ -68,7 +68,7 @@ def replace_rotary(model: Any) -> None:
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """Return the layer types that a module tells apart, or None alone; nothing where frequencies change."""
+    """Return the layer types that a module distinguishes, or [None]; an empty list where frequencies change."""
     stated = getattr(module, "rope_type", "")
     kinds = stated if isinstance(stated, dict) else {None: stated}
     return [] if {"dynamic", "longrope", ""} & set(kinds.values()) else [*kinds]

@@ -96,8 +96,7 @@ class ResidualCheckpoint(Checkpoint):
             self._drop()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the slots that any lane asks for, once for all lanes and a page at a time; then pick those of each
-        lane."""
+        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane."""
         union, place = slot.unique(return_inverse=True)
         rows: Rows | None = self._rows.get(layer)
         by_row = torch.arange(self.ledger.batch, device=slot.device)

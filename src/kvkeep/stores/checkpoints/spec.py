@@ -27,7 +27,7 @@ class CheckpointSpec:
 
     @staticmethod
     def parse(text: str, where: str, *, capacity: int | None = None, folder: str | None = None) -> CheckpointSpec:
-        """Read ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``; raises UsageError for anything else."""
+        """Parse ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``. Raises UsageError for other texts."""
         kind, _, stride = text.partition(":")
         if kind not in KINDS:
             raise unknown("checkpoint kind", kind, KINDS)

@@ -53,8 +53,8 @@ class DraftAndVerify(Backed):
         self._voters: _Voters | None = None
 
     def chooses(self, layer: Layer) -> bool:
-        """Whether the resident entries can be chosen anew from all entries: the selector uses attention alone, only the
-        backing has evicted entries, and reading it takes no computation."""
+        """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
+        only the backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv

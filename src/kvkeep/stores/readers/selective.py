@@ -179,8 +179,8 @@ class Selective(Backed):
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
     def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
-        """Yield the ``wanted`` entries, (lanes, slots) bool: gathered, or where some lane wants most of the backing,
-        read in place and masked."""
+        """Yield the ``wanted`` entries, (lanes, slots) bool. They are gathered; where some lane needs most of the
+        backing, they are read in place and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:
             yield from self.segments(layer, step, wanted)
             return

@@ -1,7 +1,7 @@
-"""Eviction: new entries of a bank are appended, replace the lowest-ranked one, or compete with all.
+"""Eviction: new entries of a bank are appended, replace the lowest-ranked entry, or compete with all entries.
 
-A single new entry takes the place of the lowest-ranked one before it is attended, so a decoding step attends over the
-budget's entries, itself included. The entries of a chunk are attended first, and then compete with the resident ones.
+A single new entry replaces the lowest-ranked one before attention, so a decoding step attends to the budget's entries,
+the new one included. The entries of a chunk are attended first, and then compete with the resident ones.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Ranking:
         return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
 
     def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
-        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: those of the new
-        ones, or None."""
+        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: the scores of the
+        new entries, or None."""
         if scores is None and self.selector.observation_window != 0:
             scores = torch.zeros(new.slots.shape, device=new.keys.device)
         both = None if scores is None else torch.cat([bank.scored()[:, :columns], scores], 1)
