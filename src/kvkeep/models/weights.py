@@ -22,7 +22,7 @@ def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **
 
 
 def refuse_incomplete(name: str, missing: Iterable[str], other: Iterable[str]) -> None:
-    """Raise ModelError, with ``name``, where weights are ``missing`` or have the ``other`` shapes, not the model's."""
+    """Raise ModelError, with ``name``, for weights that are ``missing``, and for ``other`` ones of a wrong shape."""
     for what, keys in (("it lacks", sorted(missing)), ("its config states another shape for", sorted(other))):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

@@ -1,4 +1,4 @@
-"""Layers without eviction, for attention by transformers or the CPU kernel: ``full``, ``static``, sliding windows."""
+"""Layers that transformers or the CPU kernel attends to: ``full``, ``static``, sliding windows."""
 
 from __future__ import annotations
 
