@@ -94,12 +94,12 @@ class Budget:
         chunk: int | None = None,
         zero: bool = False,
     ) -> int:
-        """Return the entries of each full layer, per sequence. Sliding layers keep their own window whatever the
-        budget; only a budget in bytes counts them.
+        """Return the entries of each full layer, per sequence. Sliding layers keep their window with any budget; only a
+        budget in bytes counts them.
 
-        context: tokens of the longest sequence; percentages are of it (default: what the model was trained for), and
-        windows never hold more than it. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
-        :meth:`chunk_for` chooses. zero: whether the method can do with 0 entries, which an error then offers. Raises
+        context: tokens of the longest sequence, by default the length that the model was trained for; percentages are
+        of it, and windows never hold more. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
+        :meth:`chunk_for` chooses. zero: whether the method works with 0 entries, which an error then suggests. Raises
         BudgetError where less than one chunk fits, naming the smallest budget, and
         UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """

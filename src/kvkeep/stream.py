@@ -27,11 +27,12 @@ from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer_group import LayerGroup
 
 REREAD_POSITIONS = 64
-"""The fewest positions that reading a text again needs, for a piece of the text and its introduction."""
+"""The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
 
 
 class CacheStream:
-    """The forward passes of one cache. limit: a text that is longer is read again (``kvzip``); None: no text is."""
+    """The forward passes of one cache. limit: a longer text is read a second time (``kvzip``); None: all texts are read
+    once."""
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
@@ -124,7 +125,7 @@ class CacheStream:
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Record the tokens of a pass; return positions for the model, None for its own."""
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
         self.roll_back()
         self.plain &= self._given_by_ids(ids, positions, mask)
         if not self.streams:
@@ -157,8 +158,8 @@ class CacheStream:
         return self.positions.begin(positions, self._known)
 
     def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
-        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no mask of its own, and
-        its positions are the next ones."""
+        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
+        positions are the next ones."""
         if ids is None or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
             return False
         if mask is not None and not bool(mask.all()):

@@ -66,8 +66,8 @@ def restore(
     pieces: Mapping[str, Sequence[Tensor]] = {},
 ) -> None:
     """Restore what :func:`state` and :func:`header` returned in an empty cache. names: names of the tensors; tensor: a
-    function that returns one of them, so that only one is in memory at a time. pieces: the tensors of which there are
-    several, in the order of their rows; stores of rows hold them without a copy where they can."""
+    function that returns one of them, so that only one is in memory at a time. pieces: tensors in several pieces, in
+    the order of their rows; stores of rows hold them without a copy where they can."""
     length, device = about["length"], cache.made.device
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None

@@ -90,7 +90,7 @@ class Result:
 class Scheduler:
     """Runs the ``answers`` of one model, in steps.
 
-    packed: answers share a pass where they can. Otherwise each has a separate pass, with chunks of its cache's size.
+    packed: answers share a pass where they can; otherwise each has a separate pass, with chunks of its cache's size.
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
-transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With any
-other cache, one without :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a
-cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an interrupted one is undone.
+transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With a
+cache that has no :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a cache that
+keeps all entries only the forward passes are hooked (:func:`watch`), so that an interrupted pass is undone.
 
 Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
 """
@@ -173,7 +173,7 @@ class Binding:
 
 
 def watch(model: Any) -> Binding:
-    """Hook begin and end of forward passes of ``model``; a second call changes nothing."""
+    """Hook the beginning and the end of the forward passes of ``model``; a second call changes nothing."""
     with _LOCK:
         binding = getattr(model, "_kvkeep_binding", None)
         if binding is None:

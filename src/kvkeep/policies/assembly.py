@@ -71,11 +71,12 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Previous:
-    """The present parts of a cache that is about to change its method. shares: the entries of each full layer's lanes
-    after the change. The meter stays, and so do all layers that are not full."""
+    """The present parts of a cache that is about to change its method. The meter stays, and so do all layers that are
+    not full."""
 
     made: Assembly
     shares: Sequence[Sequence[int]]
+    """The number of entries of each full layer's lanes after the change."""
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:
@@ -271,8 +272,8 @@ class _Builder:
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache. ``full`` makes the full layers. Sliding windows are bounded already; layers
-        that read another layer's entries hold none; transformers handles states that are not keys and values. A cache
-        that has layers already keeps those that are not full."""
+        that read another layer's entries hold none; transformers handles states other than keys and values. Where the
+        cache has present parts, all layers that are not full stay."""
         stock = DynamicCache(config=self.model.config).layers
         layers = [
             full(layer)

@@ -17,10 +17,10 @@ from kvkeep.stores.windows import noted
 
 
 class Rehearsal(Reader):
-    """The reader of a layer in such passes."""
+    """The reader of a layer in a rehearsal."""
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Do nothing: the entries need no room."""
+        """Do nothing, because the entries are not stored."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         output = self.attended(layer, step)
