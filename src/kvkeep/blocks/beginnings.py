@@ -59,9 +59,7 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
         if count == len(ids):
             blocks.append(block)
         elif count and len(ids) < BLOCK:  # a tail may have other tokens than the prompt
-            blocks.append(
-                {name: rows[..., :count] if name == NAME_OF_IDS else rows[:, :count] for name, rows in block.items()}
-            )
+            blocks.append({name: rows[:, :count] for name, rows in block.items()})
         if count < BLOCK:
             break
     fill(cache, blocks)
