@@ -26,7 +26,6 @@ from kvkeep.policies.assembly import Assembly, Previous, assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
-from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.selective import Certificate
 from kvkeep.stream import CacheStream
@@ -100,7 +99,7 @@ class KeepCache(Cache):
         self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
-        self.holdings = [holding_of(layer) for layer in made.layers]
+        self.holdings = made.holdings
         limit = made.entries if self.reading else None
         self.stream = CacheStream(request.method, self.geometry, made, limit)
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
@@ -150,6 +149,48 @@ class KeepCache(Cache):
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take a recurrent layer's new inputs of its convolution, (batch, channels, new), and return those that it
+        reads."""
+        return self.made.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Replace the state of a layer's recurrence, and return it."""
+        return self.made.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a layer's convolution; None before the first token."""
+        state = self.made.states[layer_idx]
+        return state.conv_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a layer's recurrence; None before the first token."""
+        state = self.made.states[layer_idx]
+        return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a recurrent layer (None: the last one) has read a token."""
+        state = self.made.states[max(self.made.states) if layer_idx is None else layer_idx]
+        return all(state.has_previous_state.values())
+
+    def activate_past_recording(self) -> None:
+        """Keep what the layers would discard until :meth:`crop`, where they can."""
+        super().activate_past_recording()
+        for state in self.made.states.values():
+            state.activate_past_recording()
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether a layer keeps what it would discard until :meth:`crop`."""
+        state = self.made.states.get(layer_idx)
+        return bool(super().is_recording_past(layer_idx) if state is None else state.record_past)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether :meth:`crop` can remove tokens without a trace."""
+        return bool(super().is_croppable and all(state.is_croppable for state in self.made.states.values()))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, without those of an unfinished step."""
         if self.stream.streams or self.stream.open:
@@ -177,7 +218,10 @@ class KeepCache(Cache):
                 "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
                 "the end; call reset()."
             )
-        super().crop(tokens_to_remove)
+        for state in self.made.states.values():
+            state.check_crop(tokens_to_remove)
+        for part in {id(part): part for part in (*self.layers, *self.made.states.values())}.values():
+            part.crop(tokens_to_remove)
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
         self.stream.text = None
 

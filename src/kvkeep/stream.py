@@ -23,7 +23,6 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
-from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer_group import LayerGroup
 
 REREAD_POSITIONS = 64
@@ -52,6 +51,7 @@ class CacheStream:
 
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
         self.method, self.geometry, self.layers, self.limit = method, geometry, made.layers, limit
+        self.holdings = made.holdings
         self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
@@ -60,7 +60,7 @@ class CacheStream:
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
-        self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
+        self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
@@ -89,7 +89,7 @@ class CacheStream:
         """Rows of the batch held, 0 before the first token."""
         if self.streams:
             return self.ledger.batch
-        return next((rows for layer in self.layers if (rows := holding_of(layer).rows)), 0)
+        return next((rows for holding in self.holdings if (rows := holding.rows)), 0)
 
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
@@ -283,8 +283,8 @@ class CacheStream:
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
                 )
-            of_layers = [holding_of(layer) for layer in self.layers]
-            self.meter.cache(sum(one.resident_bytes + one.compressed_bytes for one in of_layers) + self._pending_bytes)
+            held_bytes = sum(one.resident_bytes + one.compressed_bytes for one in self.holdings)
+            self.meter.cache(held_bytes + self._pending_bytes)
             self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
@@ -303,7 +303,8 @@ class CacheStream:
             return
         lost = any(layer.lost for layer in self.bounded)
         if lost or self.moving:
-            reason = "a store could not take evicted entries" if lost else "a sliding window cannot be rolled back"
+            moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
+            reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
             raise KvkeepError(
                 f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
             )

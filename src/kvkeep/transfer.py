@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import NotCarried
+from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
@@ -70,6 +71,9 @@ def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about:
         }
         if given:
             holding.restore(given, length)
+    for index, state in cache.made.states.items():
+        if state.rows != (about["rows"] if length else 0):
+            raise ShapeError(f"layer {index} has a recurrent state of {state.rows} rows, and not of {about['rows']}")
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
@@ -151,13 +155,23 @@ def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
 
 
 def _copy_windows(cache: Any, twin: Any) -> list[Any]:
-    """Copy what layers hold that are not full ones, and return these."""
+    """Copy what layers hold besides all keys and values, and return the copies."""
     length, copied = cache.get_seq_length(), []
-    for layer, mine, other in zip(cache.geometry.layers, cache.holdings, twin.holdings, strict=True):
-        if layer.kind != "full":
-            other.restore({name: tensor.clone() for name, tensor in mine.state().items()}, length)
-            copied.append(other)
+    for index, mine in _moving(cache):
+        other = twin.made.states.get(index) or twin.holdings[index]
+        other.restore({name: tensor.clone() for name, tensor in mine.state().items()}, length)
+        copied.append(other)
     return copied
+
+
+def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
+    """Yield what each layer holds of the last token alone, with the layer's number: sliding windows and recurrent
+    states."""
+    for layer, holding in zip(cache.geometry.layers, cache.holdings, strict=True):
+        if (state := cache.made.states.get(layer.index)) is not None:
+            yield layer.index, state
+        elif layer.kind != "full":
+            yield layer.index, holding
 
 
 def _adopted(cache: Any, request: Request) -> Any:

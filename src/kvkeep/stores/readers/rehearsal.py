@@ -44,6 +44,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     stream, layers = cache.stream, cache.stream.bounded
     stream.roll_back()
     length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
+    states = [(state, state.copied()) for state in cache.made.states.values()]
     before = {name: getattr(stream, name) for name in _SET}
     readers_before = [layer.reader for layer in layers]
     stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
@@ -55,6 +56,8 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             layer.pending, layer.reader.waiting = None, 0
         for window in windows:
             window.restore()
+        for state, copy in states:
+            state.restore(copy, length)
         cache.ledger.truncate(length)
 
     try:
