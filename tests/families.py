@@ -58,7 +58,9 @@ SMOLLM2 = hf.LlamaConfig(
 )  # fmt: skip
 
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
-REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
+REFUSES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("gemma4", "qwen3_next", "lfm2", "bamba", "falcon_h1"), ("residual:3", "tokens")
+)
 
 
 @cache

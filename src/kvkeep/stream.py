@@ -121,6 +121,10 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
+        if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
+            new = embeddings if ids is None else ids
+            assert new is not None
+            positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
         if not self.streams:
             self.open, self._known = True, self._processed()
             self._note_padding(mask)

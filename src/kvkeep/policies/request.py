@@ -129,7 +129,7 @@ class Request:
             kind = kind or "kv"
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
-            hybrid = any(layer.recurrent for layer in geometry.full_layers)  # they are not run by a residual alone
+            hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
             kind = "residual" if vectors < entries and not hybrid else "kv"
         where = self.where or self.method.recall.place or ("disk" if device == "cpu" else "host")
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
