@@ -147,13 +147,13 @@ class Budget:
         if self.unit == "percent":
             assert context is not None
             return int(context * self.amount / 100)
-        left = int(self.amount) - batch * _fixed_bytes(geometry, context)
+        left = int(self.amount) - batch * geometry.fixed_bytes(context)
         return left // (batch * geometry.full_bytes_per_token)
 
     def _too_small(
         self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int, hint: str
     ) -> BudgetError:
-        fixed = batch * _fixed_bytes(geometry, context) if self.unit == "bytes" else 0
+        fixed = batch * geometry.fixed_bytes(context) if self.unit == "bytes" else 0
         if entries < 0:
             holders = "sliding-window" if geometry.sliding_layers else "recurrent"
             problem = f"is less than the {fixed}B that the {holders} layers hold by themselves"
@@ -167,11 +167,6 @@ class Budget:
         else:
             remedy = _smallest_share(context or 0, least)
         return BudgetError(f"Budget '{self}' {problem}; {remedy}{hint}.")
-
-
-def _fixed_bytes(geometry: ModelGeometry, context: int | None) -> int:
-    """Return the bytes of one sequence that no budget changes: sliding windows and recurrent states."""
-    return geometry.sliding_bytes(context) + geometry.recurrent_bytes()
 
 
 def bytes_of(size: int | str, what: str = "memory") -> int:

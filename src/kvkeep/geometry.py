@@ -189,6 +189,10 @@ class ModelGeometry:
             if layer.window is not None and (window := layer.window - (not stepped))
         )
 
+    def fixed_bytes(self, context: int | None = None, *, stepped: bool = True) -> int:
+        """Bytes of one sequence that no budget changes: :meth:`sliding_bytes` and :meth:`recurrent_bytes`."""
+        return self.sliding_bytes(context, stepped=stepped) + self.recurrent_bytes()
+
     def recurrent_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence. Raises UnsupportedModelError where the config does not tell
         them."""
@@ -196,7 +200,7 @@ class ModelGeometry:
         if None in sizes:
             raise UnsupportedModelError(
                 f"'{self.model_type}' has recurrent layers, and kvkeep does not know the bytes of their states; give "
-                "the budget in entries."
+                "a budget in entries."
             )
         return sum(size[0] * self.dtype_bytes + size[1] * STATE_BYTES for size in sizes if size is not None)
 
