@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvkeep.blocks.sessions import Session, load_session, save_session
     from kvkeep.budget import Budget
     from kvkeep.cache import KeepCache
     from kvkeep.contracts.entries import EntryState
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from kvkeep.contracts.store import EvictedStore
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
-    from kvkeep.decode.session import Session, load_session, save_session
     from kvkeep.engine.verified import verified
     from kvkeep.errors import (
         BudgetError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.methods import Method, methods
     from kvkeep.policies.registry import Preset, register
 
-# Torch and transformers take seconds to import: each name brings in its module when it is first asked for.
+# Torch and transformers take seconds to import, so the first use of a name imports its module.
 _HOMES = {
     "budget": ("Budget",),
     "cache": ("KeepCache",),
@@ -46,7 +46,7 @@ _HOMES = {
     "contracts.store": ("EvictedStore",),
     "decode.chat": ("Conversation",),
     "decode.generate": ("generate",),
-    "decode.session": ("Session", "load_session", "save_session"),
+    "blocks.sessions": ("Session", "load_session", "save_session"),
     "engine.verified": ("verified",),
     "errors": (
         "BudgetError",
@@ -100,7 +100,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of kvkeep's
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME_OF:

@@ -26,6 +26,7 @@ from kvkeep.policies.assembly import Assembly, Previous, assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
+from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.selective import Certificate
 from kvkeep.stream import CacheStream
@@ -90,7 +91,7 @@ class KeepCache(Cache):
 
     def _start(self) -> None:
         made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # the method's own layers can be made, too
+        if first is not None:  # the assembly above only checks the method's layers
             made = assemble(first, self.model, self.geometry)
         self.reading = first is not None
         self._use(made, first or self.request)
@@ -99,7 +100,7 @@ class KeepCache(Cache):
         self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
-        self.holdings = made.holdings
+        self.holdings = [holding_of(layer) for layer in made.layers]
         limit = made.entries if self.reading else None
         self.stream = CacheStream(request.method, self.geometry, made, limit)
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
@@ -213,17 +214,21 @@ class KeepCache(Cache):
                 "crop() takes the number of tokens to remove as a negative number, at least "
                 f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
-        if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
+        self.check_positions(self.ledger.length + tokens_to_remove)
+        for state in self.made.states.values():
+            state.check_crop(tokens_to_remove)
+        for part in (*self.layers, *self.made.beside.values()):
+            part.crop(tokens_to_remove)
+        self.stream.forget_from(self.ledger.length + tokens_to_remove)
+        self.stream.text = None
+
+    def check_positions(self, length: int) -> None:
+        """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
+        if self.positions is not None and self.positions.holds_on_to(length):
             raise UsageError(
                 "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
                 "the end; call reset()."
             )
-        for state in self.made.states.values():
-            state.check_crop(tokens_to_remove)
-        for part in {id(part): part for part in (*self.layers, *self.made.states.values())}.values():
-            part.crop(tokens_to_remove)
-        self.stream.forget_from(self.ledger.length + tokens_to_remove)
-        self.stream.text = None
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -254,7 +259,7 @@ class KeepCache(Cache):
         if self.stream.text is not None:
             length, digests = self.stream.text
             self.stream.text = length, [digests[row] for row in index.tolist()]
-        for holding in self.holdings:
+        for holding in self.made.holdings:
             holding.select(index)
         self.ledger.select(index.to(self.made.device))
         if self.checkpoint is not None:
@@ -289,7 +294,7 @@ class KeepCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
-        return fork(self, None)  # the model is not the cache's to copy
+        return fork(self, None)  # a copy shares the model
 
     def __getstate__(self) -> Any:
         raise UsageError(
@@ -357,15 +362,15 @@ class KeepCache(Cache):
 
     def resident_bytes(self) -> int:
         """Bytes allocated for entries that attention reads directly."""
-        return sum(holding.resident_bytes for holding in self.holdings)
+        return sum(holding.resident_bytes for holding in self.made.holdings)
 
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries in a smaller form."""
-        return sum(holding.compressed_bytes for holding in self.holdings)
+        return sum(holding.compressed_bytes for holding in self.made.holdings)
 
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
-        return replace(report.memory(self.made, self.holdings), process_bytes=resident_now())
+        return replace(report.memory(self.made), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
         """Return the state of every entry: for each layer (batch, kv_heads, slots) int8 codes of

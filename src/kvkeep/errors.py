@@ -51,6 +51,14 @@ class StoreError(KvkeepError):
     """Entries could not be stored in the place requested (full disk, read-only folder)."""
 
 
+class BlockMissing(StoreError):
+    """There is no such block."""
+
+
+class BlockDamaged(StoreError):
+    """The file of a block is not as it was written; the message is a part of a sentence."""
+
+
 class SessionError(KvkeepError):
     """A saved cache cannot be continued (another model, a truncated file)."""
 

@@ -106,8 +106,9 @@ def _in_order(request: Request, made: Assembly, model: Any) -> bool:
     return not latent and (not chosen or request.method.recall.backed)
 
 
-def memory(made: Assembly, holdings: Sequence[Any]) -> Memory:
-    """Return measured bytes by purpose. holdings: of each layer."""
+def memory(made: Assembly) -> Memory:
+    """Return measured bytes by purpose."""
+    holdings = made.holdings
     resident, compressed = (
         sum(getattr(one, kind) for one in holdings) for kind in ("resident_bytes", "compressed_bytes")
     )
@@ -118,6 +119,7 @@ def memory(made: Assembly, holdings: Sequence[Any]) -> Memory:
     bookkeeping += sum(one.nbytes for one in shared if one is not None)
     if made.checkpoint is not None:
         places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
+        places["disk"] += sum(getattr(rows, "mapped_bytes", 0) for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
     if made.checkpoint is not None and made.checkpoint.reads_ids:
         places["device"] += made.ledger.ids.nbytes

@@ -46,6 +46,10 @@ class CacheStream:
     """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
+    plain = True
+    """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+    blocks: list[str]
+    """Names of the blocks that have been stored of an inexact cache (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
     """The first slot of each row that is not padding, (rows,); None without padding."""
 
@@ -61,6 +65,7 @@ class CacheStream:
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
+        self.blocks = []
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
@@ -69,9 +74,9 @@ class CacheStream:
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
-        self._groups: list[LayerGroup] = []  # layers that are ranked at once
+        self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = 0
-        self._masked = False  # whether the caller's mask is not of padding alone
+        self._masked = False  # whether the caller's mask masks more than padding
 
     @property
     def length(self) -> int:
@@ -121,6 +126,7 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
+        self.plain &= self._given_by_ids(ids, positions, mask)
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
             new = embeddings if ids is None else ids
             assert new is not None
@@ -153,6 +159,22 @@ class CacheStream:
         if positions is None:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
+
+    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
+        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no mask of its own, and
+        its positions are the next ones."""
+        if ids is None or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
+            return False
+        if mask is not None and not bool(mask.all()):
+            return False
+        if positions is None:
+            return True
+        if positions.device.type != "cpu" or positions.ndim != 2:  # comparing would wait for the device
+            return False
+        start, count = self.length, positions.shape[1]
+        if positions.numel() == 1:
+            return int(positions) == start
+        return bool((positions == torch.arange(start, start + count)).all())
 
     def _note_padding(self, mask: Any) -> None:
         """Find the padding in a pass's ``mask``."""
@@ -239,7 +261,7 @@ class CacheStream:
         output = native.attend_all(query, key, value, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
-        # No mask was made, and without one transformers would take the queries for the first tokens.
+        # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]
         if self.first is not None:
@@ -254,7 +276,7 @@ class CacheStream:
         layer = self.layers[source]
         self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
         if self.positions is not None:
-            self.positions.place(layer)  # before the new entries, which have positions already
+            self.positions.place(layer)  # before the new entries, which already have positions
         brings, last = index == source, self._readers[source] == index
         if brings and layer.pending is None:
             raise KvkeepError(
@@ -262,7 +284,7 @@ class CacheStream:
                 "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
-            mask = None  # a token sees itself
+            mask = None  # a token attends to itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
                 f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "

@@ -1,8 +1,8 @@
-"""Receipts: digests of what a model computes for fixed prompts, equal on every processor.
+"""Receipts: digests of a model's results for fixed prompts, equal on every processor.
 
 The native library gives the same bits on every processor, so a digest of logits is enough to show that another machine
 gives the same answers. A receipt has one row for each method: a digest of logits and tokens, and a digest of the saved
-session. docs/receipts.md says what is hashed, in which order.
+session. docs/receipts.md specifies the hashed data and their order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep import transfer
+from kvkeep.blocks.layout import NAME_OF_IDS
+from kvkeep.blocks.sessions import Session, load_session, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.decode.session import Session, save_session
-from kvkeep.decode.session_file import SessionFile
 from kvkeep.engine.verified import verified
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -37,7 +38,8 @@ from kvkeep_lab.answers import AnswerCase
 from kvkeep_lab.reading import takes
 
 LENGTHS = (40, 560)
-"""Tokens of the prompts: one within every budget, and one that outgrows it and a block of the attention kernel."""
+"""Tokens of the prompts: one is within every budget; the other exceeds every budget and a block of the attention
+kernel."""
 NEW_TOKENS = 12
 """Tokens of each answer."""
 CHUNK = 128
@@ -205,18 +207,19 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
 
 
 def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
-    """Save the session to a file; yield names, forms and bytes of its tensors. The number of drafts depends on measured
+    """Save and load the session; yield names, forms and bytes of its tensors. The number of drafts depends on measured
     seconds, and the resident entries depend on the rounds, so a method that drafts yields only its checkpoint."""
     with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))
-        with SessionFile(path) as file:
-            for name, form in sorted(file.stored.items()):
-                if cache.method.recall.drafts and name.startswith("layer."):
-                    continue
-                dtype = str(form.dtype).removeprefix("torch.")
-                yield f"{name} {dtype} {' '.join(map(str, form.shape))}\n".encode()
-                yield _bytes(file.tensor(name))
+        session = load_session(path, cache.model)
+        tensors = transfer.state(session.cache) | {NAME_OF_IDS: torch.tensor(session.ids, dtype=torch.int32)}
+        for name, tensor in sorted(tensors.items()):
+            if cache.method.recall.drafts and name.startswith("layer."):
+                continue
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield f"{name} {dtype} {' '.join(map(str, tensor.shape))}\n".encode()
+            yield _bytes(tensor)
 
 
 def _ids(tokens: Sequence[int]) -> bytes:

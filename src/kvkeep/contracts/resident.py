@@ -96,7 +96,7 @@ class WorkingSet(Resident):
 
     selector: Selector
     banks: Any
-    length: int  # slots so far
+    length: int  # slots of the text
 
     @property
     @abstractmethod

@@ -10,13 +10,12 @@ from typing import Any, Unpack, cast
 
 from transformers.cache_utils import Cache
 
+from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, load_session, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
 from kvkeep.decode.prompt import Messages, encode, written_ids
-from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
-from kvkeep.decode.session_file import SessionFile
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
@@ -48,7 +47,7 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
-        self.last: Last | None = None  # None also if the messages have changed
+        self.last: Last | None = None  # None after a change of the messages
         self._forgot = False  # whether messages were forgotten after the last save
 
     def __repr__(self) -> str:
@@ -94,7 +93,7 @@ class Conversation:
         session that is not a conversation."""
         tokenizer_print = fingerprint_of_tokenizer(tokenizer)
         session = load_session(where, model, tokenizer_print)
-        path = where.path if isinstance(where, SessionFile) else where
+        path = where.path if isinstance(where, StoredSession) else where
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(
@@ -110,10 +109,10 @@ class Conversation:
 
     def save(self, where: Where) -> None:
         """Save to a path, or to a session open for writing, as one transaction. Raises SessionError. If messages were
-        forgotten, the file is rewritten without them."""
+        forgotten, their blocks are removed, too."""
         self.check_savable()
         ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._last_notes()}
-        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), anew=self._forgot)
+        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), forget=self._forgot)
         self._forgot = False
 
     def _last_notes(self) -> dict[str, Any] | None:

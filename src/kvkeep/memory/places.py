@@ -22,7 +22,7 @@ class Device:
     name = "device"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.maps = device, device.type == "cpu"
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
@@ -36,6 +36,8 @@ class Host:
 
     def __init__(self, device: torch.device) -> None:
         self.pinned = device.type == "cuda"
+        self.maps = not self.pinned
+        """Whether a tensor that is mapped from a file can serve as one of this place."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
@@ -49,6 +51,7 @@ class Disk:
     """
 
     name = "disk"
+    maps = True
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         # The system's temporary folder is often in memory, so it is not used.

@@ -36,6 +36,9 @@ class Rows(Protocol):
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; drop the oldest rows beyond the capacity."""
 
+    def adopt(self, rows: Tensor) -> None:
+        """Append ``rows``, without a copy where this store can hold the tensor itself."""
+
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, view) pieces of the rows ``start``..``stop``, in order."""
 
@@ -80,6 +83,12 @@ class _OneTensor:
         self.length = 0
         self.data: Tensor | None = None
 
+    def append(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def adopt(self, rows: Tensor) -> None:
+        self.append(rows)
+
     def truncate(self, length: int) -> None:
         """Remove the rows from slot ``length`` on. Memory stays allocated, and overwritten rows are not restored."""
         self.length = min(self.length, length)
@@ -114,7 +123,7 @@ class Buffer(_OneTensor):
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        with torch.inference_mode(False):  # tensors made in it are read-only outside
+        with torch.inference_mode(False):  # tensors created in it are read-only outside
             grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
@@ -225,6 +234,7 @@ class PagedRows:
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
+        self._adopted = 0  # the first pages, which are mapped from files
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -244,6 +254,17 @@ class PagedRows:
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+
+    def adopt(self, rows: Tensor) -> None:
+        """Make ``rows``, mapped from a file, the next page if the pages so far are full; otherwise append them."""
+        if not self.home.maps or self.length != self._allocated or rows.shape[-2] % self.smallest:
+            return self.append(rows)
+        self.starts.append(self.length)
+        self.pages.append(rows)
+        self.length += rows.shape[-2]
+        self.changes += 1
+        self._adopted = len(self.pages)
+        return None
 
     def next_row(self) -> tuple[Tensor, int] | None:
         """Return the page and index of the next row; None if a page has to be allocated first."""
@@ -281,14 +302,35 @@ class PagedRows:
             self.pages.pop()
             self.starts.pop()
             self.changes += 1
+        self._adopted = min(self._adopted, len(self.pages))
 
     def select(self, index: Tensor) -> None:
         self.pages = [_selected(page, index, self.home) for page in self.pages]
         self.changes += 1
+        self._adopted = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(page.nbytes for page in self.pages)
+        return sum(page.nbytes for page in self.pages[self._adopted :])
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of pages that are mapped from files."""
+        return sum(page.nbytes for page in self.pages[: self._adopted])
+
+
+class JoinedRows:
+    """The rows of two stores, of which the second continues the first, for reading."""
+
+    def __init__(self, before: Rows | None, after: Rows) -> None:
+        self.stores = [after] if before is None else [before, after]
+        self.first, self.length = self.stores[0].first, after.length
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        for rows in self.stores:
+            low, high = max(start, rows.first), min(stop, rows.length)
+            if low < high:
+                yield from rows.read(low, high)
 
 
 def up(count: int, block: int = BLOCK) -> int:
@@ -318,7 +360,7 @@ def pages_of(counts: Iterable[int]) -> list[int]:
     return pages
 
 
-def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
+def concatenated(rows: Rows | JoinedRows, start: int, stop: int) -> Tensor:
     """Return the rows ``start``..``stop`` of any store as one tensor, a view if they are contiguous."""
     pieces = [piece for _, piece in rows.read(start, stop)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)

@@ -61,6 +61,14 @@ class SharedRows:
         self.tail.append(rows)
         self.length += rows.shape[-2]
 
+    def adopt(self, rows: Tensor) -> None:
+        """Hold ``rows`` themselves as a block that never changes, if they are one; otherwise append them."""
+        if self.tail.length or self.tail.limit is not None or rows.shape[-2] != self.block:
+            return self.append(rows)
+        self.head.append(rows)
+        self.length += self.block
+        return None
+
     def advance(self) -> None:
         self.tail.advance()
         self.length += 1

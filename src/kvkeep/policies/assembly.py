@@ -31,7 +31,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer, holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
-from kvkeep.stores.recurrent import HybridHolding, RecurrentState
+from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
 from kvkeep.stores.resident.newest import Newest
 from kvkeep.stores.resident.paged import BlockPool, BlockTable, Paged
@@ -72,14 +72,14 @@ class Assembly:
     """The recurrent states, by layer. A layer without keys and values is its state; a hybrid layer has one besides."""
 
     @property
+    def beside(self) -> dict[int, RecurrentState]:
+        """The recurrent states of hybrid layers, which hold keys and values, too."""
+        return {index: state for index, state in self.states.items() if self.layers[index] is not state}
+
+    @property
     def holdings(self) -> list[Any]:
-        """What each layer holds: the layer itself, transformers' layer behind a view, or entries and a state."""
-        return [
-            HybridHolding(layer, self.states[index])
-            if index in self.states and layer is not self.states[index]
-            else holding_of(layer)
-            for index, layer in enumerate(self.layers)
-        ]
+        """What the layers hold, and then the states beside them."""
+        return [*map(holding_of, self.layers), *self.beside.values()]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build = _Builder(request, model, geometry, before, within, tail)
-    ahead = 1 if method.oneshot else chunk  # the length of a prompt is not known yet
+    ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
     budgets = selector.budgets(model, geometry, resident)
     if before is not None:
@@ -213,7 +213,7 @@ class _Builder:
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
-        # Ids and positions are kept where entries are rebuilt from them.
+        # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
         self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter

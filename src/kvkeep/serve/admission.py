@@ -88,7 +88,7 @@ class Admission:
             if self._refused == (
                 job,
                 self._in_memory,
-            ):  # no memory was released since the refusal
+            ):  # no memory was released after the refusal
                 return
             try:
                 session = self._session(job)
@@ -105,7 +105,7 @@ class Admission:
                 job.end(error if isinstance(error, KvkeepError) else failed(error))
             if job.name is not None:
                 busy.add(job.name)
-            if job.file is None or job.session is not None:  # else its file is being opened
+            if job.file is None or job.session is not None:  # otherwise its file is being opened
                 self.waiting.remove(job)
                 self._left()
 
@@ -155,11 +155,11 @@ class Admission:
         """
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
         self.arbiter.check(peak)
-        peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
+        peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.complete:
-            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # a copy of a layer
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # plus one layer's copy
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver

@@ -85,7 +85,7 @@ class Job:
     file: Future[Any] | None = None  # the session's file while it is read or written
     waits_for: PendingPrefix | None = None  # the job that reads a prefix of this prompt
     last: Event | None = None  # the last event, reported when the session is saved
-    at: float = field(default_factory=time.monotonic)  # the time of its last token; before the first, of the request
+    at: float = field(default_factory=time.monotonic)  # time of the last token, or of the request before the first
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _listener_failed: bool = False
 

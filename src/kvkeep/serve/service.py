@@ -83,7 +83,7 @@ class Service:
         store = self.store(shared=shared)
         if shared:
             store.check_folder()
-        assert self.memory is not None  # the memory is set by now
+        assert self.memory is not None  # set before the service starts
         return Engine(loaded, self.memory, self.waiting, store, **self.cache)
 
     def store(self, *, shared: bool) -> SessionStore:

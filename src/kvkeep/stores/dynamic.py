@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,10 +74,10 @@ class DynamicLayer(CacheLayerMixin):
     compressed_bytes = bookkeeping_bytes = 0
 
     def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
-        self.is_initialized = False  # transformers' constructor would set keys and values, too
+        self.is_initialized = False  # transformers' constructor also sets keys and values
         self.limit = limit
         self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
-        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # while the buffers are these
+        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
 
     @property
     def keys(self) -> Tensor | None:
@@ -104,7 +105,7 @@ class DynamicLayer(CacheLayerMixin):
                 mine.share(rows, length)
             else:
                 mine.append(rows.view()[..., :length, :])
-        other._next = None  # it would keep outgrown buffers
+        other._next = None  # it refers to outgrown buffers
 
     @property
     def shared(self) -> list[Tensor]:
@@ -122,7 +123,7 @@ class DynamicLayer(CacheLayerMixin):
                 f"The static cache holds {self.limit} entries, but {stop} are needed; give it a larger budget, or "
                 "use method 'full', which grows."
             )
-        self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
+        self.is_initialized, self._next = True, None  # it refers to outgrown buffers
         self._keys.append(key_states)
         self._values.append(value_states)
         return self._keys.view(), self._values.view()
@@ -185,9 +186,14 @@ class DynamicLayer(CacheLayerMixin):
     def state(self) -> dict[str, Rows]:
         return {"keys": self._keys, "values": self._values} if self._keys.length else {}
 
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        if state:
-            self.update(state["keys"], state["values"])
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take entries into this layer, which is empty: pieces of keys and of values, in order. Whole blocks are not
+        copied where the kernel attends to entries in pieces."""
+        reads = all(native.can_read(*pair) for pair in zip(keys, values, strict=True))
+        for rows, pieces in ((self._keys, keys), (self._values, values)):
+            for piece in pieces if reads else [torch.cat([*pieces], -2)]:
+                rows.adopt(piece)
+        self.is_initialized = True
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
@@ -204,7 +210,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
+        if key_states.shape[-2] > 1 and not self.record_past:  # a step only adds one entry
             self.trim()
         return seen
 
@@ -237,6 +243,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Replace the window by that of a text of ``length`` tokens."""
+        self.is_initialized, self.cumulative_length = False, 0
         if state:
             self.update(state["keys"], state["values"])
             self.cumulative_length = length

@@ -38,10 +38,10 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
         self.geometry, self.dtype = site.layer, next(site.model.parameters()).dtype
-        self.resident: Any = resident  # a WorkingSet, where parts ask for one
+        self.resident: Any = resident  # a WorkingSet if parts need one
         self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
-        self.length = 0  # slots settled so far
+        self.length = 0  # number of settled slots
         self.pending: tuple[Tensor, Tensor] | None = None  # new entries, (lanes, n, dim)
         self.lost = False  # whether the store failed to take evicted entries
 
@@ -118,7 +118,6 @@ class Layer(CacheLayerMixin):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the pending entries."""
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class Layer(CacheLayerMixin):
             visible = visible if piece.lanes is None else visible[piece.lanes]
             return visible[..., piece.first : piece.first + piece.keys.shape[2]]
         slots = piece.slots
-        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all queries see
+        tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
         mask = slots[:, None, None] >= 0 if piece.holes else None
         if visible is not None:
             visible = visible if piece.lanes is None else visible[piece.lanes]

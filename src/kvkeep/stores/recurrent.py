@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,10 @@ from kvkeep.memory.extent import ShapeError, fits
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import storage_bytes
 
+STATE = "state."
+"""The beginning of the names of a state's tensors."""
 _KINDS = ("conv", "recurrent")
+_CONV = ".conv."
 
 
 class RecurrentState(LinearAttentionLayer):
@@ -40,7 +42,7 @@ class RecurrentState(LinearAttentionLayer):
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for kind, tensors in zip(_KINDS, (self.conv_states, self.recurrent_states), strict=True):
-            yield from ((f"{kind}.{number}", tensor) for number, tensor in tensors.items() if tensor is not None)
+            yield from ((f"{STATE}{kind}.{number}", tensor) for number, tensor in tensors.items() if tensor is not None)
 
     @property
     def rows(self) -> int:
@@ -62,9 +64,9 @@ class RecurrentState(LinearAttentionLayer):
             self.reorder_cache(index)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state's tensors by name ("conv.0", "recurrent.0"), as views."""
+        """Return the state's tensors by name ("state.conv.0", "state.recurrent.0"), as views."""
         return {
-            name: tensor[..., -self.conv_kernel_size[int(name[5:])] :] if name.startswith("conv.") else tensor
+            name: tensor[..., -self.conv_kernel_size[int(name.rpartition(".")[2])] :] if _CONV in name else tensor
             for name, tensor in self._named()
         }
 
@@ -80,7 +82,7 @@ class RecurrentState(LinearAttentionLayer):
         empty = dict.fromkeys(range(self.number_of_states))
         self.conv_states, self.recurrent_states = dict(empty), dict(empty)
         for name, tensor in state.items():
-            kind, _, number = name.partition(".")
+            _, kind, number = name.split(".")
             (self.conv_states if kind == "conv" else self.recurrent_states)[int(number)] = tensor.clone()
         self.is_conv_states_initialized = {number: one is not None for number, one in self.conv_states.items()}
         self.is_recurrent_states_initialized = {number: one is not None for number, one in self.recurrent_states.items()}
@@ -93,8 +95,8 @@ class RecurrentState(LinearAttentionLayer):
         """Raise ShapeError unless ``state`` is empty or has the names and sizes of a state."""
         if not state:
             return
-        convs = [name for name in state if name.startswith("conv.")]
-        if not convs or set(state) - {f"{kind}.{n}" for kind in _KINDS for n in range(self.number_of_states)}:
+        convs = [name for name in state if _CONV in name]
+        if not convs or set(state) - {f"{STATE}{kind}.{n}" for kind in _KINDS for n in range(self.number_of_states)}:
             raise ShapeError(f"a recurrent state has no tensors {', '.join(sorted(state))}")
         rows = len(state[convs[0]]) if state[convs[0]].ndim else 0
         for name, tensor in state.items():
@@ -102,9 +104,9 @@ class RecurrentState(LinearAttentionLayer):
             fits(name, tensor, (rows, *[None] * (axes - 1)))
         if self.elements is None:
             return
-        sizes = {kind: sum(one[0].numel() for name, one in state.items() if name.startswith(kind)) for kind in _KINDS}
-        if (sizes["conv"], sizes["recurrent"]) != self.elements:
-            raise ShapeError(f"a recurrent state has {self.elements} elements, and this has {tuple(sizes.values())}")
+        sizes = [sum(one[0].numel() for name, one in state.items() if f".{kind}." in name) for kind in _KINDS]
+        if tuple(sizes) != self.elements:
+            raise ShapeError(f"a recurrent state has {self.elements} elements, and this has {tuple(sizes)}")
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise UsageError if the last tokens cannot be removed."""
@@ -120,50 +122,3 @@ class RecurrentState(LinearAttentionLayer):
         self.check_crop(tokens_to_remove)
         if self.record_past and self.rows:
             super().crop(tokens_to_remove)
-
-
-class HybridHolding:
-    """What a layer holds that has attention and a recurrence side by side: entries, and a recurrent state."""
-
-    def __init__(self, entries: Any, recurrent: RecurrentState) -> None:
-        self.entries, self.recurrent = entries, recurrent
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch; 0 before the first token."""
-        return int(self.entries.rows)
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the entries that attention reads directly, and of the recurrent state."""
-        return int(self.entries.resident_bytes + self.recurrent.resident_bytes)
-
-    @property
-    def compressed_bytes(self) -> int:
-        """Bytes of entries in a smaller form."""
-        return int(self.entries.compressed_bytes)
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes of positions and tables."""
-        return int(self.entries.bookkeeping_bytes)
-
-    def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return the states of the entries, (batch, kv_heads, ``length``) int8 codes."""
-        codes: Tensor = self.entries.entry_states(length, batch)
-        return codes
-
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
-        self.entries.select(index)
-        self.recurrent.select(index)
-
-    def state(self) -> dict[str, Any]:
-        """Return the tensors of both, by name."""
-        return {**self.entries.state(), **self.recurrent.state()}
-
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Restore what :meth:`state` returned."""
-        recurrent = {name: tensor for name, tensor in state.items() if name.partition(".")[0] in _KINDS}
-        self.recurrent.restore(recurrent, length)
-        self.entries.restore({name: tensor for name, tensor in state.items() if name not in recurrent}, length)

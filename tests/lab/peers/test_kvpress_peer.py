@@ -52,7 +52,7 @@ class EndsPress:
                 hook.remove()
 
     def prune(self, module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs["cache"].layers[module.layer_idx]
         kept = int(layer.keys.shape[2] * (1 - self.compression_ratio))
         if self.n_sink > kept:
             raise RuntimeError(f"{self.n_sink} sinks\\nare too many")

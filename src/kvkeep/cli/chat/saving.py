@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store, is_path, store_folder
 from kvkeep.decode.chat import Conversation
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore, sessions_folder
 from kvkeep.errors import KvkeepError, UsageError
 
 HANGUP_PREFIX = "hangup-"
@@ -18,7 +18,8 @@ HANGUP_PREFIX = "hangup-"
 
 
 class Saver:
-    """Saves a conversation to the session ``name``: a path, or a name in ``folder``. None: no session yet."""
+    """Saves a conversation to the session ``name``: a path, or a name in the store in ``folder`` (None: the user's).
+    None: no session yet."""
 
     def __init__(self, name: str | None = None, folder: str | None = None) -> None:
         if name is None and folder is not None:
@@ -66,29 +67,28 @@ class Saver:
         return fresh.path
 
     def save_on_hangup(self, talk: Conversation) -> str:
-        """Save a conversation without a session to the folder of sessions; return its path. Raises SessionError."""
-        store = SessionStore(sessions_folder(self.folder))
-        with store.open(f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}") as file:
-            os.chmod(file.path, 0o600)
-            talk.save(file)
-            return file.path
+        """Save a conversation without a session to the folder of sessions; return its name. Raises SessionError."""
+        name = f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        with StoredSession(Store(store_folder(self.folder)), name, writing=True) as session:
+            talk.save(session)
+        return name
 
-    def _open(self, name: str) -> SessionFile:
+    def _open(self, name: str) -> StoredSession:
         """Return the session, open for writing; a missing one is created."""
-        if self.folder is not None:
-            return SessionStore(self.folder).open(name)
+        if self.folder is not None or not is_path(name):
+            return StoredSession(Store(store_folder(self.folder)), name, writing=True)
         path = os.path.expanduser(name)
         if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
             raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
-        return SessionFile(path, writing=True)
+        return StoredSession.at(path, writing=True)
 
 
 def last_hangup() -> str | None:
-    """Return the path of the last conversation saved on a hang-up within a day, or None."""
-    with suppress(OSError, UsageError):  # a user without a home has none
-        paths = sorted(sessions_folder().glob(f"{HANGUP_PREFIX}*.session"))
-        if paths and time.time() - paths[-1].stat().st_mtime < 86400:
-            return str(paths[-1])
+    """Return the name of the last conversation saved on a hang-up within a day, or None."""
+    with suppress(OSError, KvkeepError):  # a user without a home has none
+        for info in Store(store_folder()).sessions():
+            if info.name.startswith(HANGUP_PREFIX) and time.time() - info.used < 86400:
+                return info.name
     return None
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from transformers.cache_utils import Cache
 
+from kvkeep.blocks.sessions import check_savable
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat
 from kvkeep.decode.chat import Conversation
-from kvkeep.decode.session import check_savable
 from kvkeep.errors import NotCarried
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request

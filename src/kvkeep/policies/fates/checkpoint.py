@@ -59,7 +59,7 @@ class InOrder(EvictedStore):
         return codes
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
-        self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left some rows
+        self.checkpoint.truncate(self.layer, self.taken)  # a failed write may have left rows
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 

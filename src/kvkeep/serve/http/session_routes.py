@@ -60,7 +60,7 @@ def session_routes(engine: Engine) -> APIRouter:
             try:
                 await asyncio.to_thread(files.naming_session, key, partial(files.store.remove, "/".join(key)))
             except SessionError:
-                if await asyncio.to_thread(_saved, files.store, *key):  # else it has no file, or was already deleted
+                if await asyncio.to_thread(_saved, files.store, *key):  # otherwise it has no file or was deleted
                     raise
         return {"name": name, "object": "session", "deleted": True}
 

@@ -35,7 +35,7 @@ class EntryCheckpoint(Checkpoint):
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
-        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer, of pages that are the same since
+        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:

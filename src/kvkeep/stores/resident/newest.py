@@ -25,7 +25,12 @@ class Newest(Resident):
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid while the rings keep their tensors
+        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid for the rings' tensors
+
+    @property
+    def rows(self) -> tuple[Ring, Ring]:
+        """Keys and values."""
+        return self._keys, self._values
 
     @property
     def length(self) -> int:
@@ -49,7 +54,7 @@ class Newest(Resident):
         keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
         if keys is None or values is None:
             return None
-        if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
+        if (row := self.length % capacity) >= keys.shape[1]:  # the ring has no row for it yet
             return None
         if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
             step = LayerStep(Destination(keys, values))
@@ -61,7 +66,7 @@ class Newest(Resident):
         if evicted is None:
             return None
         if step.evict is not None:
-            step.evict.slots = None  # which is known
+            step.evict.slots = None  # the slots are known
         first = self.evicted + evicts
         before.start = first % capacity
         before.stop = min(before.start + self.length + 1 - first, capacity)
@@ -78,7 +83,7 @@ class Newest(Resident):
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
-        self._next = None  # it would keep rings that are replaced
+        self._next = None  # it refers to replaced rings
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -93,7 +98,7 @@ class Newest(Resident):
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
         self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
-        # The store has them, even if the rest of this step fails.
+        # The store has the entries, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 
     def resident_slots(self, unmerged: bool = False) -> Tensor:

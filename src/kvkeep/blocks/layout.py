@@ -1,29 +1,46 @@
 """Checks of a session's tensors against the cache that restores them.
 
-:func:`check_tensors` runs before tensors are read. It checks names, shapes and dtypes of entries, checkpoint rows, ids
-and positions. :func:`check_restored` runs afterwards. It checks that each part holds the tensors of the file, and that
-all indices are in range.
+:func:`check_tensors` runs before a tensor is used. It checks names, shapes and dtypes of entries, checkpoint rows, ids
+and positions. :func:`check_restored` runs afterwards. It checks that each part holds the tensors of the session, and
+that all indices are in range.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, TensorForm
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import ShapeError, within
+from kvkeep.memory.rows import Rows
 from kvkeep.models.adapter import decoder_of
 from kvkeep.stores.layer import Layer
 
 _OF_LAYER = re.compile(r"layer\.(0|[1-9][0-9]{0,5})\.(.+)")
 _OF_ROWS = re.compile(r"checkpoint\.((keys|values|residual)\.(0|[1-9][0-9]{0,5}))")
+NAME_OF_IDS = "token_ids"
 _ENTRIES = re.compile(r"layer\.\d+\.(resident\.(\d+\.)?)?(keys|values)|checkpoint\..+")
+
+
+class TensorForm(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, part: Tensor | Rows) -> TensorForm:
+        """Return the form of a tensor, or of a store that holds at least one row."""
+        if isinstance(part, Tensor):
+            return cls(tuple(part.shape), part.dtype)
+        _, row = next(part.read(part.first, part.first + 1))
+        return cls((*row.shape[:-2], part.length - part.first, row.shape[-1]), row.dtype)
 
 
 def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
@@ -136,8 +153,11 @@ def _check_first(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict[
             raise ShapeError(f"'checkpoint.{name}' and its values are not of the same entries")
 
 
-def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) -> None:
-    """Raise ShapeError unless ``cache`` holds the tensors of the file and all its indices are in range."""
+def check_restored(
+    cache: KeepCache, stored: Mapping[str, TensorForm], ids: Mapping[str, Tensor], past: dict[str, Any]
+) -> None:
+    """Raise ShapeError unless ``cache`` holds the tensors ``stored`` and all its indices are in range. ids: the tensors
+    of token ids."""
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
         raise ShapeError(f"its layers are not of {length} tokens")
@@ -150,12 +170,11 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
         cache.positions.check(rows, length, len(cache.layers))
     again = transfer.parts(cache)
     forms = {name: TensorForm.of(one) for name, one in again.items()}
-    if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
+    if forms != {name: one for name, one in stored.items() if name != NAME_OF_IDS}:
         raise ShapeError(f"it does not hold the tensors of method '{cache.method.name}'")
     vocabulary = cache.model.get_input_embeddings().num_embeddings
-    for name in (NAME_OF_IDS, "ids"):
-        if name in file.stored:
-            within(name, file.tensor(name), 0, vocabulary)
+    for name, numbers in ids.items():
+        within(name, numbers, 0, vocabulary)
     if "positions" in again:
         looked_up = getattr(decoder_of(cache.model), "rotary_emb", None) is None
         within(

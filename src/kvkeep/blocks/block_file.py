@@ -1,0 +1,125 @@
+"""The format of a block's file: named tensors, each with a checksum, which are mapped into memory and not copied.
+
+A file has a header of fixed size (magic, length and CRC-32 of the description), the description (JSON), and the
+tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under
+another name is refused, and for every tensor its dtype, shape, offset and CRC-32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import BlockDamaged
+from kvkeep.files import lock
+
+MAGIC = b"kvblock2"
+HEADER = struct.Struct("<8sII")
+"""Magic, bytes of the description, and its CRC-32."""
+ALIGNMENT = 64
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
+    )
+}
+
+
+Mappings = MutableMapping[Path, mmap.mmap]
+"""The files that a program has mapped. Each is mapped once, so that caches share its memory."""
+
+
+def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]]:
+    """Return the size of a block's file in bytes, and its content in pieces."""
+    host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    table, place = {}, 0
+    for key, tensor in host.items():
+        table[key] = [str(tensor.dtype).removeprefix("torch."), tensor.shape, place, zlib.crc32(_bytes(tensor))]
+        place += _up(tensor.nbytes)
+    description = json.dumps({"name": name, "bytes": place, "tensors": table}, separators=(",", ":")).encode()
+    head = HEADER.pack(MAGIC, len(description), zlib.crc32(description)) + description
+    head += bytes(_up(len(head)) - len(head))
+
+    def pieces() -> Iterator[Any]:
+        yield head
+        for tensor in host.values():
+            yield _bytes(tensor)
+            yield bytes(_up(tensor.nbytes) - tensor.nbytes)
+
+    return len(head) + place, pieces()
+
+
+def decode(path: Path, name: str, mappings: Mappings) -> dict[str, Tensor]:
+    """Return the tensors of a block's file, which is mapped and its checksums compared unless it is in ``mappings``.
+    Writing to a tensor changes this process's copy and never the file. Raises OSError if the file cannot be read, and
+    BlockDamaged if its bytes differ from those that were written under ``name``."""
+    if (known := mappings.get(path)) is not None:
+        return _tensors(known, name, check=False)
+    mapped = _mapped(path)
+    tensors = _tensors(mapped, name, check=True)
+    mappings[path] = mapped
+    return tensors
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb", opener=_open_nonblocking) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < HEADER.size:
+            raise BlockDamaged("is truncated")
+        lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
+    magic, length, digest = HEADER.unpack_from(mapped)
+    description = mapped[HEADER.size : HEADER.size + length]
+    if magic != MAGIC or len(description) != length or zlib.crc32(description) != digest:
+        raise BlockDamaged("has another header than kvkeep writes")
+    try:
+        return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def _described(mapped: mmap.mmap, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
+    if about["name"] != name:
+        raise BlockDamaged(f"is that of the block '{about['name']}'")
+    if len(mapped) != start + about["bytes"]:
+        raise BlockDamaged("is truncated")
+    tensors = {}
+    for key, (dtype, shape, place, digest) in about["tensors"].items():
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or not 0 <= place <= len(mapped) - start:
+            raise ValueError("a shape")
+        if not count:
+            tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
+            continue
+        tensor = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
+        if check and zlib.crc32(_bytes(tensor)) != digest:
+            raise BlockDamaged(f"has other bytes than were written (tensor '{key}')")
+        tensors[key] = tensor
+    return tensors
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _up(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting, as opening a pipe of that name would."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

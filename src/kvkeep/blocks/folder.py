@@ -1,0 +1,212 @@
+"""A folder of blocks, one file each. Several programs may share it and its quota.
+
+Files are written atomically and never change. A file's modification time is the last use of the block. A further file
+holds the total of bytes. A writer locks it until its block is written, so that the quota is never exceeded. At the
+quota the least recently used blocks are removed, except those that a program has mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from kvkeep.blocks.block_file import Mappings, decode, encode
+from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
+from kvkeep.files import lock, sync_name, write_whole
+
+SUFFIX = ".block"
+LEDGER = "bytes"
+"""Name of the file with the total."""
+_TOTAL = struct.Struct("<Q")
+FREED_SHARE = 16
+"""At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
+
+
+class BlockName(NamedTuple):
+    """The name of a block."""
+
+    space: str
+    """Its namespace: one or more words, separated by ``/``."""
+    key: str
+    """Hexadecimal digits, unique in the namespace."""
+
+
+class BlockFolder:
+    """Blocks in ``folder``, which is created with the first one. quota: bytes of all files; None: no limit."""
+
+    def __init__(self, folder: Path, quota: int | None = None) -> None:
+        self.folder, self.quota = folder, quota
+        self._mappings: Mappings = WeakValueDictionary()
+        self._counted = False  # this program does not trust a total that another one left
+
+    def path(self, name: BlockName) -> Path:
+        """Return the path of a block's file."""
+        return self.folder / name.space / name.key[:2] / f"{name.key}{SUFFIX}"
+
+    def has(self, name: BlockName) -> bool:
+        """Return whether a block has a file, which may be damaged."""
+        return os.path.exists(self.path(name))
+
+    def use(self, names: Sequence[BlockName], when: int | None = None) -> int:
+        """Record that blocks were used at ``when`` (ns since 1970; None: now); return how many of the first ones exist.
+        Each counts as used a little before the one that it follows, because it is useless without that one."""
+        when = time.time_ns() if when is None else when
+        for number, name in enumerate(names):
+            try:
+                os.utime(self.path(name), ns=(when - number, when - number))
+            except FileNotFoundError:
+                return number
+            except OSError:  # the folder is read-only
+                if not self.has(name):
+                    return number
+        return len(names)
+
+    def read(self, name: BlockName) -> dict[str, Tensor]:
+        """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
+        and BlockDamaged, after removing the file, if its bytes are not those that were written."""
+        path = self.path(name)
+        try:
+            return decode(path, name.key, self._mappings)
+        except (OSError, ValueError) as error:  # mmap refuses an empty file by a ValueError
+            reason = (getattr(error, "strerror", None) or str(error)).lower()
+            raise BlockMissing(f"The block '{path}' cannot be read: {reason}.") from error
+        except BlockDamaged as error:
+            self.remove(name)
+            raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
+
+    def write(self, name: BlockName, tensors: Mapping[str, Tensor]) -> int:
+        """Write a block unless it exists; return the number of blocks removed for it. Raises StoreError if it cannot be
+        written, also for a block larger than the quota."""
+        path = self.path(name)
+        size, pieces = encode(name.key, tensors)
+        if self.quota is not None and size > self.quota:
+            raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")
+        gone = 0
+        try:
+            for folder in (self.folder, path.parent):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._ledger() as ledger:
+                if path.exists():
+                    return 0
+                total = _total(ledger)
+                if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
+                    total, gone = self._evict(size)
+                    self._counted = True
+                _set_total(ledger, total + size)
+                try:
+                    content = [*pieces]
+                    write_whole(path, lambda file: file.writelines(content))
+                except BaseException:
+                    _set_total(ledger, total)
+                    raise
+            sync_name(path)
+        except OSError as error:
+            raise StoreError(f"'{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        return gone
+
+    def remove(self, name: BlockName) -> None:
+        """Remove a block, if it exists."""
+        path = self.path(name)
+        with suppress(OSError), self._ledger() as ledger:
+            size = path.stat().st_size
+            path.unlink()
+            if (total := _total(ledger)) is not None:
+                _set_total(ledger, max(0, total - size))
+
+    def names(self) -> list[BlockName]:
+        """Return the names of all blocks, the least recently used first."""
+        paths = [Path(path) for _, _, path in self._by_use()]
+        return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
+
+    def clear(self, space: str) -> None:
+        """Remove all blocks of a namespace and of the namespaces within it."""
+        for name in self.names():
+            if name.space == space or name.space.startswith(f"{space}/"):
+                self.remove(name)
+
+    def count(self) -> tuple[int, int]:
+        """Return the number of blocks and their bytes."""
+        sizes = [size for _, size, _ in self._by_use()]
+        return len(sizes), sum(sizes)
+
+    def evict(self, age: float | None = None) -> int:
+        """Enforce the quota, and remove blocks that were not used for ``age`` seconds; return the number of removed
+        blocks."""
+        with suppress(FileNotFoundError), self._ledger() as ledger:
+            total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
+            _set_total(ledger, total)
+            return gone
+        return 0
+
+    def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
+        """Remove the least recently used blocks until ``size`` bytes fit, and some more, and those not used since
+        ``oldest`` (ns). Return the remaining bytes and the number of removed blocks."""
+        known = self._by_use()
+        total, gone, quota = sum(length for _, length, _ in known), 0, self.quota
+        target = total if quota is None or total + size <= quota else min(quota - quota // FREED_SHARE, quota - size)
+        for used, length, path in known:
+            if total <= target and (oldest is None or used >= oldest):
+                break
+            if _unlinked(path):
+                total, gone = total - length, gone + 1
+        if quota is not None and total + size > quota:
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
+        return total, gone
+
+    def _by_use(self) -> list[tuple[int, int, str]]:
+        """Return time of use (ns), bytes and path of each block, the least recently used first."""
+        known: list[tuple[int, int, str]] = []
+        for entry in _files(self.folder):
+            with suppress(OSError):  # another program removed it
+                facts = entry.stat()
+                known.append((facts.st_mtime_ns, facts.st_size, entry.path))
+        return sorted(known)
+
+    @contextmanager
+    def _ledger(self) -> Iterator[IO[bytes]]:
+        """Lock the folder and yield the file with the total."""
+        handle = os.open(self.folder / LEDGER, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        with os.fdopen(handle, "r+b", buffering=0) as file:
+            lock(handle, wait=True)  # on a file system without locks each program keeps the quota for itself
+            yield file
+
+
+def _unlinked(path: str) -> bool:
+    """Remove a file unless a program has it mapped; return whether it was removed."""
+    with suppress(OSError), open(path, "rb") as file:
+        if lock(file.fileno()):
+            os.unlink(path)
+            return True
+    return False
+
+
+def _total(ledger: IO[bytes]) -> int | None:
+    ledger.seek(0)
+    raw = ledger.read(_TOTAL.size)
+    return int(_TOTAL.unpack(raw)[0]) if len(raw) == _TOTAL.size else None
+
+
+def _set_total(ledger: IO[bytes], total: int) -> None:
+    ledger.seek(0)
+    ledger.write(_TOTAL.pack(total))
+
+
+def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    """Yield the files of all blocks in a folder and its subfolders."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _files(entry.path)
+                elif entry.name.endswith(SUFFIX):
+                    yield entry
+    except OSError:  # the folder does not exist, or was removed meanwhile
+        return

@@ -1,0 +1,54 @@
+"""The names of blocks: digests of everything that their content depends on.
+
+A block has the entries of :data:`BLOCK` tokens in all full layers. Its name is a digest of the name of the block before
+it and of its token ids; the first follows a digest of the model, of what computed the entries, and of their form. So a
+name stands for a whole text, and equal texts have the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.memory.rows import BLOCK
+from kvkeep.models.fingerprint import fingerprint
+from kvkeep.native.structures import NUMERICS_VERSION
+
+_DIGEST_BYTES = 16
+
+
+def origin(cache: KeepCache, forms: Iterable[object]) -> bytes | None:
+    """Return the digest that the first block of a text follows; None if the entries of ``cache`` depend on more than
+    its token ids. forms: those of the rows of a block."""
+    if cache.exactness is not Exactness.EXACT or not cache.stream.plain or cache.rows > 1:
+        return None
+    facts = (fingerprint(cache.model), _computed_by(cache), *forms)
+    return blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def chain(first: bytes, ids: Sequence[int]) -> list[str]:
+    """Return the names of all whole blocks of a text that begins after ``first`` (:func:`origin`)."""
+    rows, name, names = torch.tensor(ids, dtype=torch.int32), first, []
+    for start in range(0, len(ids) // BLOCK * BLOCK, BLOCK):
+        name = blake2b(name + _bytes(rows[start : start + BLOCK]), digest_size=_DIGEST_BYTES).digest()
+        names.append(name.hex())
+    return names
+
+
+def _bytes(ids: Tensor) -> bytes:
+    return ids.numpy().tobytes()
+
+
+def _computed_by(cache: KeepCache) -> tuple[object, ...]:
+    """Return what the bits of entries depend on besides model and text. The kernels compute the same bits on every
+    processor, in any chunks and with every exact method."""
+    if cache.stream.exact:
+        return ("kernels", NUMERICS_VERSION)
+    device, request = cache.made.device.type, cache.request
+    processor = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name()
+    return (torch.__version__, device, processor, request.method.name, str(request.budget), request.options())

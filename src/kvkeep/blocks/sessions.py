@@ -1,0 +1,464 @@
+"""Sessions: a cache is saved to a store, and continued later without reading its tokens again.
+
+A save writes the blocks of 256 tokens (:mod:`~kvkeep.blocks.names`) that the store does not have, one further block
+with the rest of the cache's state (the last tokens, resident entries, windows, codes), and the session's reference
+(:mod:`~kvkeep.blocks.references`), which names them and has the token ids. Saved blocks never change, so a save costs
+what is new, and sessions with the same beginning share its blocks.
+
+A block that is missing or damaged is a miss: the cache then holds the tokens before it, and the text after them is read
+again. It never gives other entries than those that were saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvkeep import transfer
+from kvkeep.blocks import beginnings
+from kvkeep.blocks.folder import BlockName
+from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
+from kvkeep.blocks.names import chain, origin
+from kvkeep.blocks.references import Reference
+from kvkeep.blocks.store import Store
+from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.cache import KeepCache
+from kvkeep.errors import (
+    KvkeepError,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    StoreError,
+    UsageError,
+)
+from kvkeep.memory.extent import ShapeError
+from kvkeep.memory.rows import BLOCK, Rows, concatenated
+from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.sharded import processes
+from kvkeep.policies.request import Request
+
+log = logging.getLogger(__name__)
+
+_MAX_SLOTS = 2**31  # slots are int32
+_TAIL = "tail."
+_ALONE = "session"
+"""Name of the session in a store that holds one only: a session at a path."""
+_BLOCK = re.compile(r"[0-9a-f]{32}")
+_BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
+_HEADER: dict[str, tuple[type, ...]] = {
+    "fingerprint": (str,),
+    "tokenizer": (str, type(None)),
+    "family": (str,),
+    "method": (str,),
+    "budget": (str, type(None)),
+    "options": (dict,),
+    "entries": (int, type(None)),
+    "chunk": (int,),
+    "past": (dict,),
+    "notes": (dict,),
+    "ids": (list,),
+    "blocks": (list,),
+    "by_token": (dict,),
+    "state": (str,),
+    "bytes": (list,),
+    "created": (float,),
+    "saved": (float,),
+}
+_PAST: dict[str, tuple[type, ...]] = {
+    **{"length": (int,), "rows": (int,), "first": (dict,)},
+    **{"uneven": (bool,), "shares": (list, type(None))},
+}
+
+
+@dataclass
+class Session:
+    """A cache, and the data saved with it."""
+
+    cache: KeepCache
+    ids: list[list[int]]
+    """Ids of the tokens in the cache, by row."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """JSON data of the program."""
+    tokenizer: str | None = None
+    """The fingerprint of the tokenizer that made the ids; None if there was none."""
+
+
+class StoredSession:
+    """A session of a store. writing: open for writing, which only one program can do at a time. Raises SessionError,
+    and UsageError for an invalid name."""
+
+    def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
+        self.store, self.name = store, name
+        self.reference: Reference = store.open(name) if writing else store.read(name)
+        self.space = store.space(name)
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
+        """Return the only session of the store at ``path``."""
+        store = Store(path, quota=None)
+        if not writing and not store.path(_ALONE).is_dir():
+            store.check()
+            raise SessionError(f"There is no session at '{path}'.")
+        return cls(store, _ALONE, writing=writing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the session, so that another program may write to it."""
+        self.reference.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session is closed."""
+        return self.reference.closed
+
+    @property
+    def path(self) -> str:
+        """The path of the session: of its store, if that holds nothing else."""
+        return str(self.store.folder) if self.name == _ALONE else self.reference.path
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """The saved data; None before the first turn."""
+        return self.reference.about
+
+    @property
+    def turns(self) -> int:
+        """The number of saves."""
+        return self.reference.generation
+
+    @property
+    def mark(self) -> str:
+        """The unique mark of the last save."""
+        return self.reference.mark
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of the session's state, and of its blocks; (0, 0) before the first turn."""
+        state, blocks = (0, 0) if self.about is None else self.about["bytes"]
+        return int(state), int(blocks)
+
+    def remove(self) -> None:
+        """Remove the session, which is open for writing."""
+        about = self.about or {}
+        self.reference.remove()
+        self.store.release(self.name, {*map(str, about.get("blocks", ()))} | {str(about.get("state", ""))})
+
+    def block(self, key: str) -> BlockName:
+        """Return the full name of a block of this session's owner."""
+        return BlockName(self.space, key)
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def save(self, session: Session, forget: bool = False) -> None:
+        """Save the state of ``session`` as a turn; ``forget`` as in :func:`save_session`. Raises SessionError; the
+        previous turn then remains saved."""
+        cache, before = session.cache, self.about or {}
+        check_savable(cache)
+        if any(len(row) != cache.get_seq_length() for row in session.ids):
+            raise UsageError(f"A session needs the ids of all {cache.get_seq_length()} tokens of its cache.")
+        parts = transfer.parts(cache)
+        text = TextRows(cache, parts)
+        state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
+        state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
+        key = secrets.token_hex(16)
+        about = {
+            "fingerprint": fingerprint(cache.model),
+            "tokenizer": session.tokenizer,
+            "family": cache.geometry.model_type,
+            "method": cache.method.name,
+            "budget": None if cache.request.budget is None else str(cache.request.budget),
+            "options": cache.request.options(),
+            "entries": cache.entries,
+            "chunk": cache.stream.chunk,
+            "past": transfer.header(cache),
+            "notes": session.notes,
+            "ids": session.ids,
+            "by_token": text.targets,
+            "state": key,
+            "bytes": [sum(one.nbytes for one in state.values()), text.nbytes],
+            "created": float(before.get("created", time.time())),
+            "saved": time.time(),
+        }
+        try:
+            names = self._write(cache, text, session.ids)
+            self.store.blocks.write(self.block(key), state)
+            self.reference.commit(about | {"blocks": names})
+        except (StoreError, SessionError) as error:
+            self.store.blocks.remove(self.block(key))
+            if isinstance(error, StoreError):
+                raise SessionUnwritable(f"The session '{self.path}' cannot be saved: {error}") from error
+            raise
+        gone = {str(before["state"])} if "state" in before else set()
+        if forget:
+            gone |= {*map(str, before.get("blocks", ()))} - {*names}
+        self.store.release(self.name, gone)
+
+    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
+        if not text.whole:
+            return []
+        first, folder = origin(cache, text.forms), self.store.blocks
+        if first is not None:
+            names = chain(first, ids[0])
+        else:  # the entries are no function of the ids: a block belongs to this text of this cache
+            names = cache.stream.blocks
+            names += [secrets.token_hex(16) for _ in range(text.whole // BLOCK - len(names))]
+            names = names[: text.whole // BLOCK]
+        blocks = [self.block(name) for name in names]
+        known = folder.use(blocks)
+        beginnings.write(folder, blocks[known:], text, ids, known)
+        return names
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def request(self, model: Any, tokenizer: str | None = None) -> Request:
+        """Return the cache request that the session needs to continue with ``model``. The model is not run, and no
+        block is read. tokenizer: the required fingerprint of the ids' tokenizer; None: any. Raises SessionError."""
+        with self.naming():
+            return _request(self.about, model, tokenizer)
+
+    def load(self, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
+        """Return the saved session, ready to continue with ``model``. If a block is missing or damaged, the cache holds
+        fewer tokens than were saved; ``ids`` are always those that it holds. cache: an empty cache of
+        :meth:`request` to fill; None: a new one is made. Raises SessionError."""
+        with self.naming():
+            request = _request(self.about, model, tokenizer)
+            assert self.about is not None
+            cache = KeepCache(model, request=request) if cache is None else cache
+            loaded = _Loaded(self, self.about, cache)
+            held = loaded.restore()
+            ids = [row[:held] for row in self.about["ids"]] if held else []
+            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the session in errors raised within the block."""
+        if self.about is None:
+            raise SessionError(f"There is no session at '{self.path}': its first turn was never saved.")
+        try:
+            yield
+        except SessionError as error:
+            raise type(error)(f"The session '{self.path}' cannot be continued: {error}") from error.__cause__
+        except KvkeepError as error:  # this machine lacks a method or a folder
+            raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
+
+
+Where = str | os.PathLike[str] | StoredSession
+"""A path, or a session open for writing."""
+
+
+def save_session(where: Where, session: Session, *, forget: bool = False) -> None:
+    """Save ``session`` as one transaction. where: the path of a folder for this session, or an open session. forget:
+    remove the blocks of the previous turn that are of another text, unless other sessions have them.
+
+    Raises SessionError if the cache cannot be saved, another program has the session open, or the folder cannot be
+    written, and UsageError for a folder with other files. Earlier turns then remain saved.
+    """
+    with nullcontext(where) if isinstance(where, StoredSession) else StoredSession.at(where, writing=True) as stored:
+        stored.save(session, forget)
+
+
+def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
+    """Return the saved session, ready to continue with ``model``. tokenizer: the required fingerprint of the ids'
+    tokenizer; None: any. cache: an empty cache of the right kind to fill; None: a new one is made. What blocks do not
+    have, because they are missing or damaged, is read by the model.
+
+    Raises SessionError if there is no session, if its reference is damaged (SessionDamaged), or if it was saved with
+    another model or tokenizer.
+    """
+    with nullcontext(where) if isinstance(where, StoredSession) else StoredSession.at(where) as stored:
+        session = stored.load(model, tokenizer, cache)
+        assert stored.about is not None
+        all_ids = stored.about["ids"]
+        held = session.cache.get_seq_length()
+        if all_ids and held < len(all_ids[0]):
+            if len(all_ids) > 1:
+                raise SessionDamaged(f"The session '{stored.path}' cannot be continued: its blocks are damaged.")
+            with torch.no_grad():
+                missing = torch.tensor(all_ids, device=model.device)[:, held:]
+                model(input_ids=missing, cache=session.cache, use_cache=True, logits_to_keep=1)
+            session.ids = all_ids
+        return session
+
+
+def check_savable(cache: Cache) -> None:
+    """Raise SessionError if a cache of this kind cannot be saved."""
+    if not isinstance(cache, KeepCache):
+        raise SessionError("A session with transformers' own cache cannot be saved; use method 'full'.")
+    if (parts := processes(cache.model)) > 1:
+        raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
+    if others := cache.geometry.other_layers:
+        raise SessionError(
+            f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
+            "is not keys and values."
+        )
+
+
+class _Loaded:
+    """Fills the empty ``cache`` from the blocks that ``about`` names."""
+
+    def __init__(self, session: StoredSession, about: dict[str, Any], cache: KeepCache) -> None:
+        self.session, self.about, self.cache = session, about, cache
+        self.past = about["past"]
+
+    def restore(self) -> int:
+        """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
+        _check_types(self.past, _PAST, "past")
+        numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
+        if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
+            raise _odd("its state has numbers out of range")
+        if not self.past["length"]:
+            return 0
+        blocks, problem = self._blocks()
+        state: dict[str, Tensor] = {}
+        if problem is None:
+            try:
+                state = self.session.store.blocks.read(self.session.block(self.about["state"]))
+            except StoreError as error:
+                problem = str(error)
+        if problem is None:
+            try:
+                self._fill(blocks, state)
+            except ShapeError as error:
+                problem = f"It is not as kvkeep writes it ({error})."
+            except KvkeepError:
+                raise
+            except Exception as error:  # restoring malformed tensors may raise anything
+                problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
+            else:
+                self.cache.stream.blocks = list(self.about["blocks"])
+                return int(self.past["length"])
+            self.cache.reset()
+        log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
+        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
+            beginnings.fill(self.cache, blocks)
+        return self.cache.get_seq_length()
+
+    def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
+        """Return the session's blocks, and the reason if not all can be read."""
+        found: list[dict[str, Tensor]] = []
+        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
+        blocks = [self.session.block(key) for key in self.about["blocks"]]
+        for number, block in enumerate(blocks):
+            try:
+                tensors = self.session.store.blocks.read(block)
+            except StoreError as error:
+                return found, str(error)
+            if not torch.equal(tensors[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+                return found, "A block is of another text."
+            found.append(tensors)
+        self.session.store.blocks.use(blocks)
+        return found, None
+
+    def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+        cache, past = self.cache, self.past
+        if past["shares"] is not None:
+            check_shares(cache, past["shares"], past["rows"])
+            cache.recompose(past["shares"])
+        if (cache.entries, cache.stream.chunk) != (self.about["entries"], self.about["chunk"]):
+            raise SessionError(
+                f"it was saved with {self.about['entries']} entries per layer and chunks of {self.about['chunk']} "
+                f"tokens; here its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a "
+                "new session."
+            )
+        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
+        targets = {part: Target(*given) for part, given in self.about["by_token"].items()}
+        several = {part: self._pieces(part, target, blocks, tail) for part, target in targets.items()}
+        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_TAIL)}
+        forms = {name: TensorForm.of(one) for name, one in rest.items()}
+        forms |= {name: _joined(rows) for name, rows in several.items()}
+        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
+        check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
+        transfer.restore(cache, set(rest), lambda name: rest[name], past, several)
+        known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
+        check_restored(cache, forms, known, past)
+
+    def _pieces(self, part: str, target: Target, blocks: Sequence[Block], tail: Block) -> list[Tensor]:
+        """Return the rows of a part in order, in the shape that the cache has them in."""
+        several = [*pieces(target, blocks, tail)]
+        if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
+            several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
+        return several
+
+
+def _entries(cache: KeepCache) -> set[str]:
+    """Return the names of a block's tensors with all entries of ``cache``."""
+    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+    return {NAME_OF_IDS, *(name for name, *_ in forms)}
+
+
+def _joined(several: Sequence[Tensor]) -> TensorForm:
+    """Return the form of tensors that follow one another. Raises ShapeError if they do not fit together."""
+    if not several:
+        raise ShapeError("a part is missing")
+    first = several[0]
+    if any(
+        (one.dtype, one.shape[:-2], one.shape[-1]) != (first.dtype, first.shape[:-2], first.shape[-1])
+        for one in several
+    ):
+        raise ShapeError("blocks do not fit together")
+    return TensorForm((*first.shape[:-2], sum(one.shape[-2] for one in several), first.shape[-1]), first.dtype)
+
+
+def _tensor(part: Tensor | Rows) -> Tensor:
+    return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
+
+
+def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
+    _check_types(about, _HEADER, "header")
+    assert about is not None
+    if about["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
+            "that one, or start a new session."
+        )
+    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+        raise SessionError(
+            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
+        )
+    keys = [*about["blocks"], about["state"]]
+    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
+        raise _odd("it has invalid names of blocks")
+    for part, target in about["by_token"].items():
+        if not _BY_TOKEN.fullmatch(part) or not isinstance(target, list) or [*map(type, target)] != [str, int, int]:
+            raise _odd("it has invalid names of parts")
+    rows = about["ids"]
+    if not all(type(row) is list and all(type(one) is int and 0 <= one < _MAX_SLOTS for one in row) for row in rows):
+        raise _odd("it has invalid token ids")
+    if len({len(row) for row in rows}) > 1:
+        raise _odd("its rows have different lengths")
+    try:
+        request = Request.parse(about["method"], about["budget"], **about["options"])
+    except TypeError as error:
+        raise _odd("its options are not those of a cache") from error
+    if request.options() != about["options"]:
+        raise _odd("its options are not those of a cache")
+    return request
+
+
+def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:
+    if type(value) is not dict or set(value) != set(schema):
+        raise _odd(f"its {what} has other names than expected")
+    for name, kinds in schema.items():
+        if type(value[name]) not in kinds:
+            raise _odd(f"its {what} has a '{name}' of the wrong type")
+
+
+def _odd(reason: str) -> SessionDamaged:
+    return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")

@@ -1,0 +1,318 @@
+"""The store: a folder with blocks and with the references of sessions.
+
+FOLDER/kvkeep-store                   the version of the format
+FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
+FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.references import Reference, in_use, last_used, remove_folder, unwritable
+from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
+from kvkeep.files import write_whole
+from kvkeep.models.folders import data_folder
+
+SUFFIX = ".session"
+MARKER = "kvkeep-store"
+VERSION = 1
+QUOTA = 2 * 10**9
+"""Bytes of all blocks, unless the user names another quota."""
+DAY_S = 86400.0
+LOCAL = "_"
+"""The namespace of blocks of sessions without an owner; no owner can have this name."""
+UNSAVED = "its first turn was never saved"
+"""The problem of a session whose program ended before the first save."""
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+_NAME = re.compile(rf"({_PART}/)?{_PART}")
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """One session of a store."""
+
+    name: str
+    path: str
+    """The path of the session's folder."""
+    bytes: int
+    """Bytes of the session's blocks; other sessions may share them."""
+    used: float
+    """The time of the last save or opening for writing, in seconds since 1970."""
+    held: bool
+    """Whether a program has it open for writing."""
+    problem: str | None = None
+    """The reason why it cannot be read; the fields below then have their defaults."""
+    created: float | None = None
+    """The time of creation, in seconds since 1970."""
+    turns: int = 0
+    """The number of saves."""
+    tokens: int = 0
+    """Tokens in the cache."""
+    family: str | None = None
+    """The model's family."""
+    method: str | None = None
+    budget: str | None = None
+    mark: str = ""
+    """The mark of the last save."""
+
+
+def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
+    """Return the named folder of a store, or this user's default."""
+    return data_folder() / "store" if named is None else Path(named)
+
+
+class Store:
+    """A store in ``folder``, which is created with the first block or session.
+
+    A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
+    are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
+    session was used; None: no limit. shared: programs on several machines use the folder; its locks need not reach from
+    one machine to another. Raises UsageError for a folder that is not a store, and for an invalid name.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        quota: int | None = QUOTA,
+        age: float | None = None,
+        shared: bool = False,
+    ) -> None:
+        self.folder, self.age, self.shared = Path(folder), age, shared
+        self.blocks = BlockFolder(self.folder / "blocks", quota)
+        self._sessions = self.folder / "sessions"
+        self._checked = False
+
+    @property
+    def quota(self) -> int | None:
+        """The maximum bytes of all blocks."""
+        return self.blocks.quota
+
+    # -- the folder ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise UsageError unless the folder is a store of this version, or a new one can be created there."""
+        if self._checked:
+            return
+        folder = self.folder.absolute()
+        try:
+            found = os.listdir(folder)
+            version = (folder / MARKER).read_text() if MARKER in found else None
+        except FileNotFoundError:
+            return self._check_creation(folder)
+        except NotADirectoryError as error:
+            if folder.is_file():
+                raise UsageError(f"'{self.folder}' is a file, not a folder of kvkeep; name another.") from error
+            return self._check_creation(folder)
+        except OSError as error:
+            raise UsageError(f"The folder '{self.folder}' cannot be read: {(error.strerror or '').lower()}.") from error
+        if version is None:
+            if any(name.endswith(SUFFIX) for name in found):
+                raise UsageError(
+                    f"'{self.folder}' holds sessions of an earlier version of kvkeep, which this one cannot read; name "
+                    "another folder."
+                )
+            if found:
+                raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
+            return None
+        if version.strip() != str(VERSION):
+            raise UsageError(
+                f"'{self.folder}' is of another version of kvkeep ({version.strip()[:20]}; this one reads {VERSION}); "
+                "name another folder."
+            )
+        self._checked = True
+        return None
+
+    def check_writable(self) -> None:
+        """Raise UsageError if nothing can be saved in the folder."""
+        self.check()
+        folder = self.folder.absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
+
+    def _check_creation(self, folder: Path) -> None:
+        there = next(path for path in folder.parents if os.path.exists(path))
+        if not there.is_dir():
+            raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' is not a folder; name another.")
+
+    def create(self) -> None:
+        """Create the folder if it is missing. Raises UsageError as :meth:`check`, and SessionUnwritable."""
+        self.check()
+        if self._checked:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()))
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        self._checked = True
+
+    # -- sessions -----------------------------------------------------------------------------------------
+
+    def path(self, name: str) -> Path:
+        """Return the path of the session of this name, whether or not it exists."""
+        if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
+            shown = name if len(name) < 120 else f"{name[:100]}…"
+            raise UsageError(
+                f"'{shown}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' "
+                "and '.', beginning with a letter, a digit or '_', and not ending with '.' or '.session'; as NAME or "
+                "OWNER/NAME."
+            )
+        return self._sessions / f"{name}{SUFFIX}"
+
+    def open(self, name: str) -> Reference:
+        """Return the session open for writing; create it if missing."""
+        path = self.path(name)
+        self.create()
+        return Reference(path, writing=True, shared=self.shared)
+
+    def read(self, name: str) -> Reference:
+        """Return the session as last saved; another program may be writing to it."""
+        return Reference(self._existing(name))
+
+    def space(self, name: str) -> str:
+        """Return the namespace of the blocks of a session: that of its owner."""
+        owner, slash, _ = name.rpartition("/")
+        return owner if slash else LOCAL
+
+    def sessions(self, owner: str | None = None) -> list[SessionInfo]:
+        """Return all sessions, or those of one owner; the last used first."""
+        self.check()
+        found = []
+        for path in self._paths(owner):
+            with suppress(FileNotFoundError):  # another program removed it
+                found.append(self._info(path))
+        return sorted(found, key=lambda info: (-info.used, info.name))
+
+    def info(self, name: str) -> SessionInfo:
+        """Return the facts about one session."""
+        return self._info(self._existing(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
+        SessionBusy if a program has it open for writing."""
+        if not self._removed(self._existing(name)):
+            raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
+
+    def evict(self) -> int:
+        """Remove blocks over the quota, and sessions and blocks over the age; return the number of removed sessions."""
+        gone = 0
+        for path in [*self._paths()] if self.age is not None else ():
+            with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
+                if time.time() - last_used(path) > (self.age or 0):
+                    gone += self._removed(path)
+        self.blocks.evict(self.age)
+        return gone
+
+    def release(self, name: str, keys: set[str]) -> None:
+        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
+        sessions."""
+        space = self.space(name)
+        for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
+            if self.space(self._name(path)) == space and self._name(path) != name:
+                keys = keys - _keys(path)
+        for key in keys:
+            self.blocks.remove(BlockName(space, key))
+
+    def set_aside(self, name: str) -> str:
+        """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
+        path, (owner, slash, word) = self._existing(name), name.rpartition("/")
+        for number in itertools.count(1):
+            other = f"{owner}{slash}{word[:80]}.damaged-{number}"
+            if not self.path(other).exists():
+                try:
+                    path.rename(self.path(other))
+                except OSError as error:
+                    raise unwritable(path, error) from error
+                return other
+        raise AssertionError
+
+    def _existing(self, name: str) -> Path:
+        path = self.path(name)
+        self.check()
+        if not path.is_dir():
+            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
+        return path
+
+    def _paths(self, owner: str | None = None) -> Iterator[Path]:
+        """Yield the path of each session."""
+        patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
+        for pattern in patterns:
+            for path in self._sessions.glob(pattern):
+                if _NAME.fullmatch(self._name(path)) and path.is_dir():
+                    yield path
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
+
+    def _info(self, path: Path) -> SessionInfo:
+        """Return the facts about the session at ``path``. Raises OSError if it is missing."""
+        name = self._name(path)
+        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "held": in_use(path)}
+        try:
+            with Reference(path) as reference:
+                about = reference.about
+                assert about is not None
+                blocks = [BlockName(self.space(name), key) for key in (*about["blocks"], about["state"])]
+                size = 0
+                for block in blocks:
+                    with suppress(OSError):  # it will be read again
+                        size += self.blocks.path(block).stat().st_size
+                return SessionInfo(
+                    **common,
+                    bytes=size,
+                    created=float(about["created"]),
+                    turns=reference.generation,
+                    tokens=about["past"]["rows"] * about["past"]["length"],
+                    family=about["family"],
+                    method=about["method"],
+                    budget=about["budget"],
+                    mark=reference.mark,
+                )
+        except SessionError as error:
+            problem = UNSAVED if not any(one.endswith(".json") for one in os.listdir(path)) else str(error)
+            return SessionInfo(**common, bytes=0, problem=problem)
+        except (LookupError, TypeError, ValueError):
+            return SessionInfo(**common, bytes=0, problem="it is not as kvkeep writes it")
+
+    def _removed(self, path: Path) -> bool:
+        """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
+        if in_use(path):
+            return False
+        try:
+            keys = _keys(path)
+            remove_folder(path)
+            self.release(self._name(path), keys)
+            if path.parent != self._sessions:
+                with suppress(OSError):
+                    path.parent.rmdir()
+        except OSError as error:
+            raise SessionUnwritable(
+                f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
+            ) from error
+        return True
+
+
+def _keys(path: Path) -> set[str]:
+    """Return the keys of the blocks of the session at ``path``; none if it cannot be read."""
+    with suppress(SessionError, LookupError, TypeError), Reference(path) as reference:
+        about = reference.about or {}
+        return {*map(str, about["blocks"]), str(about["state"])}
+    return set()
+
+
+def is_path(name: str) -> bool:
+    """Return whether a session is named by the path of its own folder: it is absolute, begins with a dot or a tilde, or
+    ends with ".session"."""
+    return name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute()

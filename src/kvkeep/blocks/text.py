@@ -1,0 +1,138 @@
+"""The rows that a cache has for every token of its text: what blocks are made of, and what is restored from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.extent import ShapeError
+from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
+from kvkeep.stores.dynamic import DynamicLayer
+
+Form = tuple[str, int, int, str]
+"""Name in a block, lanes, width and dtype of a row."""
+Block = Mapping[str, Tensor]
+
+
+class Target(NamedTuple):
+    """A part of a cache's state that blocks contain: the rows ``start`` to ``stop`` of ``name``."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class TextRows:
+    """The rows of a cache that has read a text, and the parts of its state that they make up.
+
+    parts: the cache's state (:func:`kvkeep.transfer.parts`).
+    """
+
+    def __init__(self, cache: KeepCache, parts: Mapping[str, Tensor | Rows]) -> None:
+        self.length, self._parts = cache.get_seq_length(), parts
+        self.sources: dict[str, Tensor | Rows | JoinedRows] = {}
+        """Rows of the whole text by their names in a block: keys and values of full layers, or residuals."""
+        self.targets: dict[str, Target] = {}
+        """Parts of the state by name."""
+        if not self.length:
+            return
+        for layer in cache.geometry.full_layers:
+            for number, kind in enumerate(("keys", "values")):
+                self._find(cache.holdings[layer.index], layer.index, number, kind)
+        for name, part in parts.items():
+            short = name.removeprefix("checkpoint.")
+            if short.startswith("residual.") and not isinstance(part, Tensor):
+                self._add(short, part, name)
+
+    def _find(self, layer: Any, index: int, number: int, kind: str) -> None:
+        short, resident = f"{kind}.{index}", f"layer.{index}.resident.{kind}"
+        if isinstance(layer, DynamicLayer):
+            return self._add(short, self._parts.get(f"layer.{index}.{kind}"), f"layer.{index}.{kind}")
+        checkpoint: Any = self._parts.get(f"checkpoint.{short}")
+        newest = getattr(layer.resident, "rows", None)  # those that continue what was evicted in order
+        if newest is None:
+            self._add(short, checkpoint, f"checkpoint.{short}")
+            return self._add(short, self._parts.get(resident), resident)  # of "paged"
+        rows = newest[number]
+        if checkpoint is None or checkpoint.length == rows.first:
+            self._add(short, JoinedRows(checkpoint, rows))
+            if checkpoint is not None and short in self.sources:
+                self.targets[f"checkpoint.{short}"] = Target(short, 0, checkpoint.length)
+        else:
+            self._add(short, checkpoint, f"checkpoint.{short}")
+        if short in self.sources and resident in self._parts:
+            self.targets[resident] = Target(short, rows.first, self.length)
+        return None
+
+    def _add(self, short: str, rows: Tensor | Rows | JoinedRows | None, part: str | None = None) -> None:
+        """Add rows if they are those of the whole text; ``part`` is then restored from them."""
+        if rows is None:
+            return
+        span = (0, rows.shape[-2]) if isinstance(rows, Tensor) else (rows.first, rows.length)
+        if span == (0, self.length):
+            self.sources[short] = rows
+            if part is not None:
+                self.targets[part] = Target(short, 0, self.length)
+
+    @property
+    def whole(self) -> int:
+        """The number of tokens in whole blocks."""
+        return self.length // BLOCK * BLOCK if self.sources else 0
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms of all rows."""
+        found = []
+        for short in sorted(self.sources):
+            row = self.read(short, 0, 1)
+            found.append((short, row.shape[0], row.shape[-1], str(row.dtype)))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all whole blocks."""
+        return self.whole * sum(self.read(short, 0, 1).nbytes for short in self.sources)
+
+    def read(self, short: str, start: int, stop: int) -> Tensor:
+        """Return the rows ``start`` to ``stop``, (lanes, rows, width)."""
+        rows = self.sources[short]
+        part = rows.narrow(-2, start, stop - start) if isinstance(rows, Tensor) else concatenated(rows, start, stop)
+        return part.flatten(0, -3)
+
+    def block(self, number: int) -> dict[str, Tensor]:
+        """Return the rows of block ``number``."""
+        return {short: self.read(short, number * BLOCK, (number + 1) * BLOCK) for short in self.sources}
+
+    def tail(self) -> dict[str, Tensor]:
+        """Return the rows after the last whole block that parts of the state need."""
+        ends = {short: max(one.stop for one in self.targets.values() if one.name == short) for short in self.sources}
+        return {short: self.read(short, self.whole, end) for short, end in ends.items() if end > self.whole}
+
+
+def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:
+    """Return the forms of the entries of one row in all full layers."""
+    found = []
+    for layer in geometry.full_layers:
+        for kind, width in (("keys", layer.key_dim), ("values", layer.value_dim)):
+            found.append((f"{kind}.{layer.index}", layer.kv_heads, width, str(dtype)))
+    return sorted(found)
+
+
+def pieces(target: Target, blocks: Sequence[Block], tail: Block) -> Iterator[Tensor]:
+    """Yield the rows of a target in order, (lanes, rows, width), as views. Raises ShapeError if rows are missing."""
+    parts = [(number * BLOCK, block[target.name]) for number, block in enumerate(blocks)]
+    if target.name in tail:
+        parts.append((len(blocks) * BLOCK, tail[target.name]))
+    place = target.start
+    for first, rows in parts:
+        low, high = place - first, min(target.stop - first, rows.shape[-2])
+        if 0 <= low < high:
+            yield rows if (low, high) == (0, rows.shape[-2]) else rows[:, low:high]
+            place = first + high
+    if place != target.stop:
+        raise ShapeError(f"rows of '{target.name}' are missing")
