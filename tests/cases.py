@@ -108,7 +108,11 @@ class Case:
 
 
 CODED, MERGED, SKETCHED = EntryState.QUANTISED, EntryState.MERGED, EntryState.SKETCHED
-AHEAD = {"budget": 24, "chunk": 8, "families": tuple(family for family in ROTARY if family not in ("gemma3", *RECURRENT))}
+AHEAD = {
+    "budget": 24,
+    "chunk": 8,
+    "families": tuple(family for family in ROTARY if family not in ("gemma3", *RECURRENT)),
+}
 """Of methods that read a chunk twice, which stays whole, and which a window or a recurrent state cannot take back."""
 
 

@@ -365,7 +365,8 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "gone"), [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs, without=RECURRENT))]
+    ("name", "family", "gone"),
+    [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs, without=RECURRENT))],
 )
 def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> None:
     """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places, in a session

@@ -119,9 +119,9 @@ class KeepCache(Cache):
         """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
         :mod:`kvkeep.reconstruction` then copies the entries of the text into it."""
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
-        progress, self.reading = self.stream.on_progress, False
+        before, self.reading = self.stream, False
         self._use(made, self.request)
-        self.stream.on_progress = progress
+        self.stream.on_progress, self.stream.on_block = before.on_progress, before.on_block
 
     @property
     def shares(self) -> list[list[int]] | None:

@@ -19,6 +19,7 @@ from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
@@ -36,6 +37,10 @@ class CacheStream:
     """Hooks of the method's parts, called before and after each pass."""
     on_progress: Callable[[int], None] | None = None
     """Called after every pass with the number of tokens so far."""
+    on_block: Callable[[int], None] | None = None
+    """Called after a pass with the number of tokens so far, when that is a whole number of blocks
+    (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at a prompt's last block end. There
+    :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states need to begin again."""
     last_outputs = 0
     """The number of last positions whose outputs the caller uses; 0: all."""
     text: tuple[int, list[int]] | None = None
@@ -64,6 +69,7 @@ class CacheStream:
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
+        self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.blocks = []
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
@@ -77,6 +83,16 @@ class CacheStream:
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = 0
         self._masked = False  # whether the caller's mask masks more than padding
+
+    def chunks(self, count: int, chunk: int | None = None) -> list[int]:
+        """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
+        cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
+        end = (self.length + count) // BLOCK * BLOCK - self.length
+        ends = self.on_block is not None and self.ends_at_blocks and not self.cut
+        ends = ends and (self.round is None or not self.round.open)
+        parts = (end, count - end) if ends and 0 < end < count else (count,)
+        chunk = self.chunk if chunk is None else chunk
+        return [size for part in parts for size in _equal(part, chunk)]
 
     @property
     def length(self) -> int:
@@ -314,8 +330,11 @@ class CacheStream:
             self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
+        length = self._processed()
         if self.on_progress is not None:
-            self.on_progress(self._processed())
+            self.on_progress(length)
+        if self.on_block is not None and not length % BLOCK and not (self.round is not None and self.round.open):
+            self.on_block(length)
 
     @outside_inference_mode
     def roll_back(self) -> None:
@@ -364,3 +383,9 @@ class CacheStream:
     @property
     def _drafting(self) -> bool:
         return self.round is not None and self.round.drafting
+
+
+def _equal(count: int, chunk: int) -> list[int]:
+    """Return the sizes of chunks of ``chunk`` tokens; the first takes the remainder."""
+    full, rest = divmod(count, chunk)
+    return [*([rest] if rest else []), *[chunk] * full]

@@ -85,7 +85,9 @@ class RecurrentState(LinearAttentionLayer):
             _, kind, number = name.split(".")
             (self.conv_states if kind == "conv" else self.recurrent_states)[int(number)] = tensor.clone()
         self.is_conv_states_initialized = {number: one is not None for number, one in self.conv_states.items()}
-        self.is_recurrent_states_initialized = {number: one is not None for number, one in self.recurrent_states.items()}
+        self.is_recurrent_states_initialized = {
+            number: one is not None for number, one in self.recurrent_states.items()
+        }
         self.has_previous_state = dict(self.is_conv_states_initialized)
         for number, conv in self.conv_states.items():
             if conv is not None:

@@ -47,7 +47,8 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     states = [(state, state.copied()) for state in cache.made.states.values()]
     before = {name: getattr(stream, name) for name in _SET}
     readers_before = [layer.reader for layer in layers]
-    stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
+    stream.rehearsing, stream.chunk, stream.pass_hooks = True, sys.maxsize, ()
+    stream.on_progress = stream.on_block = None
     for layer, reader in zip(layers, readers, strict=True):
         layer.reader = reader
 
@@ -71,5 +72,5 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             setattr(stream, name, value)
 
 
-_SET = ("rehearsing", "chunk", "on_progress", "pass_hooks", "earlier_outputs", "last_outputs")
+_SET = ("rehearsing", "chunk", "on_progress", "on_block", "pass_hooks", "earlier_outputs", "last_outputs")
 """Attributes of a stream that a pass or a rehearsal sets."""
