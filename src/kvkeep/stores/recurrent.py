@@ -1,4 +1,4 @@
-"""Recurrent states: short convolutions, linear attention, and Mamba. Their size does not depend on the text's length."""
+"""Recurrent states of short convolutions, linear attention and Mamba. Their size is fixed, however long the text is."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CONV = ".conv."
 class RecurrentState(LinearAttentionLayer):
     """The recurrent state of one layer, as transformers computes it.
 
-    elements: of one row, of the convolution and of the recurrence; None: not known. A state has up to two tensors: the last inputs of a convolution, (batch, channels, kernel), in the model's dtype,
+    A state has up to two tensors: the last inputs of a convolution, (batch, channels, kernel), in the model's dtype,
     and the state of a recurrence, (batch, heads, ...), in float32. A pass replaces both, so tokens cannot be removed;
-    a copy of an earlier state can be restored.
+    a copy of an earlier state can be restored. elements: of both tensors of one row; None: not known.
     """
 
     is_kvkeep = True
