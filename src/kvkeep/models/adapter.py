@@ -34,10 +34,21 @@ class _Taken(Exception):
 
 
 class _Take:
-    """A cache that raises :class:`_Taken` with the first keys and values it receives."""
+    """A cache that raises :class:`_Taken` with the first keys and values it receives. A hybrid layer may run its
+    recurrence before that, from an empty state; its keys and values do not depend on it."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> None:
         raise _Taken(keys, values)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return states
+
+    update_recurrent_state = update_conv_state
 
 
 class Adapter:

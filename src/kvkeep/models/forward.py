@@ -7,7 +7,7 @@ threads (the sessions of a server) apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -87,6 +87,9 @@ class Reading(Protocol):
     @property
     def rows(self) -> int:
         """Rows of the batch in the cache; 0 before the first token."""
+
+    def chunks(self, count: int) -> Sequence[int]:
+        """Return the sizes of the chunks in which ``count`` new tokens are read."""
 
     def admit(self, tokens: int) -> None:
         """Raise if ``tokens`` more do not fit, before any of them is processed."""

@@ -243,6 +243,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Replace the window by that of a text of ``length`` tokens."""
+        self.is_initialized, self.cumulative_length = False, 0
         if state:
             self.update(state["keys"], state["values"])
             self.cumulative_length = length
