@@ -54,6 +54,8 @@ class CacheStream:
     """A pass is in progress or unfinished."""
     plain = True
     """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+    block_ends: dict[int, dict[str, Tensor]]
+    """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
     blocks: list[str]
     """Names of the blocks that have been stored of an inexact cache (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
@@ -72,7 +74,7 @@ class CacheStream:
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
-        self.blocks = []
+        self.blocks, self.block_ends = [], {}
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
@@ -366,6 +368,7 @@ class CacheStream:
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
+        self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
         if not self.streams:
             return
         self.ledger.truncate(length)

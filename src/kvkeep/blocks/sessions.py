@@ -32,7 +32,7 @@ from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_
 from kvkeep.blocks.names import chain, origin
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import Store
-from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -346,9 +346,11 @@ class _Loaded:
                 return int(self.past["length"])
             self.cache.reset()
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
-            beginnings.fill(self.cache, blocks)
-        return self.cache.get_seq_length()
+        if len(self.about["ids"]) > 1:
+            return 0
+        prompt = [*self.about["ids"][0], 0]
+        folder, cache = self.session.store.blocks, self.cache
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
@@ -390,12 +392,6 @@ class _Loaded:
         if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
-
-
-def _entries(cache: KeepCache) -> set[str]:
-    """Return the names of a block's tensors with all entries of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    return {NAME_OF_IDS, *(name for name, *_ in forms)}
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:
