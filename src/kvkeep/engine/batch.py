@@ -156,4 +156,5 @@ def short_chunk_size(cache: KeepCache) -> int:
     stored = cache.checkpoint
     cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
+    kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
     return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

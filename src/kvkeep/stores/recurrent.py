@@ -89,9 +89,9 @@ class RecurrentState(LinearAttentionLayer):
             number: one is not None for number, one in self.recurrent_states.items()
         }
         self.has_previous_state = dict(self.is_conv_states_initialized)
-        for number, conv in self.conv_states.items():
+        for place, conv in self.conv_states.items():
             if conv is not None:
-                self.conv_kernel_size[number], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
+                self.conv_kernel_size[place], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
 
     def _check(self, state: dict[str, Tensor]) -> None:
         """Raise ShapeError unless ``state`` is empty or has the names and sizes of a state."""
