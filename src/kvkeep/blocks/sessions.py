@@ -32,7 +32,7 @@ from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_
 from kvkeep.blocks.names import chain, origin
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ALONE, Store
-from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -345,25 +345,22 @@ class _Loaded:
                 return int(self.past["length"])
             self.cache.reset()
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
-            beginnings.fill(self.cache, blocks)
-        return self.cache.get_seq_length()
+        if len(self.about["ids"]) > 1:
+            return 0
+        prompt = [*self.about["ids"][0], 0]
+        folder, cache = self.session.store.blocks, self.cache
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
-        found: list[dict[str, Tensor]] = []
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        blocks = [self.session.block(key) for key in self.about["blocks"]]
+        names = [self.session.block(key) for key in self.about["blocks"]]
+        blocks, error = self.session.store.blocks.read_first(names)
         for number, block in enumerate(blocks):
-            try:
-                tensors = self.session.store.blocks.read(block)
-            except StoreError as error:
-                return found, str(error)
-            if not torch.equal(tensors[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
-                return found, "A block is of another text."
-            found.append(tensors)
-        self.session.store.blocks.use(blocks)
-        return found, None
+            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+                return blocks[:number], "A block is of another text."
+        self.session.store.blocks.use(names)
+        return blocks, None if error is None else str(error)
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         cache, past = self.cache, self.past
@@ -394,12 +391,6 @@ class _Loaded:
         if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
-
-
-def _entries(cache: KeepCache) -> set[str]:
-    """Return the names of a block's tensors with all entries of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    return {NAME_OF_IDS, *(name for name, *_ in forms)}
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:

@@ -250,14 +250,17 @@ class Store:
             self.folder.rmdir()
 
     def release(self, name: str, keys: set[str]) -> None:
-        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
-        sessions."""
+        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
+        and what was stored of the text after them."""
+        from kvkeep.blocks.names import state_key, tail_key
+
         space = self.space(name)
         for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
             if self.space(self._name(path)) == space and self._name(path) != name:
                 keys = keys - _keys(path)
         for key in keys:
-            self.blocks.remove(BlockName(space, key))
+            for one in (key, tail_key(key), state_key(key)):
+                self.blocks.remove(BlockName(space, one))
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""

@@ -2,12 +2,13 @@
 
 transformers passes new keys and values to a layer (:meth:`Layer.update`) and then asks for attention
 (:meth:`Layer.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
-to the resident ones, which evicts others into the store. A single new entry is settled first and attended in place; if
-its step can be planned (:meth:`Layer.plan`), an executor runs it.
+to the resident entries, which evicts others into the store. A single new entry is settled before attention, which reads
+it in place; if its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Layer(CacheLayerMixin):
         self.reader.arrive(self, *self.pending)
 
     def attend(self, step: AttentionInputs) -> Tensor:
-        """Return attention over past and new entries, (lanes, heads, queries, value_dim)."""
+        """Return the reader's attention over past and new entries, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
@@ -81,12 +82,26 @@ class Layer(CacheLayerMixin):
         self.resident.commit()
         self.length += 1
 
-    def settle(self) -> None:
-        """Make the pending entries resident; the store takes the entries evicted for them."""
+    @outside_inference_mode
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, mapped from files.
+        Parts that keep all entries hold the pieces themselves."""
+        by_lane = [[piece.flatten(0, 1) for piece in pieces] for pieces in (keys, values)]
+        if self.resident.adopt(*by_lane):
+            self.is_initialized, self.heads = True, keys[0].shape[1]
+            self.length = sum(piece.shape[2] for piece in keys)
+            return
+        for pair in zip(keys, values, strict=True):
+            self.take(*pair)
+            self.settle(mapped=True)
+
+    def settle(self, mapped: bool = False) -> None:
+        """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
+        a file."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
-        self.reader.settling(self, keys, values)
+        self.reader.settling(self, keys, values, mapped)
         left = self.resident.admit(keys, values, self.length)
         self.length += keys.shape[1]
         if left is not None:
@@ -123,8 +138,8 @@ class Layer(CacheLayerMixin):
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's mask over all
-        slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
+        """Return a piece of the past as a segment, masked by padding and holes. wide: the caller's mask over all slots,
+        (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
         mask = self._seen(piece, wide)
         if keep is not None:

@@ -42,6 +42,10 @@ class EntryCheckpoint(Checkpoint):
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
 
+    def adopt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for rows, new in zip(self._rows[layer], (keys, values), strict=True):
+            rows.adopt(new)
+
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield views where the entries are in the device's memory, else copies of a page at a time. lazy: one piece
         has all entries, where the kernel reads pages."""

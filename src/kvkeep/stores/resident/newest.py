@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class Newest(Resident):
-    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier ones, in
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier slots, in
     order."""
 
     def __init__(self, site: Site, store: EvictedStore) -> None:
@@ -81,6 +81,18 @@ class Newest(Resident):
         if self.evicted > evicted:
             self.store.commit(evicted)
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        self._next = None
+        length = sum(piece.shape[1] for piece in keys)
+        evicted = max(0, length - self._keys.capacity)
+        if not self.store.adopt(_between(keys, 0, evicted), _between(values, 0, evicted)):
+            return False
+        for rows, pieces in ((self._keys, keys), (self._values, values)):
+            rows.first = rows.length = evicted
+            for piece in _between(pieces, evicted, length):
+                rows.append(piece)
+        return True
+
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
         self._next = None  # it refers to replaced rings
@@ -137,3 +149,14 @@ class Newest(Resident):
             raise ShapeError("resident entries are missing")
         if self.store.taken not in (None, self.evicted):
             raise ShapeError("entries are missing or there twice")
+
+
+def _between(pieces: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Return the rows ``start`` to ``stop`` of pieces (lanes, n, dim) that follow one another."""
+    found, first = [], 0
+    for piece in pieces:
+        low, high = max(start - first, 0), min(stop - first, piece.shape[1])
+        if low < high:
+            found.append(piece[:, low:high])
+        first += piece.shape[1]
+    return found
