@@ -14,11 +14,11 @@ import torch
 from answering import NEW, Client, run, text
 from conftest import tokenizer
 from families import tiny
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore
 
 import kvkeep
 from kvkeep import KeepCache
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks

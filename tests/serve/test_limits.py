@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from kvkeep.decode.session_store import SessionStore
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
 from kvkeep.cli.serve.address import Address, https
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine, Finished

@@ -17,14 +17,14 @@ from typing import Any
 import httpx
 import pytest
 from answering import NEW, Alone, Client, run, small, text
-from kvkeep.decode.session_store import SessionStore
-from kvkeep.decode.shared_journal import TAKEN
 from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.ray_serve import serve_replicas
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
 from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve import replicas as replicas_module

@@ -11,12 +11,12 @@ import pytest
 import torch
 from answering import Alone, Client, run, small, text
 from families import tiny
-from kvkeep.decode.session import load_session, request_of
-from kvkeep.decode.session_store import SessionStore
 
 from kvkeep import KeepCache, SessionError, UsageError
 from kvkeep.decode import session_file
 from kvkeep.decode.cached_text import CachedText
+from kvkeep.decode.session import load_session, request_of
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged

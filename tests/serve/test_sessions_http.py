@@ -11,10 +11,10 @@ import httpx
 import pytest
 from answering import Alone, Client, run, small
 from fastapi.testclient import TestClient
-from kvkeep.decode.session_store import SessionStore
 from running import KEYS, TEXT, bearer, post, program, streamed
 
 import kvkeep
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.keys import Keys

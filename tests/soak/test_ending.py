@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 from answering import Alone
-from kvkeep.decode.session_store import SessionStore
 from running import TEXT, Program, bearer, figures, post, program, streamed
 
 import kvkeep
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.models.loading import Loaded
 
 KINDS: list[dict[str, Any]] = [

@@ -20,11 +20,11 @@ from weakref import WeakSet
 import httpx
 import pytest
 from answering import small
-from kvkeep.decode.session_store import SessionStore
 from kvkeep_lab.process_memory import current_process_memory
 from running import BODY, TEXT, Program, bearer, counting, figures, post, program, raw, serving, within
 
 from kvkeep import KeepCache
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import batch
 from kvkeep.engine.answer import Answer
 from kvkeep.engine.scheduler import Scheduler

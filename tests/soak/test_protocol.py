@@ -15,12 +15,12 @@ import httpx
 import openai
 import pytest
 from answering import small
-from kvkeep.decode.session_store import SessionStore
 from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, crowded, held, post, serving, within
 
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.engine_request import Limits
