@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvkeep.blocks import block_file
 from kvkeep.blocks.block_file import encode
 from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
@@ -29,8 +30,11 @@ def name(number: int, space: str = "owner") -> BlockName:
 
 
 def block(number: int) -> Block:
-    random = torch.Generator().manual_seed(number)
-    return {"keys": torch.randn(SHAPE, generator=random), "codes": torch.arange(33, dtype=torch.uint8) + number % 256}
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "keys": torch.randn(SHAPE, generator=generator),
+        "codes": torch.arange(33, dtype=torch.uint8) + number % 256,
+    }
 
 
 FILE, _ = encode(name(0).key, block(0))
@@ -184,6 +188,23 @@ def test_a_disk_that_fails_leaves_no_file_and_no_count(
             folder.write(name(7), block(7))
     assert not folder.has(name(7)) and folder.count()[0] == 2 and total(folder) == folder.count()[1]
     assert folder.write(name(7), block(7)) == 0 and same(folder.read(name(7)), block(7))
+
+
+def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping would end it by a signal, so the file is read first."""
+    folder = filled(tmp_path, 10, 1)
+
+    class Failing(io.FileIO):
+        def readinto(self, *_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_file, "open", Failing, raising=False)
+        with pytest.raises(BlockMissing, match="input/output error"):
+            folder.read(name(0))
+    assert same(folder.read(name(0)), block(0))
 
 
 def test_it_needs_no_transformers() -> None:
