@@ -106,7 +106,7 @@ def test_answers_are_vllms_own_and_come_back_after_a_restart(model: Path, tmp_pa
             assert plain["preempted"] and kept["preempted"] and kept["resumed"], "the cache has too few blocks"
             assert same(plain["first"], kept["first"]) and same(plain["many"], kept["many"])
             assert not kept["counts"]["dropped"] and not kept["counts"]["bad"]
-    assert len([*tmp_path.rglob("*.kv")]) == 9 + 4 * 6 and plain["again"][0]["cached"] == 288
+    assert len([*tmp_path.rglob("*.block")]) == 9 + 4 * 6 and plain["again"][0]["cached"] == 288
 
     later = engine("restarted", model, tmp_path)
     assert later["first"][0]["cached"] == 288 and later["loaded"] >= 9
