@@ -84,7 +84,8 @@ class QuantizedCodec:
     def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Return the decoded block. Raises StoreError for tensors of another form."""
         parts = _checked(stored, self._forms)
-        keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg]
+        keys = CodedKeys(parts[0], parts[1], parts[2], self.bits)
+        values = CodedValues(parts[3], parts[4], parts[5], self.bits)
         halves = torch.empty(len(parts[0]), 2, self.entries * self.dim, dtype=self.dtype)
         for (number, order), one in zip(self._orders, (keys.dense(self.dtype), values.dense(self.dtype)), strict=True):
             halves[:, number, order] = one.flatten(1)
