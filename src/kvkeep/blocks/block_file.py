@@ -78,6 +78,9 @@ def _mapped(path: Path) -> mmap.mmap:
         if size < HEADER.size:
             raise BlockDamaged("is truncated")
         lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
+        buffer = memoryview(bytearray(min(size, 1 << 20)))
+        while file.readinto(buffer):
+            pass  # a disk's error is raised here; in the mapping it would end the program
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
