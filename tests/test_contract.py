@@ -53,9 +53,7 @@ from helpers import (
 
 import kvkeep
 from kvkeep import EntryState, KeepCache, Session, UnsupportedModelError, UsageError, load_session, save_session
-from kvkeep.errors import SessionError
 from kvkeep.policies.methods import parts
-from kvkeep.transfer import copied
 
 # Where a norm follows the projection, all keys of a fresh model are as long, but for rounding: "knorm" is then a throw
 # of dice that falls otherwise in another batch.
@@ -475,13 +473,8 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     case, cache, model = CASES[name], new_cache(name, family), tiny(family)
     ids, mask = padded([case.length, case.length - 8])
     read(family, cache, ids, mask, 3)
-    if family in RECURRENT:
-        with pytest.raises(SessionError, match="whose state is not keys and values"):
-            save_session(tmp_path / "s", Session(cache, ids.tolist()))
-        session = Session(copied(cache), ids.tolist(), {"who": "me"})
-    else:
-        save_session(tmp_path / "s", Session(cache, ids.tolist(), {"who": "me"}))
-        session = load_session(tmp_path / "s", model)
+    save_session(tmp_path / "s", Session(cache, ids.tolist(), {"who": "me"}))
+    session = load_session(tmp_path / "s", model)
     fork, twin = cache.fork(), copy.deepcopy(cache)
     assert session.ids == ids.tolist() and session.notes == {"who": "me"}
     for other in (session.cache, fork, twin):

@@ -21,7 +21,9 @@ METHODS = ("full", "paged", "static", "kv-direct", "window+checkpoint:kv", "snap
 
 def cache_of(family: str, method: str) -> KeepCache:
     budget = {"full": None, "paged": None, "static": 2000}.get(method, 100)
-    return KeepCache(tiny(family), method, budget)
+    return KeepCache(
+        tiny(family), method, budget, checkpoint="kv" if budget == 100 and "+check" not in method else None
+    )
 
 
 def stored(folder: Path, family: str, method: str, ids: torch.Tensor) -> BlockFolder:

@@ -37,7 +37,7 @@ def begins(cache: KeepCache) -> bool:
     recurrent states."""
     if cache.exactness is not Exactness.EXACT or cache.reading or cache.positions is not None:
         return False
-    return not cache.geometry.other_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
+    return not cache.geometry.unbounded_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
 
 
 def watch(cache: KeepCache) -> None:

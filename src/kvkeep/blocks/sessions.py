@@ -303,7 +303,7 @@ def check_savable(cache: Cache) -> None:
         raise SessionError("A session with transformers' own cache cannot be saved; use method 'full'.")
     if (parts := processes(cache.model)) > 1:
         raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
-    if others := cache.geometry.other_layers:
+    if others := cache.geometry.unbounded_layers:
         raise SessionError(
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
             "is not keys and values."
