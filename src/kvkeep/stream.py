@@ -19,6 +19,7 @@ from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
@@ -341,6 +342,7 @@ class CacheStream:
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
+        del self.blocks[length // BLOCK :]
         if not self.streams:
             return
         self.ledger.truncate(length)

@@ -6,6 +6,7 @@ blocks (:mod:`~kvkeep.blocks.names`), so nobody has to name a session.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -61,12 +62,25 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], ids
         except StoreError as error:
             log.warning("A prompt is read from token %d on: %s", number * BLOCK, error)
             break
-        if block[NAME_OF_IDS][0].tolist() != [*ids[number * BLOCK :][:BLOCK]]:
+        if block[NAME_OF_IDS].flatten().tolist() != [*ids[number * BLOCK :][:BLOCK]]:
             log.warning("A prompt is read from token %d on: block %s is of another text.", number * BLOCK, name.key)
             break
         blocks.append(block)
+    blocks = fitting(cache, blocks)
     fill(cache, blocks)
     return len(blocks) * BLOCK
+
+
+def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
+    """Return the first ``blocks`` that are made of the entries of one row of ``cache``, and of nothing else."""
+    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+    expected = {name: ((lanes, BLOCK, width), dtype) for name, lanes, width, dtype in forms}
+    expected[NAME_OF_IDS] = (1, BLOCK), str(torch.int32)
+
+    def fits(block: Block) -> bool:
+        return {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()} == expected
+
+    return [*itertools.takewhile(fits, blocks)]
 
 
 @outside_inference_mode

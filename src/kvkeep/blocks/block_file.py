@@ -7,6 +7,7 @@ another name is refused, and for every tensor its dtype, shape, offset and CRC-3
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -27,6 +28,8 @@ MAGIC = b"kvblock2"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
+_POPULATE_READ = 22
+"""Linux's advice to read a whole mapping. A disk's error is then one of this call, and no signal later."""
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -78,7 +81,13 @@ def _mapped(path: Path) -> mmap.mmap:
         if size < HEADER.size:
             raise BlockDamaged("is truncated")
         lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        mapped.madvise(_POPULATE_READ)
+    except OSError as error:  # older kernels do not know it
+        if error.errno != errno.EINVAL:
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+    return mapped
 
 
 def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
@@ -88,7 +97,7 @@ def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
         raise BlockDamaged("has another header than kvkeep writes")
     try:
         return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 

@@ -11,10 +11,10 @@ again. It never gives other entries than those that were saved.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,10 +29,10 @@ from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
-from kvkeep.blocks.names import chain, origin
+from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import Store
-from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -54,7 +54,7 @@ _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
 _ALONE = "session"
 """Name of the session in a store that holds one only: a session at a path."""
-_BLOCK = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
@@ -77,7 +77,7 @@ _HEADER: dict[str, tuple[type, ...]] = {
 }
 _PAST: dict[str, tuple[type, ...]] = {
     **{"length": (int,), "rows": (int,), "first": (dict,)},
-    **{"uneven": (bool,), "shares": (list, type(None))},
+    **{"uneven": (bool,), "shares": (list, type(None)), "plain": (bool,)},
 }
 
 
@@ -176,7 +176,7 @@ class StoredSession:
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        key = secrets.token_hex(16)
+        key = session_key()
         about = {
             "fingerprint": fingerprint(cache.model),
             "tokenizer": session.tokenizer,
@@ -218,7 +218,7 @@ class StoredSession:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [secrets.token_hex(16) for _ in range(text.whole // BLOCK - len(names))]
+            names += [session_key() for _ in range(text.whole // BLOCK - len(names))]
             names = names[: text.whole // BLOCK]
         blocks = [self.block(name) for name in names]
         known = folder.use(blocks)
@@ -238,13 +238,23 @@ class StoredSession:
         fewer tokens than were saved; ``ids`` are always those that it holds. cache: an empty cache of
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
-            request = _request(self.about, model, tokenizer)
-            assert self.about is not None
-            cache = KeepCache(model, request=request) if cache is None else cache
-            loaded = _Loaded(self, self.about, cache)
-            held = loaded.restore()
-            ids = [row[:held] for row in self.about["ids"]] if held else []
-            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
+            while True:
+                request, about = _request(self.about, model, tokenizer), self.about
+                assert about is not None
+                cache = KeepCache(model, request=request) if cache is None else cache
+                held = _Loaded(self, about, cache).restore()
+                if held == about["past"]["length"] or not self._changed():
+                    break
+                cache.reset()
+            ids = [row[:held] for row in about["ids"]] if held else []
+            return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
+
+    def _changed(self) -> bool:
+        """Return whether another program saved the session after this one, which only reads it, did read it."""
+        if self.reference.writing:
+            return False
+        before, self.reference = self.reference.mark, self.store.read(self.name)
+        return self.reference.mark != before
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -318,7 +328,7 @@ class _Loaded:
         self.past = about["past"]
 
     def restore(self) -> int:
-        """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
+        """Return the number of tokens that the cache holds then."""
         _check_types(self.past, _PAST, "past")
         numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
         if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
@@ -345,9 +355,11 @@ class _Loaded:
                 self.cache.stream.blocks = list(self.about["blocks"])
                 return int(self.past["length"])
             self.cache.reset()
+        if not self.past["plain"]:
+            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
-            beginnings.fill(self.cache, blocks)
+        if beginnings.begins(self.cache):
+            beginnings.fill(self.cache, beginnings.fitting(self.cache, blocks))
         return self.cache.get_seq_length()
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
@@ -360,10 +372,11 @@ class _Loaded:
                 tensors = self.session.store.blocks.read(block)
             except StoreError as error:
                 return found, str(error)
-            if not torch.equal(tensors[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+            own, wanted = tensors.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
+            if own is None or own.dtype != wanted.dtype or not torch.equal(own, wanted):
                 return found, "A block is of another text."
             found.append(tensors)
-        self.session.store.blocks.use(blocks)
+        self.session.store.blocks.use([*blocks, self.session.block(self.about["state"])])
         return found, None
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -385,7 +398,8 @@ class _Loaded:
         forms |= {name: _joined(rows) for name, rows in several.items()}
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
         check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        transfer.restore(cache, set(rest), lambda name: rest[name], past, several)
+        # A cache writes to its own state; a mapped block is shared with other caches.
+        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
         check_restored(cache, forms, known, past)
 
@@ -395,12 +409,6 @@ class _Loaded:
         if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
-
-
-def _entries(cache: KeepCache) -> set[str]:
-    """Return the names of a block's tensors with all entries of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    return {NAME_OF_IDS, *(name for name, *_ in forms)}
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:

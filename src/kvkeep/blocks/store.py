@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import Reference, in_use, last_used, remove_folder, unwritable
+from kvkeep.blocks.names import belongs_to_sessions
+from kvkeep.blocks.references import Reference, in_use, last_used, mentioned, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import write_whole
 from kvkeep.models.folders import data_folder
@@ -31,10 +32,12 @@ QUOTA = 2 * 10**9
 DAY_S = 86400.0
 LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
+ABANDONED_S = 3600.0
+"""Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
-_NAME = re.compile(rf"({_PART}/)?{_PART}")
+_NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
 
 
 @dataclass(frozen=True)
@@ -206,14 +209,26 @@ class Store:
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> int:
-        """Remove blocks over the quota, and sessions and blocks over the age; return the number of removed sessions."""
+        """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
+        the number of removed sessions."""
         gone = 0
         for path in [*self._paths()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - last_used(path) > (self.age or 0):
                     gone += self._removed(path)
         self.blocks.evict(self.age)
+        with suppress(OSError):
+            self._sweep()
         return gone
+
+    def _sweep(self) -> None:
+        """Remove the blocks of sessions that no session names. Raises OSError."""
+        left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
+        left = [name for name in left if self.blocks.idle(name) > ABANDONED_S]
+        known = b"".join(mentioned(path) for path in self._paths()) if left else b""
+        for name in left:
+            if name.key.encode() not in known:
+                self.blocks.remove(name)
 
     def release(self, name: str, keys: set[str]) -> None:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
@@ -221,7 +236,11 @@ class Store:
         space = self.space(name)
         for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
             if self.space(self._name(path)) == space and self._name(path) != name:
-                keys = keys - _keys(path)
+                try:
+                    known = mentioned(path)
+                except OSError:  # nobody knows what that session has
+                    return
+                keys = {key for key in keys if key.encode() not in known}
         for key in keys:
             self.blocks.remove(BlockName(space, key))
 
