@@ -62,22 +62,24 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], ids
         except StoreError as error:
             log.warning("A prompt is read from token %d on: %s", number * BLOCK, error)
             break
-        if block[NAME_OF_IDS].flatten().tolist() != [*ids[number * BLOCK :][:BLOCK]]:
+        own = block.get(NAME_OF_IDS)
+        if own is None or own.flatten().tolist() != [*ids[number * BLOCK :][:BLOCK]]:
             log.warning("A prompt is read from token %d on: block %s is of another text.", number * BLOCK, name.key)
             break
         blocks.append(block)
-    blocks = fitting(cache, blocks)
-    fill(cache, blocks)
-    return len(blocks) * BLOCK
+    fill(cache, fitting(cache, blocks))
+    return cache.get_seq_length()
 
 
 def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
     """Return the first ``blocks`` that are made of the entries of one row of ``cache``, and of nothing else."""
     forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    expected = {name: ((lanes, BLOCK, width), dtype) for name, lanes, width, dtype in forms}
-    expected[NAME_OF_IDS] = (1, BLOCK), str(torch.int32)
 
     def fits(block: Block) -> bool:
+        ids = block.get(NAME_OF_IDS)
+        rows = 0 if ids is None else ids.numel()
+        expected = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
+        expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
         return {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()} == expected
 
     return [*itertools.takewhile(fits, blocks)]

@@ -22,6 +22,7 @@ from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
 _GENERATION = ".json"
+_FOLDER = "folder"
 _CHECK_BYTES = 16
 _LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -78,7 +79,7 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data = json.dumps(about, separators=(",", ":")).encode()
+        data = json.dumps(about | {_FOLDER: self._name}, separators=(",", ":")).encode()
         check = _digest(data)
         target = self._path(self.generation + 1)
         try:
@@ -95,6 +96,7 @@ class Reference:
         self.generation, self.mark = self.generation + 1, check
         # The caller may change its lists afterwards.
         self.about = json.loads(data)
+        self.about.pop(_FOLDER)  # type: ignore[union-attr]
         with suppress(OSError):
             for number in generations(self.folder):
                 if number < self.generation:
@@ -162,10 +164,15 @@ class Reference:
                 self.about = json.loads(data)
             except (ValueError, RecursionError) as error:
                 raise damaged(self.folder) from error
-            if not isinstance(self.about, dict):
+            if not isinstance(self.about, dict) or self.about.pop(_FOLDER, None) != self._name:
                 raise damaged(self.folder)
             return
         raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
+
+    @property
+    def _name(self) -> str:
+        """The session's name, so that the file of another session is refused: the last two parts of the path."""
+        return "/".join(self.folder.absolute().parts[-2:])
 
     def _overtaken(self) -> bool:
         """Return whether another program has continued or removed the session since this one read or saved it."""
