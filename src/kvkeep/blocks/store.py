@@ -21,7 +21,7 @@ from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.names import belongs_to_sessions
 from kvkeep.blocks.references import Reference, in_use, last_used, mentioned, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
-from kvkeep.files import write_whole
+from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
@@ -218,6 +218,7 @@ class Store:
                     gone += self._removed(path)
         self.blocks.evict(self.age)
         with suppress(OSError):
+            remove_abandoned(self.folder)
             self._sweep()
         return gone
 
