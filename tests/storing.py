@@ -125,9 +125,7 @@ def fail(number: int) -> Callable[[], None]:
 full_disk, io_error = fail(errno.ENOSPC), fail(errno.EIO)
 
 
-def with_fault(
-    run: Callable[[], object], at: int, fault: Callable[[], None], refused: type[Exception] = KvkeepError
-) -> None:
+def with_fault(run: Callable[[], object], at: int, fault: Callable[[], None]) -> None:
     """Run ``run`` in this process, which is a fork and ends with it; ``fault`` happens before its ``at``-th operation
     on files, and only then."""
     count = 0
@@ -151,7 +149,7 @@ def with_fault(
     sys.addaudithook(hook)
     try:
         run()
-    except refused as error:
+    except KvkeepError as error:
         print(error, file=sys.stderr)
         os._exit(REFUSED)
     os._exit(SAVED if count >= at else UNREACHED)

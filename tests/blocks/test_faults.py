@@ -54,10 +54,10 @@ def begun(when: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def faults(
-    tmp_path: Path, turn: int, name: str, fault: Callable[[], None], shared: bool = False
+    tmp_path: Path, turn: int, name: str, fault: Callable[[], None], every: int, shared: bool = False
 ) -> Iterator[tuple[Store, int | None]]:
     """Save a turn in processes of which each has the fault at another operation, in a store of its own; yield the
-    stores, and how the processes ended."""
+    stores, and how the processes ended. every: every which operation."""
     base = Store(tmp_path / "base", shared=shared)
     if turn:
         store_text(base, "me/talk", name, TURNS[0])
@@ -70,15 +70,19 @@ def faults(
             stored.save(session(cache, length=TURNS[turn]))
 
     while True:
-        folders = [Path(shutil.copytree(base.folder, tmp_path / str(one))) for one in range(at, at + AT_ONCE)]
-        runs = [partial(with_fault, partial(save, folder), at + number, fault) for number, folder in enumerate(folders)]
+        folders = [Path(shutil.copytree(base.folder, tmp_path / str(one))) for one in range(AT_ONCE)]
+        runs = [
+            partial(with_fault, partial(save, folder), at + every * number, fault)
+            for number, folder in enumerate(folders)
+        ]
         for folder, code in zip(folders, exit_codes(*runs), strict=True):
             if code == UNREACHED:
-                assert at > AT_ONCE  # there were operations
+                assert at > 20  # there were operations
                 return
             yield Store(folder, shared=shared), code
+        for folder in folders:
             shutil.rmtree(folder)
-        at += AT_ONCE
+        at += AT_ONCE * every
 
 
 def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +105,22 @@ def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("when", "name", "shared"),
+    ("when", "name", "shared", "every"),
     [
-        ("next, named", "kv-direct", False),
-        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("next", "h2o", True), ("first", "full", False))),
+        ("next, named", "kv-direct", False, 5),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (("next", "h2o", True, 1), ("first", "full", False, 1))
+        ),
     ],
 )
 def test_killed_at_any_operation_of_a_save(
-    when: str, name: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, name: str, shared: bool, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = begun(when, monkeypatch)
     before, after = (0, *TURNS)[turn], TURNS[turn]
     saves = set()
-    for store, code in faults(tmp_path, turn, name, kill, shared):
+    for store, code in faults(tmp_path, turn, name, kill, every, shared):
         assert code == -signal.SIGKILL
         if before or any(path.suffix == ".json" for path in files(store.folder)):
             saves.add(check_whole(store, "me/talk", name))
@@ -124,20 +131,23 @@ def test_killed_at_any_operation_of_a_save(
 
 
 @pytest.mark.parametrize(
-    ("when", "fault"),
+    ("when", "fault", "every"),
     [
-        ("next", full_disk),
-        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("next, named", io_error), ("first", io_error))),
+        ("next", full_disk, 5),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (("next, named", io_error, 1), ("first", io_error, 1))
+        ),
     ],
 )
 def test_failing_at_any_operation_of_a_save(
-    when: str, fault: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, fault: Callable[[], None], every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is refused leaves the turn before, and one that returns has saved its own."""
     turn = begun(when, monkeypatch)
     before, after = (0, *TURNS)[turn], TURNS[turn]
     codes = set()
-    for store, code in faults(tmp_path, turn, "kv-direct", fault):
+    for store, code in faults(tmp_path, turn, "kv-direct", fault, every):
         assert code in (SAVED, REFUSED), "see the error above"
         codes.add(code)
         if code == SAVED:

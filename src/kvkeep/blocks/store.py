@@ -8,6 +8,7 @@ FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); wit
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import time
@@ -23,6 +24,8 @@ from kvkeep.blocks.references import Reference, in_use, last_used, mentioned, re
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".session"
 MARKER = "kvkeep-store"
@@ -235,13 +238,14 @@ class Store:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
         sessions."""
         space = self.space(name)
-        for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
-            if self.space(self._name(path)) == space and self._name(path) != name:
-                try:
+        try:
+            for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
+                if self.space(self._name(path)) == space and self._name(path) != name:
                     known = mentioned(path)
-                except OSError:  # nobody knows what that session has
-                    return
-                keys = {key for key in keys if key.encode() not in known}
+                    keys = {key for key in keys if key.encode() not in known}
+        except OSError as error:  # nobody knows then what other sessions have
+            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
+            return
         for key in keys:
             self.blocks.remove(BlockName(space, key))
 
