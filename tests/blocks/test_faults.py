@@ -43,7 +43,7 @@ from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 
 pytestmark = pytest.mark.usefixtures("kernels")
-AT_ONCE = 8
+AT_ONCE, SLOW = 8, pytest.mark.slow
 
 
 def begun(when: str, monkeypatch: pytest.MonkeyPatch) -> int:
