@@ -4,6 +4,7 @@ That a cache goes on as if it had never been saved is in the contract (``tests/t
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -31,7 +32,16 @@ from storing import (
     store_text,
 )
 
-from kvkeep import Conversation, KeepCache, Session, SessionError, UsageError, load_session, save_session
+from kvkeep import (
+    Conversation,
+    KeepCache,
+    Session,
+    SessionError,
+    UsageError,
+    load_session,
+    save_session,
+    transfer,
+)
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.sessions import StoredSession
@@ -140,7 +150,7 @@ def test_what_a_cache_does_to_its_blocks_no_other_cache_sees(name: str, tmp_path
     one, other, early = loaded(store, "me/talk").cache, loaded(store, "me/talk").cache, filled(name)
     for cache in (one, early):
         if name != "h2o":
-            cache.crop(300 - LENGTH)
+            cache.crop(200 - LENGTH)
         else:
             cache.crop(-1)
     more = prompt(1, 100, seed=5)
@@ -155,7 +165,10 @@ def test_what_a_cache_does_to_its_blocks_no_other_cache_sees(name: str, tmp_path
 def test_a_cache_goes_on_while_its_blocks_are_removed(name: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
     store_text(store, "me/talk", name)
+    for path in blocks_of(store, "me/talk"):
+        os.utime(path, (1, 1))
     cache = loaded(store, "me/talk").cache
+    assert all(path.stat().st_mtime > 1 for path in blocks_of(store, "me/talk"))  # a load is a use
     assert Store(tmp_path, quota=0).evict() == 0
     assert blocks_of(store, "me/talk")[0].exists()  # it has it mapped
     shutil.rmtree(tmp_path)
@@ -235,12 +248,17 @@ def test_two_threads_save_two_sessions(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("how", ["itself", "fork", "fork of another kind", "beginning"])
 @pytest.mark.parametrize("name", EXACT)
-def test_entries_of_embeddings_are_taken_for_no_text(name: str, fork: bool, tmp_path: Path) -> None:
+def test_entries_of_embeddings_are_taken_for_no_text(name: str, how: str, tmp_path: Path) -> None:
     cache = KeepCache(model(), METHODS[name][0], METHODS[name][1], **METHODS[name][2])
     step(model(), cache, model().get_input_embeddings()(IDS[:, :LENGTH]).detach() * 1.5)
-    cache = cache.fork() if fork else cache
+    if how == "fork":
+        cache = cache.fork()
+    elif how == "fork of another kind":
+        cache = transfer.fork(cache, ("kv-direct", 32, {"checkpoint": "kv", "where": "host"}))
+    elif how == "beginning" and name == "full":
+        cache = transfer.begun(cache, LENGTH)
     store = Store(tmp_path)
     for session_name in ("me/a", "me/b"):  # the second after a restart
         with StoredSession(store, session_name, writing=True) as stored:
