@@ -78,7 +78,7 @@ def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
     def fits(block: Block) -> bool:
         ids = block.get(NAME_OF_IDS)
         rows = 0 if ids is None else ids.numel()
-        expected = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
+        expected: dict[str, object] = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
         expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
         return {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()} == expected
 

@@ -96,7 +96,7 @@ class Reference:
         self.generation, self.mark = self.generation + 1, check
         # The caller may change its lists afterwards.
         self.about = json.loads(data)
-        self.about.pop(_FOLDER)  # type: ignore[union-attr]
+        self.about.pop(_FOLDER)
         with suppress(OSError):
             for number in generations(self.folder):
                 if number < self.generation:

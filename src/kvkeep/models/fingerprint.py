@@ -93,7 +93,7 @@ def _sample(tensor: Tensor) -> bytes:
 
 def _checksum(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy()).to_bytes(4, "little")
+    return zlib.crc32(flat.numpy().data).to_bytes(4, "little")
 
 
 def _changes(tensor: Tensor) -> int:
