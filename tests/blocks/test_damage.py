@@ -91,7 +91,9 @@ def loaded(folder: Path, name: str, own: Any, tokenizer: str, again: bool) -> st
         assert len(str(error).splitlines()) == 1
         return "refused"
     except UsageError as error:  # the folder is no store any more
-        assert (str(folder) in str(error) and not (folder / MARKER).exists()) or (folder / MARKER).read_text() != "1\n"
+        assert (str(folder) in str(error) and not (folder / MARKER).exists()) or (
+            folder / MARKER
+        ).read_bytes() != b"1\n"
         return "refused"
     length = session.cache.get_seq_length()
     if length:

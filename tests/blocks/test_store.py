@@ -72,7 +72,10 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
             Store(folder).open("a")
     assert os.listdir(tmp_path) == ["other"]
     saved(Store(tmp_path / "store"), "a")
-    (tmp_path / "store" / "kvkeep-store").write_text("2\n")
+    for marker in (b"\xed\xff", b"2\n"):
+        (tmp_path / "store" / "kvkeep-store").write_bytes(marker)
+        with pytest.raises(UsageError):
+            Store(tmp_path / "store").read("a")
     with pytest.raises(UsageError, match="version"):
         Store(tmp_path / "store").read("a")
 

@@ -113,7 +113,7 @@ class Store:
         folder = self.folder.absolute()
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text() if MARKER in found else None
+            version = (folder / MARKER).read_text(errors="replace") if MARKER in found else None
         except FileNotFoundError:
             return self._check_creation(folder)
         except NotADirectoryError as error:
