@@ -26,6 +26,7 @@ except ImportError:  # Windows has no such locks
 STALE_S = 24 * 3600
 """Seconds after which a temporary file is abandoned, whatever its host."""
 
+_SAVING = ".saving-"
 _MAX_NAME_BYTES = 120  # maximum bytes of the target's name in a temporary name; a name has at most 255
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
@@ -54,6 +55,14 @@ def temporary_name(target: Path) -> Path:
     """Return a name beside ``target`` for a file that is to become it; such files of dead processes are removed."""
     _sweep(target)
     return _temporary(target)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of dead processes in a folder and its subfolders."""
+    for path in folder.rglob(f".*{_SAVING}*"):
+        with suppress(OSError, ValueError):
+            if abandoned(path, path.name.rpartition(_SAVING)[2].partition("-")[2]):
+                path.unlink()
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
@@ -110,7 +119,7 @@ def _mode(target: Path) -> int | None:
 
 
 def _prefix(target: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}.saving-"
+    return f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}{_SAVING}"
 
 
 def _temporary(target: Path) -> Path:

@@ -369,6 +369,7 @@ class CacheStream:
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
+        del self.blocks[length // BLOCK :]
         if not self.streams:
             return
         self.ledger.truncate(length)

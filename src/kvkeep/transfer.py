@@ -63,6 +63,7 @@ def header(cache: Any) -> dict[str, Any]:
         "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
         "uneven": cache.round is not None and cache.round.uneven,
         "shares": cache.shares,
+        "plain": cache.stream.plain,
     }
 
 
@@ -77,6 +78,7 @@ def restore(
     function that returns one of them, so that only one is in memory at a time. pieces: tensors in several pieces, in
     the order of their rows; stores of rows hold them without a copy where they can."""
     length, device = about["length"], cache.made.device
+    cache.stream.plain = about["plain"]
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
     cache.ledger.restore(length, about["rows"], ids, positions, visible)
@@ -142,6 +144,7 @@ def begun(cache: Any, length: int) -> Any:
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    twin.stream.plain = cache.stream.plain
     once = shares(cache)
     for layer in cache.geometry.full_layers:
         twin.layers[layer.index].share(cache.layers[layer.index], length, once)
@@ -163,6 +166,7 @@ def _sharing_blocks(cache: Any) -> Any:
     if not cache.get_seq_length():
         return twin
     copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
+    twin.stream.plain = cache.stream.plain
     twin.made.table.share(cache.made.table)
     for mine, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
         other.resident.share(mine.resident)
@@ -261,6 +265,7 @@ def _adopted(cache: Any, request: Request) -> Any:
         return twin
     _copy_windows(cache, twin)
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    twin.stream.plain = cache.stream.plain
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):

@@ -28,7 +28,7 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.bits import row_independent
-from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.fingerprint import sampled_fingerprint
 from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import library
@@ -152,7 +152,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "Qwen 2, Qwen 3 or Gemma 3."
         )
     ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
-    return Receipt(family, weights_of(loaded), fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
+    return Receipt(family, weights_of(loaded), sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
 
 
 def rows(

@@ -6,6 +6,7 @@ blocks (:mod:`~kvkeep.blocks.names`), so nobody has to name a session.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -72,7 +73,7 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
     if error is not None:
         log.warning("A prompt is read from token %d on: %s", len(found) * BLOCK, error)
     blocks: list[Block] = []
-    for number, block in enumerate(found):
+    for number, block in enumerate(fitting(cache, found)):
         ids = block[NAME_OF_IDS][0].tolist()
         count = common_prefix(ids, prompt[number * BLOCK : -1])
         if count == len(ids):
@@ -84,6 +85,19 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
     state = _last_state(folder, names, blocks) if cache.stream.moving else {}
     fill(cache, blocks, state)
     return cache.get_seq_length()
+
+
+def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
+    """Return the first ``blocks`` that have the entries of one row of ``cache``."""
+    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+
+    def fits(block: Block) -> bool:
+        rows = 0 if (ids := block.get(NAME_OF_IDS)) is None else ids.shape[-1]
+        expected = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
+        expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
+        return expected.items() <= {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()}.items()
+
+    return [*itertools.takewhile(fits, blocks)]
 
 
 def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Block]) -> dict[str, Tensor]:

@@ -28,7 +28,8 @@ MAGIC = b"kvblock2"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
-_POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
+_POPULATE_READ = 22
+"""Linux's advice to read a whole mapping. A disk's error is then one of this call, and no signal later."""
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -108,7 +109,7 @@ def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[
         raise BlockDamaged("has another header than kvkeep writes")
     try:
         return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 

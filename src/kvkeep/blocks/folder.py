@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -72,6 +72,12 @@ class BlockFolder:
                     return number
         return len(names)
 
+    def idle(self, name: BlockName) -> float:
+        """Return the seconds since a block was used; 0 if it does not exist."""
+        with suppress(OSError):
+            return max(0.0, time.time() - self.path(name).stat().st_mtime)
+        return 0.0
+
     def read(self, name: BlockName) -> dict[str, Tensor]:
         """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
         and BlockDamaged, after removing the file, if its bytes are not those that were written."""
@@ -117,10 +123,13 @@ class BlockFolder:
                 if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
                     self._counted = True
+                if self.quota is not None and total + size > self.quota:
+                    _set_total(ledger, total)
+                    raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
                 _set_total(ledger, total + size)
                 try:
                     content = [*pieces]
-                    write_whole(path, lambda file: file.writelines(content))
+                    write_whole(path, lambda file: _fill(file, content))
                 except BaseException:
                     _set_total(ledger, total)
                     raise
@@ -181,8 +190,6 @@ class BlockFolder:
                 break
             if _unlinked(path):
                 total, gone = total - length, gone + 1
-        if quota is not None and total + size > quota:
-            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
         return total, gone
 
     def _by_use(self) -> list[tuple[int, int, str]]:
@@ -201,6 +208,12 @@ class BlockFolder:
         with os.fdopen(handle, "r+b", buffering=0) as file:
             lock(handle, wait=True)  # on a file system without locks each program keeps the quota for itself
             yield file
+
+
+def _fill(file: IO[bytes], content: Sequence[Any]) -> None:
+    with suppress(OSError):  # some file systems have no permissions
+        os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, 0o600)
+    file.writelines(content)
 
 
 def _unlinked(path: str) -> bool:

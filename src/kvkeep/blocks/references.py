@@ -8,6 +8,7 @@ machine a lock tells a second program earlier that the session is in use.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -21,7 +22,9 @@ from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
 _GENERATION = ".json"
+_FOLDER = "folder"
 _CHECK_BYTES = 16
+_LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Reference:
@@ -66,8 +69,8 @@ class Reference:
         if self.closed:
             return
         self.closed = True
-        if self.writing and not self.generation and not generations(self.folder):
-            with suppress(OSError):
+        with suppress(OSError):
+            if self.writing and not generations(self.folder):
                 (self.folder / LOCK).unlink(missing_ok=True)
                 self.folder.rmdir()
         if self._lock is not None:
@@ -76,23 +79,24 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data = encode(about)
+        data = encode(about | {_FOLDER: self._name})
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _create(target, data)
+            _create(target, data, alone=self._lock is not None)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        if (last := max(generations(self.folder), default=0)) > self.generation + 1:  # the number had been used
-            target.unlink(missing_ok=True)
+        if self._overtaken():
+            with suppress(OSError):
+                target.unlink()
             raise self._followed()
-        # The caller may change its lists afterwards.
-        self.generation, (self.about, self.mark) = last, decode(data)
-        for number in generations(self.folder):
-            if number < self.generation:
-                with suppress(OSError):
+        self.generation, (self.about, self.mark) = self.generation + 1, decode(data)
+        self.about.pop(_FOLDER)
+        with suppress(OSError):
+            for number in generations(self.folder):
+                if number < self.generation:
                     self._path(number).unlink()
 
     def follows(self, mark: str) -> bool:
@@ -107,27 +111,42 @@ class Reference:
     def _open(self, shared: bool) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if shared:
-                return
-            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-            if not _lock_patiently(self._lock):
-                os.close(self._lock)
-                raise SessionBusy(
-                    f"The session '{self.folder}' is in use by another program; end that program, or name another "
-                    "session."
-                )
-            os.utime(self.folder / LOCK)
+            while not shared and self._lock is None:
+                self._lock = self._locked()
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
+    def _locked(self) -> int | None:
+        """Return the open file that is locked; None if another program has removed it meanwhile."""
+        path, until = self.folder / LOCK, time.monotonic() + 0.1
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            try:
+                while not lock(handle):  # another process may hold it for a moment to see whether the session is in use
+                    if time.monotonic() > until:
+                        raise SessionBusy(
+                            f"The session '{self.folder}' is in use by another program; end that program, or name "
+                            "another session."
+                        )
+                    time.sleep(0.02)
+                os.utime(path)
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+        return None
+
     def _read(self) -> None:
         for _ in range(9):  # a writer may remove the number that was just found
-            number = max(generations(self.folder), default=0)
-            if not number:
-                if not self.writing:
-                    raise SessionError(f"There is no session at '{self.folder}'.")
-                return
             try:
+                number = max(generations(self.folder), default=0)
+                if not number:
+                    if not self.writing:
+                        raise SessionError(f"There is no session at '{self.folder}'.")
+                    return
                 data = self._path(number).read_bytes()
             except FileNotFoundError:
                 continue
@@ -139,16 +158,33 @@ class Reference:
                 self.generation, (self.about, self.mark) = number, decode(data)
             except ValueError as error:
                 raise damaged(self.folder) from error
+            if self.about.pop(_FOLDER, None) != self._name:
+                raise damaged(self.folder)
             return
         raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
+
+    @property
+    def _name(self) -> str:
+        """The session's name, so that the file of another session is refused: the last two parts of the path."""
+        return "/".join(self.folder.absolute().parts[-2:])
+
+    def _overtaken(self) -> bool:
+        """Return whether another program has continued or removed the session since this one read or saved it."""
+        with suppress(OSError):  # if that cannot be read, the number was free
+            found = generations(self.folder)
+            if max(found, default=0) > self.generation + 1:  # the number had been used
+                return True
+            if self.generation:
+                return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
+        return False
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}{_GENERATION}"
 
     def _followed(self) -> SessionBusy:
         return SessionBusy(
-            f"The session '{self.folder}' was continued by another program, so this turn is not saved; open it again "
-            "to continue from what that program saved."
+            f"The session '{self.folder}' was continued or removed by another program, so this turn is not saved; open "
+            "it again to continue from what that program saved."
         )
 
 
@@ -174,11 +210,20 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
 
 
 def generations(folder: Path) -> list[int]:
-    """Return the numbers of the generations in a session's folder."""
-    with suppress(OSError):
+    """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
+    try:
         stems = [name.removesuffix(_GENERATION) for name in os.listdir(folder) if name.endswith(_GENERATION)]
-        return sorted(int(stem) for stem in stems if stem.isdecimal())
-    return []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def mentioned(folder: Path) -> bytes:
+    """Return the bytes of a session's reference, of which the names of its blocks are a part. Raises OSError."""
+    while number := max(generations(folder), default=0):
+        with suppress(FileNotFoundError):  # a writer removed the number that was just found
+            return (folder / f"{number}{_GENERATION}").read_bytes()
+    return b""
 
 
 def last_used(folder: Path) -> float:
@@ -219,29 +264,33 @@ def damaged(path: Path) -> SessionDamaged:
     return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Create a file with its content at once. Raises FileExistsError if it exists, and OSError."""
-    temporary = temporary_name(path)
+def _create(path: Path, data: bytes, alone: bool) -> None:
+    """Create a file with its content at once. alone: no other program creates it. Raises FileExistsError if it exists,
+    and OSError."""
+    temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
         with open(temporary, "xb") as file:
             os.chmod(temporary, 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            if temporary.stat().st_nlink < 2:  # else a server of files did so, and its first answer was lost
+                raise
+        except OSError as error:
+            if error.errno not in _LINKS_REFUSED or not alone or path.exists():
+                raise
+            os.rename(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
     sync_name(path)
 
 
-def _lock_patiently(descriptor: int) -> bool:
-    """Lock a file; another process may hold the lock for a moment to see whether the session is in use."""
-    until = time.monotonic() + 0.1
-    while not lock(descriptor):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+def _check_of(path: Path) -> bytes:
+    return path.read_bytes().rpartition(b"\n")[2]
 
 
 def _digest(data: bytes) -> str:

@@ -11,10 +11,10 @@ again. It never gives other entries than those that were saved.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +29,7 @@ from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
-from kvkeep.blocks.names import chain, origin
+from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import Block, Target, TextRows, pieces
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
-_BLOCK = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
@@ -75,7 +75,7 @@ _HEADER: dict[str, tuple[type, ...]] = {
 }
 _PAST: dict[str, tuple[type, ...]] = {
     **{"length": (int,), "rows": (int,), "first": (dict,)},
-    **{"uneven": (bool,), "shares": (list, type(None))},
+    **{"uneven": (bool,), "shares": (list, type(None)), "plain": (bool,)},
 }
 
 
@@ -176,7 +176,7 @@ class StoredSession:
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        key = secrets.token_hex(16)
+        key = session_key()
         about = {
             "fingerprint": fingerprint(cache.model),
             "tokenizer": session.tokenizer,
@@ -218,7 +218,7 @@ class StoredSession:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [secrets.token_hex(16) for _ in range(text.whole // BLOCK - len(names))]
+            names += [session_key() for _ in range(text.whole // BLOCK - len(names))]
             names = names[: text.whole // BLOCK]
         blocks = [self.block(name) for name in names]
         known = folder.use(blocks)
@@ -238,13 +238,23 @@ class StoredSession:
         fewer tokens than were saved; ``ids`` are always those that it holds. cache: an empty cache of
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
-            request = _request(self.about, model, tokenizer)
-            assert self.about is not None
-            cache = KeepCache(model, request=request) if cache is None else cache
-            loaded = _Loaded(self, self.about, cache)
-            count = loaded.restore()
-            ids = [row[:count] for row in self.about["ids"]] if count else []
-            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
+            while True:
+                request, about = _request(self.about, model, tokenizer), self.about
+                assert about is not None
+                cache = KeepCache(model, request=request) if cache is None else cache
+                count = _Loaded(self, about, cache).restore()
+                if count == about["past"]["length"] or not self._changed():
+                    break
+                cache.reset()
+            ids = [row[:count] for row in about["ids"]] if count else []
+            return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
+
+    def _changed(self) -> bool:
+        """Return whether another program saved the session after this one, which only reads it, did read it."""
+        if self.reference.writing:
+            return False
+        before, self.reference = self.reference.mark, self.store.read(self.name)
+        return self.reference.mark != before
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -318,7 +328,7 @@ class _Loaded:
         self.past = about["past"]
 
     def restore(self) -> int:
-        """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
+        """Return the number of tokens that the cache holds then."""
         numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
         if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
             raise _odd("its state has numbers out of range")
@@ -344,6 +354,8 @@ class _Loaded:
                 self.cache.stream.blocks = list(self.about["blocks"])
                 return int(self.past["length"])
             self.cache.reset()
+        if not self.past["plain"]:
+            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
         if len(self.about["ids"]) > 1:
             return 0
@@ -357,9 +369,10 @@ class _Loaded:
         names = [self.session.block(key) for key in self.about["blocks"]]
         blocks, error = self.session.store.blocks.read_first(names)
         for number, block in enumerate(blocks):
-            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+            own, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
+            if own is None or own.dtype != wanted.dtype or not torch.equal(own, wanted):
                 return blocks[:number], "A block is of another text."
-        self.session.store.blocks.use(names)
+        self.session.store.blocks.use([*names, self.session.block(self.about["state"])])
         return blocks, None if error is None else str(error)
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -381,7 +394,8 @@ class _Loaded:
         forms |= {name: _joined(rows) for name, rows in several.items()}
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
         check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        transfer.restore(cache, set(rest), lambda name: rest[name], past, several)
+        # A cache writes to its own state; a mapped block is shared with other caches.
+        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
         check_restored(cache, forms, known, past)
 

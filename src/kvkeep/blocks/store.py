@@ -8,6 +8,7 @@ FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); wit
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -19,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import Reference, in_use, last_used, remove_folder, unwritable
+from kvkeep.blocks.names import belongs_to_sessions
+from kvkeep.blocks.references import Reference, in_use, last_used, mentioned, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
-from kvkeep.files import write_whole
+from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".session"
 MARKER = "kvkeep-store"
@@ -36,10 +40,12 @@ ONLY = "session"
 """The name of the session in a store that holds one only: a session at a path."""
 _EARLIER = b"kvkeep"
 """The beginning of a session file of an earlier version."""
+ABANDONED_S = 3600.0
+"""Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
-_NAME = re.compile(rf"({_PART}/)?{_PART}")
+_NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Store:
             raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text() if MARKER in found else None
+            version = (folder / MARKER).read_text(errors="replace") if MARKER in found else None
         except FileNotFoundError:
             return self._check_creation(folder)
         except NotADirectoryError as error:
@@ -225,13 +231,17 @@ class Store:
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> int:
-        """Remove blocks over the quota, and sessions and blocks over the age; return the number of removed sessions."""
+        """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
+        the number of removed sessions."""
         gone = 0
         for path in [*self._paths()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - last_used(path) > (self.age or 0):
                     gone += self._removed(path)
         self.blocks.evict(self.age)
+        with suppress(OSError):
+            remove_abandoned(self.folder)
+            self._sweep()
         return gone
 
     def remove_unused(self) -> None:
@@ -249,15 +259,29 @@ class Store:
             (self.folder / MARKER).unlink(missing_ok=True)
             self.folder.rmdir()
 
+    def _sweep(self) -> None:
+        """Remove the blocks of sessions that no session names. Raises OSError."""
+        left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
+        left = [name for name in left if self.blocks.idle(name) > ABANDONED_S]
+        known = b"".join(mentioned(path) for path in self._paths()) if left else b""
+        for name in left:
+            if name.key.encode() not in known:
+                self.blocks.remove(name)
+
     def release(self, name: str, keys: set[str]) -> None:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
         and what was stored of the text after them."""
         from kvkeep.blocks.names import state_key, tail_key
 
         space = self.space(name)
-        for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
-            if self.space(self._name(path)) == space and self._name(path) != name:
-                keys = keys - _keys(path)
+        try:
+            for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
+                if self.space(self._name(path)) == space and self._name(path) != name:
+                    known = mentioned(path)
+                    keys = {key for key in keys if key.encode() not in known}
+        except OSError as error:  # nobody knows then what other sessions have
+            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
+            return
         for key in keys:
             for one in (key, tail_key(key), state_key(key)):
                 self.blocks.remove(BlockName(space, one))

@@ -59,10 +59,11 @@ class Rows(Protocol):
         """Bytes allocated, used or not."""
 
 
-def _selected(data: Tensor, index: Tensor, home: Place | None = None) -> Tensor:
-    """Pick ``index`` along the batch: in place where the shape still fits, else in new memory, of ``home`` if given."""
+def _selected(data: Tensor, index: Tensor, home: Place | None = None, own: bool = True) -> Tensor:
+    """Pick ``index`` along the batch: in place where the shape still fits and the memory is the store's ``own``, else
+    in new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
-    if data.shape == picked.shape:
+    if own and data.shape == picked.shape:
         return data.copy_(picked)
     return picked if home is None else home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
 
@@ -302,10 +303,18 @@ class PagedRows:
             self.pages.pop()
             self.starts.pop()
             self.changes += 1
-        self._adopted = min(self._adopted, len(self.pages))
+        if len(self.pages) <= self._adopted:
+            self._adopted = len(self.pages)
+            if self.length < self._allocated:  # other caches read the mapped page, and this one will write to it
+                page = self.pages[-1]
+                self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
+                self.changes += 1
+                self._adopted -= 1
 
     def select(self, index: Tensor) -> None:
-        self.pages = [_selected(page, index, self.home) for page in self.pages]
+        self.pages = [
+            _selected(page, index, self.home, own=number >= self._adopted) for number, page in enumerate(self.pages)
+        ]
         self.changes += 1
         self._adopted = 0
 
