@@ -18,7 +18,7 @@ from families import tiny
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks
@@ -38,7 +38,7 @@ def fresh() -> Any:
 
 
 def serving(model: Any = None, folder: Path | None = None, **limits: Any) -> Engine:
-    store = None if folder is None else SessionStore(folder, **limits)
+    store = None if folder is None else Store(folder, **limits)
     return Engine(Loaded(model or tiny("llama"), tokenizer(), "tiny", "tiny"), 10**9, store=store)
 
 
@@ -181,7 +181,7 @@ def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
     engine.start()
     engine.join()
     assert isinstance(engine.fault, TypeError) and client.ended.written == NEW
-    (info,) = SessionStore(tmp_path, shared=shared).sessions()
+    (info,) = Store(tmp_path, shared=shared).sessions()
     assert (info.turns, info.held) == (1, False)
 
 
@@ -214,18 +214,18 @@ def test_a_folder_that_cannot_be_looked_through_ends_nothing(
         looked.add(threading.get_ident())
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     for name in ("over_quota", "evict"):
-        monkeypatch.setattr(SessionStore, name, broken)
+        monkeypatch.setattr(Store, name, broken)
     engine = serving(folder=tmp_path, quota=10**6, age=10**6)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
     run(engine)
     assert client.ended.written == NEW and looked and threading.get_ident() not in looked
     assert "cannot be read" in caplog.text and "not removed" in caplog.text
     session = engine.sessions.memory[("me", "talk")]
-    assert session.file is not None
-    real = session.file.close
-    monkeypatch.setattr(session.file, "close", lambda: (real(), broken()))
+    assert session.stored is not None
+    real = session.stored.close
+    monkeypatch.setattr(session.stored, "close", lambda: (real(), broken()))
     engine.sessions.park(session)
     assert "cannot be closed" in caplog.text and not engine.sessions.memory
     engine.close()

@@ -23,7 +23,7 @@ from running import KEYS, figures, post, program
 import kvkeep
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.ray_serve import serve_replicas
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
 from kvkeep.ray_cluster import ClusterEnded, connected
@@ -167,7 +167,7 @@ def test_figures_of_several_replicas_have_their_names() -> None:
 
 def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: Path) -> None:
     """Also with what they have in memory, and never with what another one has followed."""
-    store = SessionStore(tmp_path, shared=True)
+    store = Store(tmp_path, shared=True)
     servers = [Engine(small(), 10**8, store=store, method="h2o", budget=24) for _ in range(2)]
     alone, ids, read = Alone(small(), method="h2o", budget=24), text(40, 1), 0
     for turn, server in enumerate([servers[number] for number in (0, 0, 1, 1, 0, 1, 0)]):
@@ -176,7 +176,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
         assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
         read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
     first, second = servers
-    assert first.sessions.files.restored == 2 and second.sessions.files.restored == 2  # else what is in memory counts
+    assert first.sessions.storage.restored == 2 and second.sessions.storage.restored == 2  # else what is in memory counts
 
     begun = Client(first, ids, name=("me", "talk"))
     while not begun.events:
@@ -185,8 +185,8 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
     run(second)
     assert isinstance(refused.events[-1], SessionBusy)
     session = first.sessions.memory[("me", "talk")]
-    assert session.file is not None
-    os.rename(session.file.path, tmp_path / "me" / TAKEN / "talk.session.0")  # as a server does whom no lock stops
+    assert session.stored is not None
+    os.rename(session.stored.path, tmp_path / "me" / TAKEN / "talk.session.0")  # as a server does whom no lock stops
     client = Client(second, ids, name=("me", "talk"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
@@ -450,7 +450,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         assert len(talks) == 4 and len(replicas()) == len(held) == 2
 
         # Another server takes a session of the folder, and goes on with it: the replica has to follow.
-        store, (owner,) = SessionStore(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
+        store, (owner,) = Store(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
         body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
         body |= {"kvkeep": {"session": talks[0].name}}
         with store.open(f"{owner}/{talks[0].name}"):

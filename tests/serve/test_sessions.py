@@ -16,7 +16,7 @@ from kvkeep import KeepCache, SessionError, UsageError
 from kvkeep.decode import session_file
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.decode.session import load_session, request_of
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
@@ -35,7 +35,7 @@ METHODS: list[dict[str, Any]] = [
 
 
 def serving(folder: Path, memory: int = PLENTY, family: str = "llama", **limits: Any) -> Engine:
-    store = SessionStore(folder, **limits)
+    store = Store(folder, **limits)
     return Engine(small(family), memory, store=store)
 
 
@@ -99,11 +99,11 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             found[number].append([*client.ended.tokens])
     print(max(measured), engine.arbiter.total)
     assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
-    assert engine.sessions.parked > count and engine.sessions.files.restored > count
+    assert engine.sessions.parked > count and engine.sessions.storage.restored > count
     for number in range(count):
         assert found[number] == alone(parts[number], cache[number]), cache[number]
     engine.close()
-    assert not any(info.held or info.problem for info in engine.sessions.files.store.sessions("me"))  # type: ignore[union-attr]
+    assert not any(info.held or info.problem for info in engine.sessions.storage.store.sessions("me"))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
@@ -161,7 +161,7 @@ def test_a_damaged_session_is_read_anew_and_its_file_kept(
     three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
     assert three.ended.cached > 0
     engine.close()
-    assert {info.name for info in SessionStore(tmp_path).sessions()} == {"me/talk", "me/talk.damaged-1"}
+    assert {info.name for info in Store(tmp_path).sessions()} == {"me/talk", "me/talk.damaged-1"}
 
 
 def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
@@ -210,7 +210,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     first, last = engine.sessions.idle()
     assert (first.key[1], last.key[1]) == ("other", "talk")
     engine.sessions.park(last)
-    assert SessionStore(tmp_path).info("me/talk").turns == 1
+    assert Store(tmp_path).info("me/talk").turns == 1
     three = told(engine, ids, "talk")
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
@@ -289,21 +289,21 @@ def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) 
 
 
 def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     engine = serving(tmp_path, quota=150_000)
     for number in range(5):
         told(engine, text(60, number), str(number), method="full")
         time.sleep(0.02)
     for _ in range(3):  # one to look, one to remove what is over
         run(engine)
-    kept = SessionStore(tmp_path).sessions()
+    kept = Store(tmp_path).sessions()
     left = {info.name for info in kept}
     assert "me/4" in left and "me/0" not in left and sum(info.bytes for info in kept) <= 150_000
     assert {f"me/{name}" for _, name in engine.sessions.memory} == left  # what may stay in the folder does in memory
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 10**9)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 10**9)
     engine.close()
     old = serving(tmp_path, age=0.0)
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     client = told(old, text(60, 9), "9", method="full")
     assert client.ended.written == NEW
     for _ in range(3):
@@ -368,7 +368,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
 def test_what_has_no_file_is_not_of_the_folder(
     limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     engine = serving(tmp_path, **limit)
     ids = text(64, 1)
     one = Client(engine, ids, method="full")
@@ -404,7 +404,7 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert two.ended.cached == len(ids) - len(parts[1]) - 1
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
-    (info,) = SessionStore(tmp_path, shared=True).sessions()
+    (info,) = Store(tmp_path, shared=True).sessions()
     assert (info.name, info.turns, info.held, info.problem) == ("me/talk", 2, False, None)
     engine.close()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
@@ -420,7 +420,7 @@ def test_a_file_that_is_being_closed_is_not_closed_twice(tmp_path: Path, monkeyp
     while not begun:
         engine.step()
     assert engine.sessions.drop(("me", "talk"))
-    SessionStore(tmp_path, shared=True).remove("me/talk")
+    Store(tmp_path, shared=True).remove("me/talk")
     engine.close()
     assert len(begun) > 1 and {*begun} == {1}
 

@@ -7,7 +7,7 @@ blocks (:mod:`~kvkeep.blocks.names`), so nobody has to name a session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -91,18 +91,22 @@ def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
             target.settle()
 
 
-def keep(folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int]) -> int:
-    """Store the whole blocks of the text ``ids`` that ``cache`` has read; return the number of new ones. Raises
-    StoreError."""
+def keep(
+    folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Store the whole blocks of the text ``ids`` that ``cache`` has read. stop: called before each block; if it returns
+    True, the following ones are not stored. Raises StoreError."""
     names = names_of(cache, space, ids)
     known = folder.use(names)
-    if known == len(names):
-        return 0
+    if known == len(names) or stop():
+        return
     text = TextRows(cache, transfer.parts(cache))
     if text.forms != entry_forms(cache.geometry, next(cache.model.parameters()).dtype):
-        return 0
-    write(folder, names[known:], text, [ids], known)
-    return len(names) - known
+        return
+    for number in range(known, len(names)):
+        if stop():
+            return
+        write(folder, names[number : number + 1], text, [ids], number)
 
 
 def write(
