@@ -91,7 +91,7 @@ class KeepCache(Cache):
 
     def _start(self) -> None:
         made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # the method's own layers can be made, too
+        if first is not None:  # the assembly above only checks the method's layers
             made = assemble(first, self.model, self.geometry)
         self.reading = first is not None
         self._use(made, first or self.request)
@@ -245,7 +245,7 @@ class KeepCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
-        return fork(self, None)  # the model is not the cache's to copy
+        return fork(self, None)  # a copy shares the model
 
     def __getstate__(self) -> Any:
         raise UsageError(

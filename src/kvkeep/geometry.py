@@ -28,7 +28,7 @@ _WINDOW_OF_TYPE = {
     "reference_sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Families whose config does not state it, found by comparing some 120 tiny models with their caches.
+# Families with a misleading config, found by comparing about 120 tiny models with their caches.
 _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
     "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
@@ -227,7 +227,7 @@ def _steady_positions(text: Any) -> int | None:
         if one.get("rope_type") == "longrope":
             found.append(one.get("original_max_position_embeddings") or text.max_position_embeddings)
         elif "dynamic" in (one.get("rope_type") or ""):
-            found.append(text.max_position_embeddings - 1)  # at this very length they are those of the call before
+            found.append(text.max_position_embeddings - 1)  # at this length, the angles are those of the previous call
     return min(found, default=None)
 
 
@@ -293,7 +293,7 @@ def _kv_heads(layer_config: Any, heads: int) -> int:
     """Return the heads cached: grouped where named, one for multi-query, else one per query head."""
     if getattr(layer_config, "multi_query", False) and not getattr(layer_config, "new_decoder_architecture", False):
         return 1
-    # Falcon's new architecture repeats its num_kv_heads for every query head before caching them.
+    # Falcon's new architecture caches the KV heads repeated for every query head.
     return getattr(layer_config, "num_key_value_heads", None) or heads
 
 

@@ -66,10 +66,10 @@ class ForwardHooks:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
         self._open = False
-        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and places in the row
-        self._run: list[int] = []  # the layers of these that have run
+        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
+        self._run: list[int] = []  # planned layers that have run
         self._residuals: list[SessionPass] = []
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
 
@@ -209,7 +209,7 @@ class ForwardHooks:
         values: Tensor,
     ) -> Tensor:
         stream, mask = session.stream, None
-        if not stream.streamed(layer.index):  # it attends to all its entries; a streamed layer gets the new ones only
+        if not stream.streamed(layer.index):  # a streamed layer receives only new entries
             keys, values = session.entries[layer.source]
             if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
                 keys, values = expand(keys, values)

@@ -74,9 +74,9 @@ class CacheStream:
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
-        self._groups: list[LayerGroup] = []  # layers that are ranked at once
+        self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = 0
-        self._masked = False  # whether the caller's mask is not of padding alone
+        self._masked = False  # whether the caller's mask masks more than padding
 
     @property
     def length(self) -> int:
@@ -257,7 +257,7 @@ class CacheStream:
         output = native.attend_all(query, key, value, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
-        # No mask was made, and without one transformers would take the queries for the first tokens.
+        # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]
         if self.first is not None:
@@ -272,7 +272,7 @@ class CacheStream:
         layer = self.layers[source]
         self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
         if self.positions is not None:
-            self.positions.place(layer)  # before the new entries, which have positions already
+            self.positions.place(layer)  # before the new entries, which already have positions
         brings, last = index == source, self._readers[source] == index
         if brings and layer.pending is None:
             raise KvkeepError(
@@ -280,7 +280,7 @@ class CacheStream:
                 "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
-            mask = None  # a token sees itself
+            mask = None  # a token attends to itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
                 f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "

@@ -121,7 +121,7 @@ class Subject:
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
         """Return ln p of each token from index ``first`` on. Earlier tokens are read as a prompt, the others ``step``
-        at a time. Each attends to the entries that the cache holds of earlier steps, and to its step."""
+        at a time. Each token attends to the cached entries of earlier steps, and to its step."""
         cache = self._full(len(ids))
         passed = list(scores(self.loaded.model, self._tensor(ids), cache, first, step))
         logs = [log for found, _ in passed for log in found]

@@ -83,7 +83,7 @@ class AttentionInputs:
             return Segment(self.key, self.value, self.mask[..., -self.new :])
         if self.queries == self.new:
             return Segment(self.key, self.value, causal=True)
-        # Queries of the last tokens only.
+        # The queries are those of the last tokens.
         rows = torch.arange(self.new - self.queries, self.new, device=self.query.device)
         seen = torch.arange(self.new, device=self.query.device)[None, :] <= rows[:, None]
         return Segment(self.key, self.value, seen[None, None])

@@ -11,6 +11,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -26,6 +27,8 @@ SUFFIX = ".block"
 LEDGER = "bytes"
 """Name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
+THREADS = 4
+"""Threads that compare checksums."""
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 
@@ -82,9 +85,21 @@ class BlockFolder:
             self.remove(name)
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
 
-    def write(self, name: BlockName, tensors: Mapping[str, Tensor]) -> int:
-        """Write a block unless it exists; return the number of blocks removed for it. Raises StoreError if it cannot be
-        written, also for a block larger than the quota."""
+    def read_first(self, names: Sequence[BlockName]) -> tuple[list[dict[str, Tensor]], StoreError | None]:
+        """Return the tensors of the first blocks that can be read, and the error of the next one. Several threads
+        compare checksums."""
+        blocks: list[dict[str, Tensor]] = []
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            for future in [threads.submit(self.read, name) for name in names]:
+                try:
+                    blocks.append(future.result())
+                except StoreError as error:
+                    return blocks, error
+        return blocks, None
+
+    def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
+        """Write a block unless it exists; return the number of blocks removed for it. replace: replace one that exists.
+        Raises StoreError if it cannot be written, also for a block larger than the quota."""
         path = self.path(name)
         size, pieces = encode(name.key, tensors)
         if self.quota is not None and size > self.quota:
@@ -95,7 +110,9 @@ class BlockFolder:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._ledger() as ledger:
                 if path.exists():
-                    return 0
+                    if not replace:
+                        return 0
+                    self._unlink(path, ledger)
                 total = _total(ledger)
                 if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
@@ -114,12 +131,15 @@ class BlockFolder:
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, if it exists."""
-        path = self.path(name)
         with suppress(OSError), self._ledger() as ledger:
-            size = path.stat().st_size
-            path.unlink()
-            if (total := _total(ledger)) is not None:
-                _set_total(ledger, max(0, total - size))
+            self._unlink(self.path(name), ledger)
+
+    @staticmethod
+    def _unlink(path: Path, ledger: IO[bytes]) -> None:
+        size = path.stat().st_size
+        path.unlink()
+        if (total := _total(ledger)) is not None:
+            _set_total(ledger, max(0, total - size))
 
     def names(self) -> list[BlockName]:
         """Return the names of all blocks, the least recently used first."""

@@ -40,6 +40,11 @@ def chain(first: bytes, ids: Sequence[int]) -> list[str]:
     return names
 
 
+def tail_key(before: str) -> str:
+    """Return the key of the tail after the block ``before``: the last text that followed it and filled no block."""
+    return blake2b(f"{before} tail".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 def _bytes(ids: Tensor) -> bytes:
     return ids.numpy().tobytes()
 

@@ -352,19 +352,14 @@ class _Loaded:
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
-        found: list[dict[str, Tensor]] = []
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        blocks = [self.session.block(key) for key in self.about["blocks"]]
+        names = [self.session.block(key) for key in self.about["blocks"]]
+        blocks, error = self.session.store.blocks.read_first(names)
         for number, block in enumerate(blocks):
-            try:
-                tensors = self.session.store.blocks.read(block)
-            except StoreError as error:
-                return found, str(error)
-            if not torch.equal(tensors[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
-                return found, "A block is of another text."
-            found.append(tensors)
-        self.session.store.blocks.use(blocks)
-        return found, None
+            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+                return blocks[:number], "A block is of another text."
+        self.session.store.blocks.use(names)
+        return blocks, None if error is None else str(error)
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         cache, past = self.cache, self.past

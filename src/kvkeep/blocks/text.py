@@ -109,9 +109,8 @@ class TextRows:
         return {short: self.read(short, number * BLOCK, (number + 1) * BLOCK) for short in self.sources}
 
     def tail(self) -> dict[str, Tensor]:
-        """Return the rows after the last whole block that parts of the state need."""
-        ends = {short: max(one.stop for one in self.targets.values() if one.name == short) for short in self.sources}
-        return {short: self.read(short, self.whole, end) for short, end in ends.items() if end > self.whole}
+        """Return the rows after the last whole block."""
+        return {short: self.read(short, self.whole, self.length) for short in self.sources if self.length > self.whole}
 
 
 def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:

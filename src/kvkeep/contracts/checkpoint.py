@@ -45,6 +45,10 @@ class Checkpoint(ABC):
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take entries (lanes, n, dim) of a layer, in order."""
 
+    def adopt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take entries as :meth:`append`, mapped from a file, without a copy where that is possible."""
+        self.append(layer, keys, values)
+
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all of them,

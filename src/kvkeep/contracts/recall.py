@@ -42,8 +42,8 @@ class Reader(Part):
         """Return the step for one more entry of each of the layer's lanes; None: :meth:`attend` computes it."""
         return None
 
-    def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """Called before the new entries of a step are stored."""
+    def settling(self, layer: Any, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        """Called before the new entries of a step are stored. mapped: they are mapped from a file and never change."""
 
     def commit(self, layer: Any, count: int, agreed: bool) -> None:
         """Keep the first ``count`` of the entries that wait for the round's decision. agreed: all drafts were right."""

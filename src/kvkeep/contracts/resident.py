@@ -25,6 +25,11 @@ class Resident(Part):
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
         """Yield the entries. Without ``ordered`` they may come in any order: the caller masks none of them."""
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Take the entries of a text into this empty part: pieces (lanes, n, dim) in order, mapped from files. Return
+        False, without taking any, where they have to be admitted one piece after the other."""
+        return False
+
     @abstractmethod
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries, whose slots begin at ``first``, within the budget. Return the evicted entries; None where
@@ -96,7 +101,7 @@ class WorkingSet(Resident):
 
     selector: Selector
     banks: Any
-    length: int  # slots so far
+    length: int  # slots of the text
 
     @property
     @abstractmethod

@@ -36,6 +36,11 @@ class EvictedStore(Part):
         """Bytes allocated for entries."""
         return 0
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Take the first entries of a text into this empty store: pieces (lanes, n, dim) in order, mapped from files.
+        Return False, without taking any, where entries have to be evicted one piece after the other."""
+        return False
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 

@@ -47,7 +47,7 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
-        self.last: Last | None = None  # None also if the messages have changed
+        self.last: Last | None = None  # None after a change of the messages
         self._forgot = False  # whether messages were forgotten after the last save
 
     def __repr__(self) -> str:

@@ -112,7 +112,7 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose shared pass failed with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
-    why = "there was not enough memory" if short else type(error).__name__  # the message may contain text of a prompt
+    why = "there was not enough memory" if short else type(error).__name__  # a message may contain text of a prompt
     shared = KvkeepError(
         f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry."
     )

@@ -123,7 +123,7 @@ class Buffer(_OneTensor):
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        with torch.inference_mode(False):  # tensors made in it are read-only outside
+        with torch.inference_mode(False):  # tensors created in it are read-only outside
             grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]

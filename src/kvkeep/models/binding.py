@@ -223,12 +223,12 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
         if begins and cache.length:
             check_text(cache, input_ids, cut)
-        if begins and cache.length and cut is None:  # the new tokens alone
+        if begins and cache.length and cut is None:  # the input is only the new tokens
             cache.text = None
-        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # else its pass is refused
+        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # otherwise the pass is refused
             cache.text = digest_text(input_ids, None if begins else cache.text)
     prepare = partial(getattr(type(model), PREPARE), model)
-    if cache is not None and model.config.model_type in _DROPS_CACHES:  # what every other family does
+    if cache is not None and model.config.model_type in _DROPS_CACHES:  # uses the function of other families
         prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
     return prepare(input_ids, *args, **kwargs)
 
@@ -271,17 +271,17 @@ def _before_decoder(
     given = dict(zip(names, args, strict=False)) | kwargs
     hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
     if torch.compiler.is_compiling() and (hooks is None or not hooks.streams):
-        return None  # stock caches are compiled as a whole
+        return None  # the stock cache's pass is compiled completely
     return _open(decoder, given, hooks)
 
 
 @torch.compiler.disable
 def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tuple[Any, ...] | None:
     keep = _keep_last.get()
-    _keep_last.set(0)  # used once: an interrupt of this pass leaves nothing behind
+    _keep_last.set(0)  # used once, so that an interrupt leaves no value behind
     if hooks is None:
         if current_probe() is None:
-            set_attender(None)  # an interrupt may have left another cache's pass unclosed
+            set_attender(None)  # an interrupt may have left another cache's pass open
         return None
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     tokens = ids if ids is not None else embeddings
@@ -318,7 +318,7 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
             f"The cache holds a batch of {cache.rows}, and the input is a batch of {len(tokens)}; call reset() before "
             "another batch, or use one cache for each batch."
         )
-    if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
+    if cache.text is not None and cache.text[0] < cache.length + total:  # the text lacks these tokens
         cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []
@@ -326,7 +326,7 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
     cache.last_outputs = 0
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
-        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
+        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys need all queries
     for hook in cache.pass_hooks:
         hook.before(given["cache"], given)
     return given

@@ -125,7 +125,7 @@ def _write(model: Any, tokenizer: Any, tensors_table: GgufTable, folder: Path) -
         model.generation_config.save_pretrained(folder)
         try:
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # its library raises no OSError even when the disk is full
+        except Exception as error:  # the library raises other errors, even if the disk is full
             raise unwritable(folder.parents[1], str(error)) from error
     (folder / TABLE).write_text(json.dumps(tensors_table.to_json()))
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}

@@ -28,7 +28,7 @@ def fingerprint(model: Any) -> str:
     settings = model.config.get_text_config().to_dict()
     relevant = {name: value for name, value in settings.items() if any(part in name for part in _SETTINGS)}
     digest.update(json.dumps(relevant, sort_keys=True, default=str).encode())
-    saved = model.state_dict().keys()  # tables of positions are not, and may grow
+    saved = model.state_dict().keys()  # excludes tables of positions, which may grow
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     for name, tensor in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
         flat = tensor.detach().reshape(-1)

@@ -105,7 +105,7 @@ def table(reader: Any, model: Any) -> GgufTable:
     found = []
     for tensor in reader.tensors:
         name = str(tensor.name)
-        to = names.get(name) or names.get(name.removesuffix(".weight"))  # those of experts have no suffix
+        to = names.get(name) or names.get(name.removesuffix(".weight"))  # names of experts have no suffix
         if to is not None:
             shape = tuple(int(size) for size in reversed(tensor.shape))
             kind = str(tensor.tensor_type.name)

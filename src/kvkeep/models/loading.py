@@ -105,7 +105,7 @@ def load(
     requested, target = checked_format(weights), _device(device)
     source = _source(text, revision, progress or (lambda line: None))
     model, tokenizer = _read(source, requested, target)
-    model.kvkeep_tokenizer = tokenizer  # for methods that ask the model something
+    model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
     try:
         return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
     except torch.OutOfMemoryError as error:
@@ -146,7 +146,7 @@ def describe(
             return ModelDescription(config, made.dtype, weight_memory(config, requested, made, table))
     except (ModelError, UsageError):
         raise
-    except Exception as error:  # as below
+    except Exception as error:  # transformers and the hub raise anything
         raise _explained(source, error) from error
 
 
@@ -195,7 +195,7 @@ def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, An
         with silenced():
             config = _read_config(source)
             tokenizer = _tokenizer(source)
-            trim_memory()  # its files as Python objects
+            trim_memory()  # releases the tokenizer's parsed files
             model = _model(source, config, requested, device)
     except (ModelError, UsageError):
         raise
@@ -205,7 +205,7 @@ def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, An
 
 
 def _tokenizer(source: Source) -> Any:
-    if source.gguf is not None:  # a converted copy, whose tokenizer is of one class unless it says another
+    if source.gguf is not None:  # a converted copy; its tokenizer has one class by default
         stated = json.loads((Path(source.place) / "tokenizer_config.json").read_text("utf-8"))
         if stated.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast

@@ -39,7 +39,7 @@ class Packed(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move to another device. Codes keep their dtype; panels become rows if the library does not run there."""
-        self.__dict__.pop("struct", None)  # its pointers
+        self.__dict__.pop("struct", None)  # its pointers become invalid
         device = fn(torch.empty(0, dtype=torch.bfloat16, device=self.data.device)).device
         if self.native and device.type != "cpu":
             self.data, self.native = self.blocks().rows, False

@@ -48,7 +48,7 @@ class Packer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.places, self.outer = matrices(model), outer(model)
         self.strict = model._keep_in_fp32_modules_strict
-        if self.bits in (4, 8):  # which are rounded from the values as stored, once
+        if self.bits in (4, 8):  # these are rounded once, from the stored values
             model._keep_in_fp32_modules_strict = {*self.strict, *(f"{name}.weight$" for name in self.places)}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -133,5 +133,5 @@ class _Pack(ConversionOps):
             elif self.packer.pack(name, value, model.get_parameter(name)):
                 missing_keys.discard(name)
             else:
-                left[name] = torch.empty(value.shape, device="meta")  # transformers names it
+                left[name] = torch.empty(value.shape, device="meta")  # transformers reports it as missing
         return left

@@ -54,7 +54,7 @@ class Weights:
 def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
     """Return the weights of the model of ``config`` in the format ``made``. table: the table of its GGUF file. Raises
     UnsupportedModelError if transformers cannot build it."""
-    if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
+    if table is not None and made.packed and made.bits is None:  # the table has every weight of the file
         return Weights(requested, bits_of_file(table))
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())

@@ -15,7 +15,7 @@ def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **
     transformers initialises missing weights at random, with a line in its log only. Raises ModelError, with ``name``,
     when a weight is missing or has another shape than config.json says.
     """
-    # Other shapes pass here and are named below: transformers names them in its log only.
+    # Wrong shapes are reported below, because transformers only logs them.
     model, report = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     refuse_incomplete(name, report["missing_keys"], [entry[0] for entry in report["mismatched_keys"]])
     return model

@@ -147,7 +147,7 @@ def plan(
             f"{size(least.memory, up=True)}, for {_named(least)}."
         )
     marked = [replace(row, frontier=best) for row, best in zip(fitting, frontier(fitting), strict=True)]
-    # First the strictest promise, then the shortest time to a hundredth of a second.
+    # Prefer the strictest promise, then the shortest time, rounded to 0.01 s.
     best = min(marked, key=lambda row: (_PROMISES.index(row.exactness), round(row.seconds(answer), 2)))
     marked.sort(key=lambda row: (row.memory, row.cost.step))
     reason = _reason(best, marked, rows, answer)
@@ -178,7 +178,7 @@ def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
         )
     if not 0 <= acceptance <= 1:
         raise UsageError(f"An acceptance is a share from 0 to 1, not {acceptance:g}.")
-    Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers that are not keys and values
+    Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers without keys and values
 
 
 def _budgets(

@@ -138,7 +138,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build = _Builder(request, model, geometry, before, within, tail)
-    ahead = 1 if method.oneshot else chunk  # the length of a prompt is not known yet
+    ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
     budgets = selector.budgets(model, geometry, resident)
     if before is not None:
@@ -200,7 +200,7 @@ class _Builder:
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
-        # Ids and positions are kept where entries are rebuilt from them.
+        # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
         self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter

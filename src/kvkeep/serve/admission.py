@@ -90,7 +90,7 @@ class Admission:
             if self._refused == (
                 job,
                 self._in_memory,
-            ):  # no memory was released since the refusal
+            ):  # no memory was released after the refusal
                 return
             try:
                 session = self._session(job)
@@ -159,7 +159,8 @@ class Admission:
         if not job.found.done():
             return None
         blocks = job.found.result()
-        return (None, blocks) if len(blocks) * BLOCK > known else (prefix, ())
+        longer = not known or (len(blocks) - 1) * BLOCK >= known  # the last one may have few of the prompt's tokens
+        return (None, blocks) if blocks and longer else (prefix, ())
 
     def _is_waiting(self, job: Job) -> bool:
         """Return whether another answer is still reading a prefix of the job's prompt, which the job can then reuse."""
@@ -180,11 +181,11 @@ class Admission:
         """
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens, len(blocks) * BLOCK)
         self.arbiter.check(peak)
-        peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
+        peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.complete:
-            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # a copy of a layer
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # plus one layer's copy
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver

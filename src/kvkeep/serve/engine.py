@@ -59,8 +59,8 @@ class Engine:
 
     store: the store of sessions and beginnings; without one, evicted sessions are forgotten and read again. cache:
     default method, budget and options of a session. waiting: the maximum number of waiting requests. Call :meth:`start`
-    for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model
-    whose attention cannot be streamed.
+    for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a
+    model whose attention cannot be streamed.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Engine:
                 "load the model in one process."
             )
         try:
-            bind(self.model)  # here, because two threads must not bind at once
+            bind(self.model)  # here, because concurrent binding is not safe
         except UnsupportedModelError:
-            if not self.geometry.other_layers:  # with them, every session has a separate pass
+            if not self.geometry.other_layers:  # these layers need a separate pass per session
                 raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
@@ -216,7 +216,7 @@ class Engine:
         finally:
             with self._lock:
                 self._ended = True
-            self._take_in(False)  # so that no caller waits forever
+            self._take_in(False)  # fails the waiting requests
             self.close()
             self._report_saved()
 

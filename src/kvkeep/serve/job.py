@@ -87,7 +87,7 @@ class Job:
     found: Future[list[BlockName]] | None = None  # stored blocks with which the prompt begins
     waits_for: PendingPrefix | None = None  # the job that reads a prefix of this prompt
     last: Event | None = None  # the last event, reported when the session is saved
-    at: float = field(default_factory=time.monotonic)  # the time of its last token; before the first, of the request
+    at: float = field(default_factory=time.monotonic)  # time of the last token, or of the request before the first
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _listener_failed: bool = False
 

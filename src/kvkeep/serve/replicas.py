@@ -184,9 +184,9 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     """Connect to a Ray cluster for the block. Without an address, start a cluster on this machine, and end it
     afterwards. Raises KvkeepError if the connection fails."""
     ray_serve()
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # only in this process, which reports events itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # only in this process, which reports events
     cores = math.ceil(scale.maximum * scale.cores)
-    # Ray prints that a process died: print it here at once; a buffer would delay it until the end.
+    # Ray prints messages about dead processes. stderr shows them immediately; stdout would buffer them.
     with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
 
@@ -284,7 +284,7 @@ def drain(grace: float) -> int:
     while True:
         try:
             return found.result(CHECK_S)
-        except Exception:  # not ready, or an error
+        except Exception:  # the replica is not ready or has failed
             if not ray_cluster.alive():
                 raise ClusterEnded(
                     "The signal also ended Ray's processes. Running answers were cut off; finished turns are saved."
@@ -303,7 +303,7 @@ def _drain(grace: float, found: Future[int]) -> None:
         except TimeoutError as error:
             results = [error] * states.get("RUNNING", 0)
         silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
-        found.set_result(len(silent) + states.get("STOPPING", 0))  # ending replicas are not asked
+        found.set_result(len(silent) + states.get("STOPPING", 0))  # stopping replicas are only counted
     except Exception as error:
         found.set_exception(error)
 

@@ -142,9 +142,9 @@ class SessionStorage:
     # -- beginnings -----------------------------------------------------------------------------------
 
     def find(self, session: OpenSession, prompt: Sequence[int], known: int) -> Future[list[BlockName]] | None:
-        """Find the stored blocks with which an empty session can begin ``prompt``. Return None if there cannot be any
-        beyond the ``known`` tokens that it can get from memory."""
-        if (len(prompt) - 1) // BLOCK * BLOCK <= known or not self.stores_beginnings(session):
+        """Find the stored blocks with which an empty session can begin ``prompt``. Return None if they cannot have
+        a block more than the ``known`` tokens that it can get from memory."""
+        if (known and known + BLOCK > len(prompt)) or not self.stores_beginnings(session):
             return None
         assert self.store is not None
         folder, space, cache = self.store.blocks, _space(session), session.cache

@@ -86,7 +86,7 @@ def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, T
     """Combine two partial results, in the memory of the first; outputs (batch, heads, queries, dim) float32, lse
     without the last axis."""
     lse = torch.logaddexp(lse_a, lse_b)
-    # Where a query saw nothing in either part both are -inf and the difference is nan: weigh with 0.
+    # If a query sees no entry in both parts, both are -inf and the difference is nan. Its weight is 0.
     weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
     weight_b = torch.exp(lse_b - lse).nan_to_num_(0.0).unsqueeze(-1)
     return a.mul_(weight_a).addcmul_(b, weight_b), lse
@@ -105,19 +105,19 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     groups = heads // key.shape[1]
     causal = segment.causal and queries > 1
     if causal:
-        # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
+        # The kernel's causal flag applies per head, so keys are repeated instead of stacking queries.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     else:
-        # Queries of one kv head are stacked as rows, so shared keys are read once, in place.
+        # Queries of one KV head are stacked as rows, so that shared keys are read once, in place.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
-        if mask is not None and mask.shape[1] > 1:  # a mask a head
+        if mask is not None and mask.shape[1] > 1:  # one mask per head
             mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
         elif mask is not None and mask.shape[-2] > 1:
             mask = mask.repeat(1, 1, groups, 1)
     if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)
         output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
-        if mask is not None:  # the kernel reports 0 for a row that sees nothing
+        if mask is not None:  # the kernel reports 0 for a row without visible entries
             lse = lse.masked_fill(_blind(mask), float("-inf"))
     else:
         output, lse = _plain(query, key, value, mask, causal, scaling)
@@ -130,7 +130,7 @@ def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Ten
     rows = batch // copies
     folded = query.unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)  # (copies, rows * heads, queries, dim)
     mask = segment.mask
-    if mask is not None:  # a mask a row, (batch, 1, queries or 1, entries)
+    if mask is not None:  # one mask per row, (batch, 1, queries or 1, entries)
         mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)
     output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
     output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
@@ -172,7 +172,7 @@ def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: s
     scores = [_scores(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, -1), -1)
     if any(segment.mask is not None for segment in segments):
-        weights.nan_to_num_(0.0)  # of a query that sees no entry
+        weights.nan_to_num_(0.0)  # a query may see no entry
     shares = weights.split([part.shape[-1] for part in scores], -1)
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):

@@ -74,10 +74,10 @@ class DynamicLayer(CacheLayerMixin):
     compressed_bytes = bookkeeping_bytes = 0
 
     def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
-        self.is_initialized = False  # transformers' constructor would set keys and values, too
+        self.is_initialized = False  # transformers' constructor also sets keys and values
         self.limit = limit
         self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
-        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # while the buffers are these
+        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
 
     @property
     def keys(self) -> Tensor | None:
@@ -105,7 +105,7 @@ class DynamicLayer(CacheLayerMixin):
                 mine.share(rows, length)
             else:
                 mine.append(rows.view()[..., :length, :])
-        other._next = None  # it would keep outgrown buffers
+        other._next = None  # it refers to outgrown buffers
 
     @property
     def shared(self) -> list[Tensor]:
@@ -123,7 +123,7 @@ class DynamicLayer(CacheLayerMixin):
                 f"The static cache holds {self.limit} entries, but {stop} are needed; give it a larger budget, or "
                 "use method 'full', which grows."
             )
-        self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
+        self.is_initialized, self._next = True, None  # it refers to outgrown buffers
         self._keys.append(key_states)
         self._values.append(value_states)
         return self._keys.view(), self._values.view()
@@ -210,7 +210,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
+        if key_states.shape[-2] > 1 and not self.record_past:  # a step only adds one entry
             self.trim()
         return seen
 

@@ -8,6 +8,7 @@ its step can be planned (:meth:`Layer.plan`), an executor runs it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
         self.geometry, self.dtype = site.layer, next(site.model.parameters()).dtype
-        self.resident: Any = resident  # a WorkingSet, where parts ask for one
+        self.resident: Any = resident  # a WorkingSet if parts need one
         self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
-        self.length = 0  # slots settled so far
+        self.length = 0  # number of settled slots
         self.pending: tuple[Tensor, Tensor] | None = None  # new entries, (lanes, n, dim)
         self.lost = False  # whether the store failed to take evicted entries
 
@@ -81,12 +82,26 @@ class Layer(CacheLayerMixin):
         self.resident.commit()
         self.length += 1
 
-    def settle(self) -> None:
-        """Make the pending entries resident; the store takes the entries evicted for them."""
+    @outside_inference_mode
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, mapped from files.
+        Parts that keep all entries hold the pieces themselves."""
+        by_lane = [[piece.flatten(0, 1) for piece in pieces] for pieces in (keys, values)]
+        if self.resident.adopt(*by_lane):
+            self.is_initialized, self.heads = True, keys[0].shape[1]
+            self.length = sum(piece.shape[2] for piece in keys)
+            return
+        for pair in zip(keys, values, strict=True):
+            self.take(*pair)
+            self.settle(mapped=True)
+
+    def settle(self, mapped: bool = False) -> None:
+        """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
+        a file."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
-        self.reader.settling(self, keys, values)
+        self.reader.settling(self, keys, values, mapped)
         left = self.resident.admit(keys, values, self.length)
         self.length += keys.shape[1]
         if left is not None:
@@ -118,7 +133,6 @@ class Layer(CacheLayerMixin):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the pending entries."""
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
@@ -143,7 +157,7 @@ class Layer(CacheLayerMixin):
             visible = visible if piece.lanes is None else visible[piece.lanes]
             return visible[..., piece.first : piece.first + piece.keys.shape[2]]
         slots = piece.slots
-        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all queries see
+        tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
         mask = slots[:, None, None] >= 0 if piece.holes else None
         if visible is not None:
             visible = visible if piece.lanes is None else visible[piece.lanes]

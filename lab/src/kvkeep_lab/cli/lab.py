@@ -29,7 +29,7 @@ FOLDER = Path("kvkeep-lab")
 WORKERS = "Number of processes that measure at the same time."
 RAY = "Measure on a Ray cluster: its address, auto (this machine's), or local (started here)."
 KVPRESS = "Python interpreter of an environment with kvpress."
-_PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
+_PACE = 3600.0  # seconds over which the remaining time is estimated; a cell may take minutes
 
 app = typer.Typer(
     help="Repeat the experiments of papers: list, run and report them.",
@@ -116,7 +116,7 @@ def run(
         from kvkeep_lab.store import Store
 
         if kvpress is not None:
-            os.environ[PYTHON] = kvpress  # for processes that this one may start, too
+            os.environ[PYTHON] = kvpress  # child processes need it too
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen
@@ -143,7 +143,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     with (
         Progress(*columns, *left, speed_estimate_period=_PACE, **options) as bar,
         redirect_stdout(sys.stderr),
-    ):  # Ray prints, too
+    ):  # Ray prints to stdout
         line = bar.add_task("", total=None)
         yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
 
@@ -194,7 +194,7 @@ def report(
         raise UsageError("There is nothing to report: these results hold no readable cell of an experiment.")
     chapters = [group.chapter() for group in found]
     names = {group.experiment.name for group in found}
-    chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one is about that one
+    chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one experiment lists no others
     files = write(chapters, output) if output is not None else []
     if json:
         sections = [

@@ -77,7 +77,7 @@ def chat(
             requested = cache.parse()
             saver = stack.enter_context(Saver(session, sessions))
             loaded = model.load()
-        screen = _screen(json, plain, history)  # after the line about loading, which redirects standard output
+        screen = _screen(json, plain, history)  # after loading, which redirects standard output
         kept = saver.session
         if kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)

@@ -25,11 +25,11 @@ def serve_replicas(
     port = address.port
     if cluster is None:
         service = with_defaults_for_replicas(service, scale.ongoing, scale.maximum)
-        with address.socket() as free:  # Ray Serve's proxy takes its place
+        with address.socket() as free:  # finds the port that Ray Serve's proxy uses later
             port = free.getsockname()[1]
     with replicas.cluster(cluster, scale):
         stopped = threading.Event()
-        if cluster is None:  # after Ray has set its own handlers, which abort, and before replicas start
+        if cluster is None:  # after Ray sets its handlers, which abort, and before replicas start
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stopped.set())
         proxy = Address(*replicas.deploy(service, scale, address.host, port, address.tls))

@@ -121,11 +121,11 @@ class CollectedAttention:
         self._origin = origin
         self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
-        self._newest: Span | None = None  # query i sees its first i + 1 entries
+        self._newest: Span | None = None  # query i attends to its first i + 1 entries
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # entries before the collected ones
-        self._skipped: Tensor | None = None  # the number of collected entries that each lane has attended to
+        self._skipped: Tensor | None = None  # number of collected entries that each lane attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None
@@ -169,7 +169,7 @@ class CollectedAttention:
         entries, spans, newest = sum(count for count, _ in self._masks), self._spans, 0
         if last and self._newest is not None:
             newest, spans = self._newest.entries, [*spans, self._newest]
-        if not spans:  # whole blocks, attended already
+        if not spans:  # all entries were attended in complete blocks
             spans = [self._nothing()]
         mask = self._mask(entries, newest)
         past = entries if newest and mask is None else None

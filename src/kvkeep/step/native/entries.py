@@ -123,7 +123,7 @@ def piece_of(span: Span) -> KvPiece:
         tensors = _describe(piece, span.keys, span.values)
         if isinstance(span.keys, Tensor):
             rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries there is no place
+        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries, the address is 0
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
     piece.entries = span.stop - span.start

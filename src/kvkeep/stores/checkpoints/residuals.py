@@ -47,7 +47,7 @@ class ResidualCheckpoint(Checkpoint):
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
-        # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
+        # If every layer has residuals, single entries are rebuilt. Otherwise layers run again between anchors.
         # Where heads are split over processes, all processes look up the same ids together, but would pick different
         # ones.
         self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1

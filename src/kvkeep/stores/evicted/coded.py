@@ -59,7 +59,7 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     the middle."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that codes reach both ends
+    if bits == 16:  # float16 is coarser than a step, so the scale is rounded up to reach both ends
         offset = ((low + high) / 2).half()
         reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
         scale = (reach / (128 - FINE)).clamp(min=1e-6).half()

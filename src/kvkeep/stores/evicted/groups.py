@@ -55,14 +55,14 @@ class Groups(EvictedStore):
     def __init__(self, capacity: int | None, codec: Codec) -> None:
         self.capacity, self.codec = capacity, codec
         self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
-        self.count = 0  # entries that wait
+        self.count = 0  # number of waiting entries
         self.parts: list[Tensor] = []  # (lanes, groups, ...)
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
-        self.written = 0  # groups ever written
+        self.written = 0  # number of groups written
         self.holes = False  # whether some slots are -1
         self.gaps = False  # whether some slots of waiting entries are -1
-        self._evicted = torch.empty(0)  # slots of the entries that a planned step evicts, (lanes, 1)
-        self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
+        self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1)
+        self._spans: list[Span] | None = None  # groups and waiting entries; valid for these tensors
         self._readable = False  # whether the native library reads all of these spans
 
     @property
@@ -113,7 +113,7 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        if not self.waiting or (evicts and self.count == GROUP - 1):  # the first group begins, or one is encoded
+        if not self.waiting or (evicts and self.count == GROUP - 1):  # a first group begins or a group is encoded
             return None
         spans = self.spans()
         if spans is None or self._spans is None or not self._readable:
@@ -181,7 +181,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps, self._spans = bool(holes), True, None  # there may be
+        self.holes, self.gaps, self._spans = bool(holes), True, None  # ``gaps`` is not saved
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None
@@ -200,7 +200,7 @@ class Groups(EvictedStore):
         if not self.parts or self.slots is None:
             within("counts", self.written, 0, 1)
             return
-        within("counts", self.written, 1, sys.maxsize)  # an entry that comes back may be evicted, and written, again
+        within("counts", self.written, 1, sys.maxsize)  # a recalled entry may be evicted and written again
         groups = self.slots.shape[1]
         within("groups", groups, self.kept, (groups if self.capacity is None else self.capacity) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))

@@ -26,7 +26,7 @@ class MergeOnEvict(EvictedStore):
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         with self.meter.merging():
             for bank in resident.banks:
-                if bank.columns:  # none: a row of padding so far
+                if bank.columns:  # a row of padding has no columns
                     self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
 
     @abstractmethod

@@ -102,7 +102,6 @@ class MergesNeighbours(EvictedStore):
             setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
 
     def _by_lane(self) -> dict[str, Tensor]:
-        """Return the tensors by lane that exist."""
         return {name: rows for name in self.by_lane if (rows := getattr(self, name)) is not None}
 
     @property

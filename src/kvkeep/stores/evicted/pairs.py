@@ -122,7 +122,7 @@ def merge(
     pairs = int(chosen.sum(1).max())
     at = (~chosen).int().argsort(dim=1, stable=True)[:, :pairs]
     real = chosen.gather(1, at)
-    one, two = entries.at(at), entries.at(at + real)  # where it is no pair, the entry and itself
+    one, two = entries.at(at), entries.at(at + real)  # without a pair, the second is the entry itself
     dtype, keys = entries.keys.dtype, one.keys.float()
     second, values = turned(two.keys.float(), -one.counts), (one.values.float(), two.values.float())
     clues = None if one.clues is None or two.clues is None else (one.clues, two.clues)
@@ -145,7 +145,7 @@ def merge(
     gone = torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
     result.slots, result.counts = result.slots.masked_fill(gone, -1), result.counts.masked_fill(gone, 0)
     if how.cap:
-        # A count that was cut brings earlier entries nearer.
+        # A clamped count moves earlier entries closer to the end.
         nearer = _from_end(entries.counts) - _from_end(result.counts)
         if bool(nearer.any()):
             result.keys = turned(result.keys.float(), nearer).to(dtype)

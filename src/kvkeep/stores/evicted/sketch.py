@@ -113,7 +113,7 @@ class CountSketch:
                 spread = MEDIAN[self.rows] if by == "median" else 1 / self.rows
                 deviation /= 1 + spread / self.slots * count[:, None, None]
             cells = deviation.to(cells.dtype)
-        cells = torch.cat([cells, -cells if self.signed else cells], 1)  # by places: signs are looked up, too
+        cells = torch.cat([cells, -cells if self.signed else cells], 1)  # signed cells are looked up by place
         return Estimates(cells, at, mean, by, meter or Meter())
 
     def select(self, lanes: Tensor) -> None:

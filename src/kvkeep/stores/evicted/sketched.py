@@ -26,7 +26,7 @@ class Hashed:
 
     def __init__(self, ledger: Ledger, rows: int) -> None:
         self.ledger, self.rows = ledger, rows
-        self._known: dict[int, Tensor] = {}  # by slots of a row: (rows, batch, slots of the sequence)
+        self._known: dict[int, Tensor] = {}  # by slots per row: (rows, batch, slots of the sequence)
 
     def at(self, slots: Tensor, size: int) -> Tensor:
         """Return the places of the entries at ``slots`` (lanes, n) in rows of ``size`` slots, (rows, lanes, n) int32;
@@ -63,10 +63,10 @@ class Sketched(EvictedStore):
         self.hashed, self.size, self.estimate, self.by, self.keys = hashed, slots, estimate, by, keys
         self.swap_at, self.meter, self.leads = swap, meter, leads
         self.listens = swap > 0  # type: ignore[misc]
-        self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys, of values
-        self.inside: Tensor | None = None  # (lanes, slots and one more for none) bool
-        self.scores: Tensor | None = None  # (lanes, slots and one more for none) float32, where it listens
-        self._yielded: list[Tensor] = []  # slots of the pieces that were last yielded
+        self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys and of values
+        self.inside: Tensor | None = None  # (lanes, slots + 1) bool; the last column stands for -1
+        self.scores: Tensor | None = None  # (lanes, slots + 1) float32, if scores are observed
+        self._yielded: list[Tensor] = []  # slots of the last yielded pieces
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         if self.sketches is None:
@@ -223,7 +223,7 @@ def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and their indices. Of equal ranks the first, which
     is the older entry, comes first: entries that share slots have equal estimates."""
     bits = (ranks + 0.0).view(torch.int32)  # no negative zeros
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # the order of floats, as integers
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # integers in the order of the floats
     best = (ordered - torch.arange(ranks.shape[1], device=ranks.device)).topk(count, dim=1).indices
     return ranks.gather(1, best), best
 

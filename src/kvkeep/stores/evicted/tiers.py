@@ -117,14 +117,14 @@ class Tier:
         parts = [torch.cat(pair, 1) for pair in zip(self.parts, encoded, strict=True)] if groups else encoded
         slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
         if slots.shape[1] <= count:
-            layout = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
+            layout = torch.contiguous_format  # the kernel's layout, and a copy releases a larger tensor
             self.parts = parts if groups else [part.clone(memory_format=layout) for part in parts]
             return slots, scores, EntryGroups(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
-            if coming.groups:  # groups that only pass through keep their numbers
+            if coming.groups:  # new groups that pass through are not encoded here
                 new = (falling - groups).clamp(min=0)
                 passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)
@@ -174,7 +174,7 @@ class Tiers(EvictedStore):
         self.scores: Tensor | None = None
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
-        self._spans: list[Span] | None = None  # tiers and what waits, while these are the tensors
+        self._spans: list[Span] | None = None  # tiers and waiting entries; valid for these tensors
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Tiers(EvictedStore):
             if self.without == "channels":
                 self.channels = Channels(self.channels.mean.zero_(), self.channels.deviation.fill_(1.0))
         counts = tier_counts(self.limit, self.prices, self.groups + coming.groups)
-        spare = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
+        spare = start = 0  # unused groups of higher tiers; groups never rise
         every: list[tuple[Tensor, Tensor]] = []
         for tier, count in zip(self.tiers, counts, strict=True):
             stop = start + tier.groups * GROUP
@@ -228,7 +228,7 @@ class Tiers(EvictedStore):
                 slots, scores, coming = tier.settle(slots, scores, coming, spare, self.channels, self.meter)
             every.append((slots.flatten(1), scores.flatten(1)))
             spare -= tier.groups
-        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
+        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one transfer from the device for all
         for tier, holes in zip(self.tiers, empty, strict=True):
             tier.holes = holes
         every.append((self.slots[:, -GROUP:], self.scores[:, -GROUP:]))
@@ -338,11 +338,11 @@ class Tiers(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         named: dict[str, list[Tensor]] = {}
-        for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
+        for key in sorted(key for key in state if key != "counts"):  # fewer than ten per name, so they sort in order
             named.setdefault(key.partition(".")[0], []).append(state[key])
         self._put(named)
         self.waiting.count, *holes = state["counts"].tolist()
-        self.gaps = True  # there may be
+        self.gaps = True  # not saved
         for tier, flag in zip(self.tiers, holes, strict=True):
             tier.holes = bool(flag)
 

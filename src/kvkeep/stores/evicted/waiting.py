@@ -61,7 +61,7 @@ class Waiting:
     def __init__(self, width: int, coded: bool = True) -> None:
         self.codes, self.scales = (torch.int8, torch.float16) if width <= 2 else (torch.int16, torch.float32)
         self.coded, self.count = coded, 0
-        self.parts: list[Tensor] = []  # of keys, and of values: codes (lanes, GROUP, dim), scale and offset
+        self.parts: list[Tensor] = []  # for keys and values: codes (lanes, GROUP, dim), scale, offset
 
     def begin(self, parts: Sequence[Tensor], there: Tensor | None) -> None:
         """Forget the waiting entries, and set bounds by keys and values (lanes, n, dim). there: (lanes, n) bool, which
@@ -82,9 +82,9 @@ class Waiting:
         if there is not None:
             low, high = (low.masked_fill(~there[..., None], end) for end in (float("inf"), float("-inf")))
         low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
-        low, high = (end.masked_fill(low > high, 0.0) for end in (low, high))  # of lanes without any
+        low, high = (end.masked_fill(low > high, 0.0) for end in (low, high))  # for lanes without entries
         reach = (high - low) * (0.5 + MARGIN)
-        if count < GROUP:  # of a few entries the bounds say little
+        if count < GROUP:  # the bounds of a few entries are too narrow
             reach += torch.maximum(-low, high).amax(2, keepdim=True)
         scale = (reach / torch.iinfo(self.codes).max).to(self.scales).clamp_(min=torch.finfo(self.scales).tiny)
         return [numbers.new_zeros(lanes, GROUP, dim, dtype=self.codes), scale, ((low + high) / 2).to(self.scales)]

@@ -33,8 +33,11 @@ class Backed(Reader):
         """The first slot that the backing still has; earlier ones are lost."""
         return self.checkpoint.first(self.index)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        self.checkpoint.append(self.index, keys, values)
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        if mapped:
+            self.checkpoint.adopt(self.index, keys, values)
+        else:
+            self.checkpoint.append(self.index, keys, values)
 
     def past(self, layer: Layer) -> Iterator[Piece]:
         yield from self.checkpoint.pieces(self.index, layer.length)

@@ -129,7 +129,7 @@ class DraftAndVerify(Backed):
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
-            # Queries of padding attend, too, and must not count.
+            # Queries of padding also attend; their attention must not count.
             span = slice(voters.first, voters.first + step.queries)
             lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
         parts = []

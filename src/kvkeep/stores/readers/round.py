@@ -16,9 +16,9 @@ from kvkeep.stores.windows import WindowState, noted
 class RoundPhase(Enum):
     """The purpose of a forward pass."""
 
-    EXACT = "exact"  # over all entries; its entries stay
-    DRAFT = "draft"  # over resident entries; its entries are taken back
-    VERIFY = "verify"  # over all entries; its entries wait for a decision
+    EXACT = "exact"  # over all entries; new entries stay
+    DRAFT = "draft"  # over resident entries; new entries are removed
+    VERIFY = "verify"  # over all entries; new entries wait for a decision
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Round:
         self.layers: list[Any] = []
         self.windows: list[Any] = []
         self.statistics: RoundStatistics | None = None
-        self._begun = 0  # slots before the round in progress
+        self._begun = 0  # slots before the current round
         self.uneven = False
-        self._agreed = False  # whether drafts were right since the resident entries were last chosen
+        self._agreed = False  # whether all drafts after the last choice of entries were accepted
         self._before: list[WindowState] = []
 
     @property
@@ -68,7 +68,7 @@ class Round:
                 "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
                 "aligned with them; call reset() and read the whole text again."
             )
-        if self.drafting and not self._agreed:  # until now the round could work without drafts of the model
+        if self.drafting and not self._agreed:  # first draft after an exact pass or a rejected draft
             for layer in self.layers:
                 layer.reader.choose(layer)
             self._agreed = True

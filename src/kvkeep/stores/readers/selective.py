@@ -107,9 +107,9 @@ class Selective(Backed):
             past = self.segments(layer, step, recalled, wide)
             output, lse = attend(step.query, chain(near, past), step.scaling)
         if lost:
-            self._note(1.0)  # nothing bounds what was lost
+            self._note(1.0)  # attention to lost entries has no bound
         evicted: list[Segment] = []
-        if store.keeps:  # what was not recalled is attended as the store has it
+        if store.keeps:  # other entries are attended in their stored form
             keep = None if recalled is None else ~recalled
             pieces = store.pieces(step.query, resident, layer.length)
             evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
@@ -190,8 +190,8 @@ class Selective(Backed):
         self.last = max(self.last, bound)
         self.worst = max(self.worst, self.last)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        super().settling(layer, keys, values)
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        super().settling(layer, keys, values, mapped)
         self.bounds.extend(keys)
 
     # -- the cache contract -------------------------------------------------------------------------

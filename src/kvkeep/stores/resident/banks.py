@@ -52,7 +52,7 @@ class Bank:
     sinks: Tensor | None = None
     used: int = 0
     vacant: int = 0
-    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # of keys and values, which stay
+    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # valid while keys and values stay
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""

@@ -36,7 +36,7 @@ class BlockPool:
     def take(self) -> int:
         """Return the lowest free block, so that runs stay long, with a count of one."""
         if not self.free:
-            grown = max(8, len(self.counts) // 2)  # as :func:`pool_rows` counts
+            grown = max(8, len(self.counts) // 2)  # the same growth as in :func:`pool_rows`
             self.free = list(range(len(self.counts) + grown - 1, len(self.counts) - 1, -1))
             self.counts += [0] * grown
         block = self.free.pop()
@@ -188,7 +188,7 @@ class Paged(Resident):
         if not self._pools:
             self._pools += [rows.new_empty(self.heads, size, rows.shape[2]) for rows in (keys, values)]
         for number, pool in enumerate(self._pools):
-            if pool.shape[1] < size:  # in the list they share, so that forks see it too
+            if pool.shape[1] < size:  # forks share the list, so they see the new pool
                 grown = pool.new_empty(pool.shape[0], size, pool.shape[2])
                 grown[:, : pool.shape[1]] = pool
                 self._pools[number] = grown
