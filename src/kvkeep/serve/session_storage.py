@@ -309,7 +309,8 @@ class SessionStorage:
         key, message = "/".join(name), str(error)
         for path in (os.path.realpath(self.store.path(key)), str(self.store.path(key)), key):
             message = message.replace(path, name[1])
-        return message.replace(f"{self.store.folder}{os.sep}", "")
+        folder = str(self.store.folder)
+        return message.replace(f"{folder}{os.sep}", "").replace(f"'{folder}'", f"'{name[1]}'")
 
 
 def _space(session: OpenSession) -> str:
