@@ -11,7 +11,7 @@ import pytest
 from answering import NEW, Client, alone, run, small, text
 from conftest import WORDS, saved
 from families import tiny
-from running import KEYS, program, within
+from running import KEYS, Program, program, within
 
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockFolder
@@ -164,7 +164,7 @@ def test_servers_that_share_a_folder_begin_with_each_others_blocks(tmp_path: Pat
     ids = LONG
     for turn, server in enumerate((first, second, first, second)):
         client = told(server, ids)
-        assert client.ended.cached == (len(ids) - 3 if turn else 0)
+        assert client.ended.cached >= len(LONG) + NEW - 1 if turn else client.ended.cached == 0
         assert [*client.ended.tokens] == alone("llama", ids, **FULL)
         ids = [*ids, *client.ended.tokens, 3, 4]
     for server in (first, second):
@@ -181,9 +181,9 @@ def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Pa
         {"role": "user", "content": said[2]},
     ]
 
-    def asked(address: str, given: list[Any], key: str = KEYS[0]) -> tuple[str, Any]:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
-        found = client.chat.completions.create(model=model.name, messages=given, max_tokens=NEW, temperature=0)
+    def asked(running: Program, given: list[Any], key: str = KEYS[0]) -> tuple[str, Any]:
+        client = openai.OpenAI(base_url=f"{running.address}/v1", api_key=key, max_retries=0)
+        found = client.chat.completions.create(model=running.model, messages=given, max_tokens=NEW, temperature=0)
         assert found.usage is not None and found.usage.prompt_tokens_details is not None
         return str(found.choices[0].message.content), found.usage
 
@@ -192,20 +192,19 @@ def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Pa
     for private in (True, False):
         store = ["--private"] if private else ["--sessions", str(tmp_path / "store")]
         with program(*options, *store, fork=True) as running:
-            content, usage = asked(running.address, messages)
-            tokens = usage.prompt_tokens
-            assert tokens >= 3900 and usage.prompt_tokens_details.cached_tokens == 0
+            content, usage = asked(running, messages)
+            assert 3900 <= usage.prompt_tokens < 4096 and usage.prompt_tokens_details.cached_tokens == 0
             turn = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "the river"}]
             if private:
-                answers.append(asked(running.address, turn)[0])  # without a restart
+                answers.append(asked(running, turn)[0])  # without a restart
                 assert "in memory only" in running.said() and not (tmp_path / "store").exists()
             else:
                 assert f"stored in {tmp_path / 'store'}, at most 2.0 GB" in running.said()
-                assert within(20, lambda: len([*tmp_path.rglob("*.block")]) > tokens // 256)
+                assert within(20, lambda: len([*tmp_path.rglob("*.block")]) > 3900 // 256)
                 running.process.kill()
     with program(*options, "--sessions", str(tmp_path / "store"), fork=True) as running:
-        content, other = asked(running.address, turn, KEYS[1])
+        content, other = asked(running, turn, KEYS[1])
         assert other.prompt_tokens_details.cached_tokens == 0  # of another key
-        mine, usage = asked(running.address, turn)
+        mine, usage = asked(running, turn)
         assert usage.prompt_tokens >= 3904 and usage.prompt_tokens_details.cached_tokens >= 3840
         assert mine == content == answers[0]
