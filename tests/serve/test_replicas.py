@@ -21,7 +21,7 @@ from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
-from kvkeep.blocks.store import Store
+from kvkeep.blocks.store import QUOTA, Store
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.ray_serve import serve_replicas
 from kvkeep.errors import KvkeepError, UsageError
@@ -225,7 +225,7 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
     given = {"memory": "8MB", "budget": "25%", "sessions": "/chats", "keys": str(tmp_path / "keys"), "quota": None}
     service, scale = app(given)
     assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
-    assert (service.quota, service.age, service.limits.answers, service.logs) == (None, None, 64, False)
+    assert (service.quota, service.age, service.limits.answers, service.logs) == (QUOTA, None, 64, False)
     assert (scale.minimum, scale.maximum, scale.cores, scale.ongoing) == (2, 2, 1, 8)
     given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
     service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})

@@ -241,6 +241,33 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     engine.close()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_session_on_a_disk_that_became_read_only_is_read_and_answered(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, parts, kind = serving(tmp_path), turns(3), METHODS[2]
+    one = told(engine, parts[0], "talk", **kind)
+    engine.close()
+    if not kept:
+        Store(tmp_path).remove("me/talk")
+    engine = serving(tmp_path)
+
+    def read_only(reference: Reference, *given: Any) -> Any:
+        raise references.unwritable(reference.folder, OSError(30, "Read-only file system"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reference, "_open", read_only)
+        patch.setattr(Reference, "commit", read_only)
+        ids = [*parts[0], *one.ended.tokens, *parts[1]]
+        two = told(engine, ids, "talk", **kind)
+        assert (two.ended.cached > 0) == kept and two.ended.written == NEW
+        assert "read-only" in engine.sessions.facts("me")["talk"]["note"]
+    three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
+    assert three.ended.cached > len(ids) and engine.sessions.facts("me")["talk"]["note"] is None
+    engine.close()
+    assert Store(tmp_path).info("me/talk").tokens == len(ids) + len(parts[2]) + 2 * NEW - 1
+
+
 def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def test_kills_during_answers_lose_no_finished_turn(model_folder: Path, tmp_path
         for talk in talks:
             talk.found_again(running)
     turns, went_on = sum(talk.turns for talk in talks), sum(talk.went_on for talk in talks)
-    orphans = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
+    orphans = [path for path in folder.rglob("*") if ".saving-" in path.name]
     checkpoints = [path for path in Path(os.environ["KVKEEP_CACHE"], "checkpoints").rglob("*") if path.is_file()]
     problems = [one for one in Store(folder).sessions() if one.problem or one.held]
     assert not orphans and not checkpoints and not problems, (orphans, checkpoints, problems)
@@ -208,8 +208,8 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     known = {}
     for info in Store(tmp_path).sessions():
         assert not info.problem and not info.held and info.turns == 1
-        with Store(tmp_path).read(info.name) as file:
-            known[int(info.name.rpartition("-")[2])] = file.tensor("session.ids")[0].tolist()
+        with Store(tmp_path).read(info.name) as reference:
+            known[int(info.name.rpartition("-")[2])] = reference.about["ids"][0]  # type: ignore[index]
     assert len(known) == SESSIONS
     cut = read = 0
     with program(*options) as running:

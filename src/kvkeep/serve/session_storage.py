@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -191,12 +191,11 @@ class SessionStorage:
         return future
 
     def _open(self, name: Name, options: Mapping[str, Any]) -> OpenedSession:
-        """Return the session of this name. A new session is returned even if it cannot be created now."""
+        """Return the session of this name; it is new if it can neither be opened nor created now."""
         try:
             opened = self._opened(name, options)
-        except SessionUnwritable:
-            if self.store is None or self.store.path("/".join(name)).exists():
-                raise
+        except SessionUnwritable as error:
+            log.warning("The session '%s' begins without the store: %s", name[1], error)
             opened = OpenedSession(name, Request.parse(**options))
         return replace(opened, note=opened.note or self.lost_turns.pop(name, None))
 
@@ -226,11 +225,15 @@ class SessionStorage:
             return OpenedSession(name, request, stored, away, note)
 
     def _stored(self, name: Name) -> tuple[StoredSession, str | None]:
-        """Return a stored session, open for writing, and a note if it replaced a damaged one."""
+        """Return a stored session, open for writing if the disk allows it, and a note if it replaced a damaged one."""
         assert self.store is not None
         key = "/".join(name)
         try:
             return StoredSession(self.store, key, writing=True), None
+        except SessionUnwritable:
+            with suppress(SessionError):  # there is nothing to read either
+                return StoredSession(self.store, key), None
+            raise
         except SessionDamaged as error:
             note = self._set_aside(name, error)
             return StoredSession(self.store, key, writing=True), note
