@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from forked import kvkeep, started
-
 from kvkeep.decode.journal import Journal
 
 Run = Callable[..., tuple[int, str, str]]

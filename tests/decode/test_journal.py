@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvkeep.decode.journal import Journal, Writer, digest_of, open_for_writing
 
 from kvkeep import SessionError
 from kvkeep.decode import journal
-from kvkeep.decode.journal import Journal, Writer, digest_of, open_for_writing
 
 Turn = list[bytes]  # pages, the last of which is the turn's own payload
 

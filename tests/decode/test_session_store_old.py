@@ -18,11 +18,11 @@ from conftest import tokenizer
 from families import tiny
 from forked import started
 from helpers import assert_near, prompt, step
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.session_store import SessionStore
 
 from kvkeep import Conversation, KeepCache, Session, SessionError, UsageError, load_session, save_session
 from kvkeep.decode import session_file
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError
 
 TURNS = (0, 9, 14, 15, 31)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from kvkeep.decode import journal, shared_journal
 from kvkeep.decode.journal import Journal, Writer, digest_of
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN, SharedWriter
+
+from kvkeep.decode import journal, shared_journal
 from kvkeep.errors import SessionBusy, SessionError, UsageError
 
 

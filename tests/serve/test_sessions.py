@@ -445,7 +445,8 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
         engine = serving(tmp_path, shared=True)
     opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 120)
-    engine.step()
+    while not engine.running:
+        engine.step()
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
     bad, two = refused(engine, ids, how, monkeypatch), Client(engine, ids, NEW, name=("me", "talk"))
     run(engine)
@@ -465,7 +466,8 @@ def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypat
     told(engine, parts[0], "talk", **METHODS[0])
     opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 200)
-    engine.step()
+    while not engine.running:
+        engine.step()
     refused(engine, parts[0], "of another kind", monkeypatch)
     engine.step()
     assert engine.sessions.drop(("me", "talk"))

@@ -19,8 +19,8 @@ from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, crowded, held, post, se
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.prompt import encode
 from kvkeep.blocks.store import Store
+from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.engine_request import Limits

@@ -31,6 +31,7 @@ from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.policies.request import Request
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,10 @@ class SessionStorage:
     # -- beginnings -----------------------------------------------------------------------------------
 
     def find(self, session: OpenSession, prompt: Sequence[int], known: int) -> Future[list[BlockName]] | None:
-        """Find the stored blocks with which an empty session can begin ``prompt``. Return None if they cannot have
-        a block more than the ``known`` tokens that it can get from memory."""
-        if (known and known + BLOCK > len(prompt)) or not self.stores_beginnings(session):
+        """Find the stored blocks with which an empty session can begin ``prompt``. Return None if they cannot be
+        worth it beside the ``known`` tokens that it can get from memory."""
+        least = known + BLOCK if known else MIN_PREFIX_TOKENS
+        if least >= len(prompt) or not self.stores_beginnings(session):
             return None
         assert self.store is not None
         folder, space, cache = self.store.blocks, _space(session), session.cache
