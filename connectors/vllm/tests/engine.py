@@ -120,7 +120,7 @@ def kept(model: str, folder: Path) -> dict[str, Any]:
 
 def restarted(model: str, folder: Path) -> dict[str, Any]:
     """In another process: hits, a damaged block, another salt, a request that leaves, and a disk that is full."""
-    from kvkeep_vllm import folder as module
+    from kvkeep.blocks import folder as module
 
     engine, long = Engine(model, folder), ids(1, PROMPT)
     engine.leave(long)
@@ -128,10 +128,10 @@ def restarted(model: str, folder: Path) -> dict[str, Any]:
     engine.written()
     found, again = engine.work.counts.loaded, engine.answers([long], 8)
     name = engine.keep.planner.space
-    files = sorted((engine.work.folder.folder / name / "shared").iterdir())
+    files = sorted((engine.work.folder.folder / name / "shared").rglob("*.block"))
     for path in files:  # of each block one byte, in places that differ
         data = bytearray(path.read_bytes())
-        data[hash(path.name) % len(data)] ^= 16
+        data[-1 - hash(path.name) % 40_000] ^= 16
         path.write_bytes(data)
     assert engine.llm.reset_prefix_cache()  # vLLM's own
     flipped = engine.answers([long], 8)
@@ -148,7 +148,7 @@ def restarted(model: str, folder: Path) -> dict[str, Any]:
     module.write_whole = whole
     engine.work.writer._paused = 0.0
     assert engine.llm.reset_prefix_cache(reset_connector=True)
-    left = [*(engine.work.folder.folder / name).rglob("*.kv")]
+    left = [*(engine.work.folder.folder / name).rglob("*.block")]
     reset = engine.answers([long], 8)
     engine.work.close()
     return {
@@ -165,7 +165,7 @@ def coded(model: str, folder: Path) -> dict[str, Any]:
     assert engine.llm.reset_prefix_cache()
     again = engine.answers([long], 1)
     block = engine.work.tensors.nbytes
-    sizes = [path.stat().st_size for path in (engine.work.folder.folder / engine.keep.planner.space).rglob("*.kv")]
+    sizes = [path.stat().st_size for path in (engine.work.folder.folder / engine.keep.planner.space).rglob("*.block")]
     return {"first": first, "again": again, "block": block, "sizes": sizes}
 
 

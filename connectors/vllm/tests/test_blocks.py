@@ -9,25 +9,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kvkeep_vllm import writer as writer_module
 from kvkeep_vllm.codec import BlockCodec, ExactCodec, QuantizedCodec, places
-from kvkeep_vllm.folder import BlockFolder, BlockName
 from kvkeep_vllm.loader import BlockLoader
 from kvkeep_vllm.tensors import BlockTensors
-from kvkeep_vllm.transfers import Load, Use
+from kvkeep_vllm.transfers import Load, Use, name_of
 from kvkeep_vllm.writer import BlockWriter, Counts
 from torch import Tensor
 
+from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.errors import StoreError, UsageError
 
 HEADS, ENTRIES, DIM = 2, 64, 32
 
 
 def name(number: int) -> BlockName:
-    return BlockName("model/shared", bytes([number]) * 32)
+    return name_of("model/shared", bytes([number]) * 32)
 
 
 def caches(dtype: torch.dtype = torch.bfloat16, blocks: int = 5) -> dict[str, Tensor]:
@@ -47,12 +46,18 @@ def test_a_block_is_all_layers_bytes_and_goes_back_to_any_place() -> None:
     tensors = BlockTensors(own)
     assert tensors.names == ["layer.0", "layer.1", "layer.2"] and tensors.nbytes == 3 * HEADS * ENTRIES * 2 * DIM * 2
     codec = ExactCodec(tensors.nbytes)
-    (raw,) = codec.encode(tensors.read(1))
+    stored = codec.encode(tensors.read(1))
     before = [own[layer][1].clone() for layer in tensors.names]
-    tensors.write(4, codec.decode(memoryview(raw.tobytes())))
+    tensors.write(4, codec.decode(stored))
     assert all(torch.equal(own[layer][4], kept) for layer, kept in zip(tensors.names, before, strict=True))
-    with pytest.raises(StoreError, match="bytes instead of"):
-        codec.decode(memoryview(raw.tobytes()[1:]))
+    for odd in (
+        {},
+        {"block": stored["block"][1:]},
+        {"block": stored["block"].float()},
+        stored | {"more": stored["block"]},
+    ):
+        with pytest.raises(StoreError, match="other shapes than this engine's"):
+            codec.decode(odd)
     with pytest.raises(UsageError, match="each block in one piece"):
         BlockTensors({"layer": torch.zeros(4, 8, 6).transpose(1, 2)})
     with pytest.raises(UsageError, match="on the CPU; this one is on 'meta'"):
@@ -72,9 +77,9 @@ def test_codes_are_those_of_quantize_in_any_order_of_a_processor(bits: int, dtyp
         in_pairs(keys[number], values[number], halves[1, :, 0], halves[1, :, 1])
     tensors = BlockTensors(own)
     codec = QuantizedCodec(bits, tensors, in_pairs)
-    payload = b"".join(piece.tobytes() for piece in codec.encode(tensors.read(1)))
-    assert len(payload) == codec.nbytes == 4 * HEADS * ENTRIES * DIM * (bits / 8 + 4 / 32)
-    tensors.write(2, codec.decode(memoryview(payload)))
+    stored = codec.encode(tensors.read(1))
+    assert sum(part.nbytes for part in stored.values()) == 4 * HEADS * ENTRIES * DIM * (bits / 8 + 4 / 32)
+    tensors.write(2, codec.decode(stored))
     key_order, value_order = places(HEADS, ENTRIES, DIM, dtype, in_pairs)
     for number, cache in enumerate(own.values()):
         halves = cache[2].view(HEADS, 2, ENTRIES * DIM)
@@ -127,7 +132,7 @@ def writer(tmp_path: Path) -> Iterator[Callable[..., BlockWriter]]:
     made: list[BlockWriter] = []
 
     def make(folder: BlockFolder, capacity: int = 10**6) -> BlockWriter:
-        made.append(BlockWriter(folder, lambda raw: [raw], capacity, Counts()))
+        made.append(BlockWriter(folder, lambda raw: {"block": raw}, capacity, Counts()))
         return made[-1]
 
     yield make
@@ -138,9 +143,9 @@ def writer(tmp_path: Path) -> Iterator[Callable[..., BlockWriter]]:
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[..., BlockWriter]) -> None:
     folder, copies = Slow(tmp_path), []
 
-    def copy() -> np.ndarray:
+    def copy() -> Tensor:
         copies.append(1)
-        return np.zeros(100, np.uint8)
+        return torch.zeros(100, dtype=torch.uint8)
 
     queue, start = writer(folder, 350), time.monotonic()
     assert [queue.offer(name(number), 100, copy) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
@@ -161,7 +166,7 @@ def test_what_an_end_does_not_write_is_counted(
     monkeypatch.setattr(writer_module, "CLOSE_TIMEOUT_S", 0.05)
     folder = Slow(tmp_path)
     queue = writer(folder)
-    assert all(queue.offer(name(number), 100, lambda: np.zeros(100, np.uint8)) for number in range(3))
+    assert all(queue.offer(name(number), 100, lambda: torch.zeros(100, dtype=torch.uint8)) for number in range(3))
     queue.close()  # one is being written
     assert queue.counts.dropped == 2
     folder.gate.set()
@@ -171,7 +176,7 @@ def test_what_an_end_does_not_write_is_counted(
 def test_a_disk_that_fails_costs_blocks_and_nothing_else(
     error: Exception, tmp_path: Path, writer: Callable[..., BlockWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, raw = BlockFolder(tmp_path, 10**6), np.zeros(100, np.uint8)
+    folder, raw = BlockFolder(tmp_path, 10**6), torch.zeros(100, dtype=torch.uint8)
     queue = writer(folder)
 
     def fails(*_: Any) -> None:
@@ -194,7 +199,7 @@ def test_the_first_bad_block_and_all_behind_it_are_reported_with_their_request(t
         folder.write(name(number), codec.encode(tensors.read(number)))
     path = folder.path(name(2))
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    folder.write(name(9), [b"of another form"])
+    folder.write(name(9), {"of another form": torch.zeros(9)})
     loader = BlockLoader(folder, codec, tensors, counts)
     try:
         wanted = {"bad": ([0, 1, 2, 3], [4, 5, 6, 7]), "odd": ([9], [3]), "gone": ([7], [2]), "good": ([3], [7])}
@@ -210,5 +215,5 @@ def test_the_first_bad_block_and_all_behind_it_are_reported_with_their_request(t
     finally:
         loader.close()
     assert done == {*wanted} and bad == {6, 7, 3, 2}
-    assert np.array_equal(tensors.read(4), tensors.read(0)) and np.array_equal(tensors.read(5), tensors.read(1))
+    assert torch.equal(tensors.read(4), tensors.read(0)) and torch.equal(tensors.read(5), tensors.read(1))
     assert counts.loaded == 3 and counts.bad == 3 and not folder.has(name(2))

@@ -106,7 +106,7 @@ def test_answers_are_vllms_own_and_come_back_after_a_restart(model: Path, tmp_pa
             assert plain["preempted"] and kept["preempted"] and kept["resumed"], "the cache has too few blocks"
             assert same(plain["first"], kept["first"]) and same(plain["many"], kept["many"])
             assert not kept["counts"]["dropped"] and not kept["counts"]["bad"]
-    assert len([*tmp_path.rglob("*.kv")]) == 9 + 4 * 6 and plain["again"][0]["cached"] == 288
+    assert len([*tmp_path.rglob("*.block")]) == 9 + 4 * 6 and plain["again"][0]["cached"] == 288
 
     later = engine("restarted", model, tmp_path)
     assert later["first"][0]["cached"] == 288 and later["loaded"] >= 9
@@ -121,7 +121,7 @@ def test_answers_are_vllms_own_and_come_back_after_a_restart(model: Path, tmp_pa
 def test_codes_are_smaller_and_near(model: Path, tmp_path: Path) -> None:
     made = engine("coded", model, tmp_path)
     assert made["again"][0]["cached"] == 288
-    assert {round(size / made["block"], 2) for size in made["sizes"]} == {0.28}  # 9 bits of 32
+    assert all(0 < size - made["block"] * 9 / 32 < 1000 for size in made["sizes"])  # 9 bits of 32, and a description
     exact, near = (dict(made[name][0]["logprobs"][0]) for name in ("first", "again"))
     both = exact.keys() & near.keys()
     assert both and exact != near and all(abs(exact[token] - near[token]) < 0.2 for token in both)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from kvkeep_vllm import transfers as transfers_module
-from kvkeep_vllm.folder import BlockName
 from kvkeep_vllm.identity import namespace, settings_of, weights_of
 from kvkeep_vllm.options import ConnectorOptions
-from kvkeep_vllm.transfers import Load, TransferPlanner, Transfers, space_of
+from kvkeep_vllm.transfers import Load, TransferPlanner, Transfers, name_of, space_of
 
+from kvkeep.blocks.folder import BlockName
 from kvkeep.errors import UsageError
 
 SIZE = 4
@@ -39,7 +39,7 @@ class Request:
 
 
 def names(count: int, salt: str | None = None, first: int = 0) -> list[BlockName]:
-    return [BlockName(space_of("model", salt), bytes([number])) for number in range(first, count)]
+    return [name_of(space_of("model", salt), bytes([number])) for number in range(first, count)]
 
 
 class Engine:
@@ -153,6 +153,7 @@ def test_salts_roles_and_requests_whose_keys_say_too_little() -> None:
     spaces = {engine.step(request, 9, [0, 1, 2]).saves[0].names[0].space for request in (salted, plain, other)}
     assert len(spaces) == 3 and all(space.count("/") == 1 and ".." not in space for space in spaces)
     assert space_of("model", "shared") != space_of("model", None) == space_of("model", "")
+    assert len({name_of(space, b"of a text").key for space in spaces}) == 3  # the file of one is refused in another
     for odd in ({"lora_request": 1}, {"mm_features": [1]}, {"prompt_embeds": 1}, {"resumable": True}):
         request = Request("d", 9, **odd)
         engine = Engine(request)

@@ -55,7 +55,7 @@ def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
     if not isinstance(cache, KeepCache):
         return held_bytes
     geometry = cache.geometry
-    everything = rows * (tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens))
+    everything = rows * (tokens * geometry.full_bytes_per_token + geometry.fixed_bytes(tokens))
     return everything if cache.exactness is Exactness.EXACT else min(everything, held_bytes)
 
 

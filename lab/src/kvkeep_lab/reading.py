@@ -45,7 +45,7 @@ def whole_bytes(model: Any, context: int) -> int:
     """Return the bytes of an unbounded cache in bfloat16 for ``context`` tokens, independent of the dtype of the
     model."""
     geometry = ModelGeometry.from_config(model.config, 2)
-    return context * geometry.full_bytes_per_token + geometry.sliding_bytes(context)
+    return context * geometry.full_bytes_per_token + geometry.fixed_bytes(context)
 
 
 @torch.no_grad()

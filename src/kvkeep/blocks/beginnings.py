@@ -8,31 +8,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS
-from kvkeep.blocks.names import chain, origin, tail_key
+from kvkeep.blocks.names import chain, origin, state_key, tail_key
 from kvkeep.blocks.text import Block, TextRows, entry_forms
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
+from kvkeep.errors import StoreError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK
 
 log = logging.getLogger(__name__)
 
+ENDS = 2
+"""The number of block ends at which windows and recurrent states are kept until they are stored."""
+
 
 def begins(cache: KeepCache) -> bool:
-    """Return whether a cache of this kind can begin with blocks: it is exact, and made of the entries of full layers
-    alone."""
+    """Return whether a cache of this kind can begin with blocks: it is exact, and made of entries, windows and
+    recurrent states."""
     if cache.exactness is not Exactness.EXACT or cache.reading or cache.positions is not None:
         return False
-    if any(layer.kind not in ("full", "shared") for layer in cache.geometry.layers):
-        return False
-    return cache.checkpoint is None or not cache.checkpoint.by_token
+    return not cache.geometry.unbounded_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
+
+
+def watch(cache: KeepCache) -> None:
+    """Keep what windows and recurrent states hold at the end of a block, while the cache reads a prompt and an answer:
+    :func:`keep` stores it, because a text can be continued nowhere else. Other caches need nothing of this."""
+    if cache.stream.moving and begins(cache):
+        cache.stream.on_block = partial(_keep_end, cache)
+
+
+def _keep_end(cache: KeepCache, length: int) -> None:
+    ends = cache.stream.block_ends
+    ends[length] = {name: tensor.clone() for name, tensor in transfer.last_token_state(cache).items()}
+    for earlier in sorted(ends)[:-ENDS]:
+        del ends[earlier]
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:
@@ -58,19 +77,31 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
         count = common_prefix(ids, prompt[number * BLOCK : -1])
         if count == len(ids):
             blocks.append(block)
-        elif count and len(ids) < BLOCK:  # a tail may have other tokens than the prompt
-            blocks.append(
-                {name: rows[..., :count] if name == NAME_OF_IDS else rows[:, :count] for name, rows in block.items()}
-            )
+        elif count and len(ids) < BLOCK and not cache.stream.moving:  # a tail may have other tokens than the prompt
+            blocks.append({name: rows[:, :count] for name, rows in block.items()})
         if count < BLOCK:
             break
-    fill(cache, blocks)
+    state = _last_state(folder, names, blocks) if cache.stream.moving else {}
+    fill(cache, blocks, state)
     return cache.get_seq_length()
 
 
+def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Block]) -> dict[str, Tensor]:
+    """Return what windows and recurrent states held after ``blocks``; remove the last ones until that is stored."""
+    while blocks:
+        if len(blocks[-1][NAME_OF_IDS][0]) < BLOCK:
+            return {name: tensor for name, tensor in blocks[-1].items() if name.startswith("layer.")}
+        name = names[len(blocks) - 1]
+        with suppress(StoreError):
+            return folder.read(BlockName(name.space, state_key(name.key)))
+        blocks.pop()
+    return {}
+
+
 @outside_inference_mode
-def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
-    """Fill ``cache``, which is empty and :func:`begins`, with ``blocks`` in order."""
+def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) -> None:
+    """Fill ``cache``, which is empty and :func:`begins`, with ``blocks`` in order. state: what windows and recurrent
+    states held after them."""
     if not blocks:
         return
     device = cache.made.device
@@ -84,6 +115,7 @@ def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
             [block[f"{kind}.{layer.index}"][None].to(device) for block in blocks] for kind in ("keys", "values")
         )
         target.adopt(keys, values)
+    transfer.restore_last(cache, state, length)
 
 
 def keep(
@@ -102,7 +134,11 @@ def keep(
         if stop():
             return
         write(folder, names[number : number + 1], text, [ids], number)
+    for length, state in cache.stream.block_ends.items():
+        end = names[length // BLOCK - 1]
+        folder.write(BlockName(space, state_key(end.key)), state)
     if not stop() and (tail := text.tail()):
+        tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.whole :]], dtype=torch.int32)
         folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)
 

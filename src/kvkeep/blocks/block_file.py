@@ -65,23 +65,29 @@ def decode(path: Path, name: str, mappings: Mappings) -> dict[str, Tensor]:
     Writing to a tensor changes this process's copy and never the file. Raises OSError if the file cannot be read, and
     BlockDamaged if its bytes differ from those that were written under ``name``."""
     if (known := mappings.get(path)) is not None:
-        return _tensors(known, name, check=False)
+        return parse(known, name, check=False)
     mapped = _mapped(path)
-    tensors = _tensors(mapped, name, check=True)
+    tensors = parse(mapped, name)
     mappings[path] = mapped
     return tensors
 
 
 def _mapped(path: Path) -> mmap.mmap:
     with open(path, "rb", opener=_open_nonblocking) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < HEADER.size:
+        if not os.fstat(file.fileno()).st_size:  # mmap refuses it
             raise BlockDamaged("is truncated")
         lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
+        buffer = memoryview(bytearray(min(size, 1 << 20)))
+        while file.readinto(buffer):
+            pass  # a disk's error is raised here; in the mapping it would end the program
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
+def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of the content of a block's file, as views of it. check: compare checksums. Raises
+    BlockDamaged."""
+    if len(mapped) < HEADER.size:
+        raise BlockDamaged("is truncated")
     magic, length, digest = HEADER.unpack_from(mapped)
     description = mapped[HEADER.size : HEADER.size + length]
     if magic != MAGIC or len(description) != length or zlib.crc32(description) != digest:
@@ -92,7 +98,7 @@ def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def _described(mapped: mmap.mmap, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
+def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
     if about["name"] != name:
         raise BlockDamaged(f"is that of the block '{about['name']}'")
     if len(mapped) != start + about["bytes"]:

@@ -159,11 +159,15 @@ class BlockFolder:
 
     def evict(self, age: float | None = None) -> int:
         """Enforce the quota, and remove blocks that were not used for ``age`` seconds; return the number of removed
-        blocks."""
-        with suppress(FileNotFoundError), self._ledger() as ledger:
-            total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
-            _set_total(ledger, total)
-            return gone
+        blocks. Raises StoreError."""
+        try:
+            with suppress(FileNotFoundError), self._ledger() as ledger:
+                total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
+                _set_total(ledger, total)
+                return gone
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason}.") from error
         return 0
 
     def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:

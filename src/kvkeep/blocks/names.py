@@ -45,6 +45,11 @@ def tail_key(before: str) -> str:
     return blake2b(f"{before} tail".encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
+def state_key(before: str) -> str:
+    """Return the key of what windows and recurrent states held at the end of the block ``before``."""
+    return blake2b(f"{before} state".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 def _bytes(ids: Tensor) -> bytes:
     return ids.numpy().tobytes()
 

@@ -76,12 +76,11 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data = json.dumps(about, separators=(",", ":")).encode()
-        check = _digest(data)
+        data = encode(about)
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _create(target, data + b"\n" + check.encode())
+            _create(target, data)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
@@ -89,9 +88,8 @@ class Reference:
         if (last := max(generations(self.folder), default=0)) > self.generation + 1:  # the number had been used
             target.unlink(missing_ok=True)
             raise self._followed()
-        self.generation, self.mark = last, check
         # The caller may change its lists afterwards.
-        self.about = json.loads(data)
+        self.generation, (self.about, self.mark) = last, decode(data)
         for number in generations(self.folder):
             if number < self.generation:
                 with suppress(OSError):
@@ -130,22 +128,17 @@ class Reference:
                     raise SessionError(f"There is no session at '{self.folder}'.")
                 return
             try:
-                data, _, check = self._path(number).read_bytes().rpartition(b"\n")
+                data = self._path(number).read_bytes()
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise SessionError(
                     f"The session '{self.folder}' cannot be read: {(error.strerror or str(error)).lower()}."
                 ) from error
-            self.generation, self.mark = number, _digest(data)
-            if self.mark.encode() != check:
-                raise damaged(self.folder)
             try:
-                self.about = json.loads(data)
-            except (ValueError, RecursionError) as error:
+                self.generation, (self.about, self.mark) = number, decode(data)
+            except ValueError as error:
                 raise damaged(self.folder) from error
-            if not isinstance(self.about, dict):
-                raise damaged(self.folder)
             return
         raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
 
@@ -157,6 +150,27 @@ class Reference:
             f"The session '{self.folder}' was continued by another program, so this turn is not saved; open it again "
             "to continue from what that program saved."
         )
+
+
+def encode(about: dict[str, Any]) -> bytes:
+    """Return the content of a reference's file."""
+    data = json.dumps(about, separators=(",", ":")).encode()
+    return data + b"\n" + _digest(data).encode()
+
+
+def decode(content: bytes) -> tuple[dict[str, Any], str]:
+    """Return the data and the mark of a reference's file. Raises ValueError for other bytes than were written."""
+    data, _, check = content.rpartition(b"\n")
+    mark = _digest(data)
+    if mark.encode() != check:
+        raise ValueError("another checksum")
+    try:
+        about = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    if not isinstance(about, dict):
+        raise ValueError("no object")
+    return about, mark
 
 
 def generations(folder: Path) -> list[int]:

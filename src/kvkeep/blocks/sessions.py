@@ -31,8 +31,8 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
 from kvkeep.blocks.names import chain, origin
 from kvkeep.blocks.references import Reference
-from kvkeep.blocks.store import Store
-from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.blocks.store import ALONE, Store
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
-_ALONE = "session"
-"""Name of the session in a store that holds one only: a session at a path."""
 _BLOCK = re.compile(r"[0-9a-f]{32}")
 _BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
@@ -107,10 +105,10 @@ class StoredSession:
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
         """Return the only session of the store at ``path``."""
         store = Store(path, quota=None)
-        if not writing and not store.path(_ALONE).is_dir():
-            store.check()
+        store.check()
+        if not writing and not store.path(ALONE).is_dir():
             raise SessionError(f"There is no session at '{path}'.")
-        return cls(store, _ALONE, writing=writing)
+        return cls(store, ALONE, writing=writing)
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +117,10 @@ class StoredSession:
         self.close()
 
     def close(self) -> None:
-        """Close the session, so that another program may write to it."""
+        """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
         self.reference.close()
+        if self.name == ALONE and self.reference.writing and not self.turns:
+            self.store.remove_folder()
 
     @property
     def closed(self) -> bool:
@@ -130,7 +130,7 @@ class StoredSession:
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder) if self.name == _ALONE else self.reference.path
+        return str(self.store.folder) if self.name == ALONE else self.reference.path
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -303,7 +303,7 @@ def check_savable(cache: Cache) -> None:
         raise SessionError("A session with transformers' own cache cannot be saved; use method 'full'.")
     if (parts := processes(cache.model)) > 1:
         raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
-    if others := cache.geometry.other_layers:
+    if others := cache.geometry.unbounded_layers:
         raise SessionError(
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
             "is not keys and values."
@@ -319,7 +319,6 @@ class _Loaded:
 
     def restore(self) -> int:
         """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
-        _check_types(self.past, _PAST, "past")
         numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
         if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
             raise _odd("its state has numbers out of range")
@@ -346,9 +345,11 @@ class _Loaded:
                 return int(self.past["length"])
             self.cache.reset()
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
-            beginnings.fill(self.cache, blocks)
-        return self.cache.get_seq_length()
+        if len(self.about["ids"]) > 1:
+            return 0
+        prompt = [*self.about["ids"][0], 0]
+        folder, cache = self.session.store.blocks, self.cache
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
@@ -392,12 +393,6 @@ class _Loaded:
         return several
 
 
-def _entries(cache: KeepCache) -> set[str]:
-    """Return the names of a block's tensors with all entries of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    return {NAME_OF_IDS, *(name for name, *_ in forms)}
-
-
 def _joined(several: Sequence[Tensor]) -> TensorForm:
     """Return the form of tensors that follow one another. Raises ShapeError if they do not fit together."""
     if not several:
@@ -415,18 +410,10 @@ def _tensor(part: Tensor | Rows) -> Tensor:
     return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
 
 
-def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
+def check_about(about: Any) -> None:
+    """Check the types and ranges of a reference's data. Raises SessionDamaged."""
     _check_types(about, _HEADER, "header")
-    assert about is not None
-    if about["fingerprint"] != fingerprint(model):
-        raise SessionError(
-            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
-            "that one, or start a new session."
-        )
-    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
-        raise SessionError(
-            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
-        )
+    _check_types(about["past"], _PAST, "past")
     keys = [*about["blocks"], about["state"]]
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
         raise _odd("it has invalid names of blocks")
@@ -438,6 +425,20 @@ def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) ->
         raise _odd("it has invalid token ids")
     if len({len(row) for row in rows}) > 1:
         raise _odd("its rows have different lengths")
+
+
+def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
+    check_about(about)
+    assert about is not None
+    if about["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
+            "that one, or start a new session."
+        )
+    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+        raise SessionError(
+            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
+        )
     try:
         request = Request.parse(about["method"], about["budget"], **about["options"])
     except TypeError as error:

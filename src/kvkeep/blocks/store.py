@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,10 @@ QUOTA = 2 * 10**9
 DAY_S = 86400.0
 LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
+ALONE = "session"
+"""The name of the session in a store that holds one only: a session at a path."""
+_EARLIER = b"kvkeep"
+"""The beginning of a session file of an earlier version."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
@@ -58,6 +63,8 @@ class SessionInfo:
     """The number of saves."""
     tokens: int = 0
     """Tokens in the cache."""
+    missing: int = 0
+    """The number of blocks that the store does not have any more; their text will be read again."""
     family: str | None = None
     """The model's family."""
     method: str | None = None
@@ -69,6 +76,11 @@ class SessionInfo:
 def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
     """Return the named folder of a store, or this user's default."""
     return data_folder() / "store" if named is None else Path(named)
+
+
+def user_store(named: str | None = None) -> Store:
+    """Return the store in the named folder, without a quota, or this user's default store."""
+    return Store(store_folder(named), quota=QUOTA if named is None else None)
 
 
 class Store:
@@ -105,6 +117,8 @@ class Store:
         if self._checked:
             return
         folder = self.folder.absolute()
+        if "\0" in str(folder):
+            raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
             version = (folder / MARKER).read_text() if MARKER in found else None
@@ -112,6 +126,11 @@ class Store:
             return self._check_creation(folder)
         except NotADirectoryError as error:
             if folder.is_file():
+                if _begins_with(folder, _EARLIER):
+                    raise UsageError(
+                        f"'{self.folder}' is a session of an earlier version of kvkeep, which this one cannot read; "
+                        "name another."
+                    ) from error
                 raise UsageError(f"'{self.folder}' is a file, not a folder of kvkeep; name another.") from error
             return self._check_creation(folder)
         except OSError as error:
@@ -215,15 +234,33 @@ class Store:
         self.blocks.evict(self.age)
         return gone
 
+    def remove_unused(self) -> None:
+        """Remove the blocks that no session has."""
+        named = {BlockName(self.space(self._name(path)), key) for path in self._paths() for key in _keys(path)}
+        for name in self.blocks.names():
+            if name not in named:
+                self.blocks.remove(name)
+
+    def remove_folder(self) -> None:
+        """Remove the whole store, unless it has a session."""
+        with suppress(OSError):
+            self._sessions.rmdir()
+            shutil.rmtree(self.blocks.folder, ignore_errors=True)
+            (self.folder / MARKER).unlink(missing_ok=True)
+            self.folder.rmdir()
+
     def release(self, name: str, keys: set[str]) -> None:
-        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
-        sessions."""
+        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
+        and what was stored of the text after them."""
+        from kvkeep.blocks.names import state_key, tail_key
+
         space = self.space(name)
         for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
             if self.space(self._name(path)) == space and self._name(path) != name:
                 keys = keys - _keys(path)
         for key in keys:
-            self.blocks.remove(BlockName(space, key))
+            for one in (key, tail_key(key), state_key(key)):
+                self.blocks.remove(BlockName(space, one))
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
@@ -242,7 +279,7 @@ class Store:
         path = self.path(name)
         self.check()
         if not path.is_dir():
-            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
+            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
         return path
 
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
@@ -265,16 +302,19 @@ class Store:
                 about = reference.about
                 assert about is not None
                 blocks = [BlockName(self.space(name), key) for key in (*about["blocks"], about["state"])]
-                size = 0
+                size = missing = 0
                 for block in blocks:
-                    with suppress(OSError):  # it will be read again
+                    try:
                         size += self.blocks.path(block).stat().st_size
+                    except OSError:
+                        missing += 1
                 return SessionInfo(
                     **common,
                     bytes=size,
                     created=float(about["created"]),
                     turns=reference.generation,
                     tokens=about["past"]["rows"] * about["past"]["length"],
+                    missing=missing,
                     family=about["family"],
                     method=about["method"],
                     budget=about["budget"],
@@ -310,6 +350,12 @@ def _keys(path: Path) -> set[str]:
         about = reference.about or {}
         return {*map(str, about["blocks"]), str(about["state"])}
     return set()
+
+
+def _begins_with(path: Path, beginning: bytes) -> bool:
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(len(beginning)) == beginning
+    return False
 
 
 def is_path(name: str) -> bool:

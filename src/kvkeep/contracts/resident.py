@@ -69,9 +69,9 @@ class Resident(Part):
         new: tuple[Tensor, Tensor] | None,
         first: int,
     ) -> None:
-        """Score every entry by the attention it received. lse: the log-sum-exp of attention over everything. segments:
-        those of :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on; None after they are
-        settled."""
+        """Score every entry by the attention it received. lse: the log-sum-exp of attention over all entries. segments:
+        the resident entries, from :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on;
+        None after they are settled."""
 
     @abstractmethod
     def resident_slots(self, unmerged: bool = False) -> Tensor:
@@ -97,7 +97,7 @@ class Resident(Part):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, with the questions that stores may ask."""
+    """Resident entries that a selector chose, with methods for stores."""
 
     selector: Selector
     banks: Any
@@ -111,7 +111,7 @@ class WorkingSet(Resident):
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         """Return the selector's scores of stored entries, from the attention that they received; (lanes, n) throughout.
-        A selector that reads keys and values does not see those of stored entries, and leaves their scores."""
+        A selector that reads keys and values gets none of stored entries, and returns their scores unchanged."""
 
     @abstractmethod
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from kvkeep.memory.rows import Buffer
 class Ledger:
     """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    If ``records`` is False, it records only their number, for caches that rebuild nothing.
+    If ``records`` is False, it records only their number, for caches that rebuild no entries.
     """
 
     def __init__(self, records: bool = True) -> None:

@@ -1,15 +1,15 @@
 """Rows of a tensor that arrive in order: stores of them.
 
 A *row* belongs to one token: keys (batch, heads, **rows**, dim), residuals
-(batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is the last but one throughout, the batch
+(batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is always the last but one, the batch
 axis the first. Rows are numbered by *slot*: their place in the sequence, padding included, from 0.
 
 * :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
 * :class:`PagedRows`: all rows, in pages that are allocated once and never moved.
 
-These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners hold once, share one
-protocol, and one test holds them against a plain tensor.
+These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners share, have one protocol.
+One test compares all of them with a plain tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
 
 
 class _OneTensor:
-    """Rows in one tensor, which is allocated with the first of them, in ``home`` if given."""
+    """Rows in one tensor, allocated with the first rows, in ``home`` if given."""
 
     home: Place | None = None
 
@@ -203,7 +203,7 @@ class Ring(_OneTensor):
             yield from self._pieces(start, stop)
 
     def everything(self) -> Tensor | None:
-        """Return all rows held as one view when the ring is full (rotated), or from its start; else None.
+        """Return all rows as one view: in the order of the ring when it is full, or where they do not wrap; else None.
 
         Attention without a mask does not depend on the order, so one view replaces two.
         """
@@ -222,8 +222,8 @@ class Ring(_OneTensor):
 
 
 class PagedRows:
-    """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
-    allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
+    """All rows, in pages that are allocated once and never moved. A page holds the appended rows, or an eighth of the
+    rows allocated before, between ``smallest`` and ``largest``. So little memory is unused, and reads are long."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         self.home = home
@@ -320,7 +320,7 @@ class PagedRows:
 
 
 class JoinedRows:
-    """The rows of two stores, of which the second continues the first, for reading."""
+    """The rows of two stores, for reading; the second store continues the first."""
 
     def __init__(self, before: Rows | None, after: Rows) -> None:
         self.stores = [after] if before is None else [before, after]

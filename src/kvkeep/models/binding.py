@@ -1,8 +1,8 @@
 """Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
-transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With any
-other cache, one without :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a
-cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an interrupted one is undone.
+transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With a
+cache that has no :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a cache that
+keeps all entries only the forward passes are hooked (:func:`watch`), so that an interrupted pass is undone.
 
 Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -173,7 +175,7 @@ class Binding:
 
 
 def watch(model: Any) -> Binding:
-    """Hook begin and end of forward passes of ``model``; a second call changes nothing."""
+    """Hook the beginning and the end of the forward passes of ``model``; a second call changes nothing."""
     with _LOCK:
         binding = getattr(model, "_kvkeep_binding", None)
         if binding is None:
@@ -322,8 +324,8 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []
-    if total > cache.chunk:
-        given = _all_but_last_chunk(decoder, given, cache, total, keep)
+    if total > 1 and len(sizes := cache.chunks(total)) > 1:
+        given = _all_but_last_chunk(decoder, given, cache, sizes, keep)
     cache.last_outputs = 0
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
         given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys need all queries
@@ -333,12 +335,11 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
 
 
 def _all_but_last_chunk(
-    decoder: nn.Module, given: dict[str, Any], cache: Reading, total: int, keep: int
+    decoder: nn.Module, given: dict[str, Any], cache: Reading, sizes: Sequence[int], keep: int
 ) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
-    The first chunk takes the remainder, so that the last queries of a prompt share a chunk. Outputs of earlier chunks
-    that the caller uses are kept on the cache until the last.
+    Outputs of earlier chunks that the caller uses are kept on the cache until the last.
     """
     for wish in _BY_LAYER:
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
@@ -346,8 +347,8 @@ def _all_but_last_chunk(
                 f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
                 "cache a larger chunk."
             )
-    past, earlier = cache.length, []
-    stops = list(range(total, 0, -cache.chunk))[::-1]
+    past, total, earlier = cache.length, sum(sizes), []
+    stops = [*accumulate(sizes)]
     cache.cut = True
     try:
         for start, stop in zip([0, *stops], stops[:-1], strict=False):

@@ -20,8 +20,8 @@ def fingerprint(model: Any) -> str:
     """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype, weights, and the settings
     that are in no weight (rotation, norms, scales).
 
-    Some sixteen elements of every parameter and buffer (packed weights are buffers) are read: a fine-tuned or
-    re-quantised copy differs; a large model takes milliseconds.
+    The function reads some sixteen elements of every parameter and buffer (packed weights are buffers). So the
+    fingerprint of a fine-tuned or re-quantised copy differs, and a large model takes milliseconds.
     """
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())

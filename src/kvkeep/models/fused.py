@@ -10,6 +10,7 @@ modules are hooked, runs as in transformers.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,11 +46,12 @@ _GATES: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 class FusedNorm:
-    """The forward of an RMSNorm by the kernel. weight: the factors, (width,) float32."""
+    """The forward of an RMSNorm by the kernel."""
 
     def __init__(self, norm: nn.Module, offset: float) -> None:
         self.norm = norm
         self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
+        """The factors, (width,) float32."""
         self.eps = _eps(norm)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
-        """Return the layers as one object; None if their layouts differ."""
+        """Return an object that runs ``layers``; None if their layouts differ."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         return cls(layers) if len(shapes) == 1 and ordered else None
@@ -240,7 +242,7 @@ class FusedLayers:
 
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
-        """The layers' addresses, and the scaling of each one's attention."""
+        """The layers' addresses, and the scaling of each layer's attention."""
         return (
             address_table([one.address for one in self.layers]),
             float_table([one.attention.scaling for one in self.layers]),
@@ -291,8 +293,7 @@ def fuse(model: Any, layers: Any) -> int:
 
 def library_computes(model: Any, layers: Any) -> bool:
     """Return whether the library computes all ``layers``, every norm of ``model`` and every angle, and the logits are
-    not capped (by torch's tanh). Then torch only rounds single elements, which gives the same result on every
-    processor."""
+    not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
@@ -309,6 +310,8 @@ def library_computes(model: Any, layers: Any) -> bool:
 
 @torch.no_grad()
 def _fuse_norm(norm: Any) -> None:
+    if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
+        return
     width = norm.weight.shape[-1]
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     if norm.weight.ndim != 1 or norm.weight.dtype != torch.bfloat16 or _eps(norm) is None:

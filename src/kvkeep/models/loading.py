@@ -98,8 +98,9 @@ def load(
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). weights: auto, float32, bfloat16, float16, int8 or int4; auto keeps the bits of a GGUF file
     (on a CPU), and the bfloat16 of others where products in it are fast (models/formats.py). device: cpu, cuda, cuda:1,
-    mps; by default cuda where there is one. revision: of a hub id. progress: receives a line of text when fetching or
-    converting. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
+    mps; by default cuda where there is one. revision: the revision of a hub id. progress: called with a line of text
+    when a model is fetched or converted. Raises UsageError, ModelError or UnsupportedModelError, each with one
+    sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     requested, target = checked_format(weights), _device(device)
@@ -131,7 +132,7 @@ def describe(
     progress: Callable[[str], None] | None = None,
 ) -> ModelDescription:
     """Return a description of the model that :func:`load` would return, without reading weights. The name may also be
-    the path of a config.json. device: it need not exist here. Raises as :func:`load`."""
+    the path of a config.json. device: it may be missing on this machine. Raises the errors of :func:`load`."""
     text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".json":

@@ -99,7 +99,7 @@ class Planned:
     best: Row
     """The recommended row."""
     reason: str
-    """The reason of the recommendation, in a sentence."""
+    """The reason for the recommendation, in a sentence."""
 
 
 def plan(
@@ -260,8 +260,9 @@ def recommend(
 ) -> Choice:
     """Return the recommended cache for a loaded ``model`` and a prompt of ``context`` tokens.
 
-    memory: bytes for the cache ("64MB"); by default half of the free memory of the model's device. The rates are those
-    of an earlier ``kvkeep calibrate``, or estimates; this function measures nothing. Raises the errors of :func:`plan`.
+    memory: bytes for the cache ("64MB"); by default half of the free memory of the model's device. The rates come from
+    an earlier ``kvkeep calibrate``, or are estimates; this function measures nothing. Raises the errors of
+    :func:`plan`.
     """
     parameter = next(model.parameters())
     machine = machine_here(str(parameter.device), parameter.dtype)

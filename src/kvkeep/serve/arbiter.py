@@ -46,7 +46,7 @@ def restore_bytes(cache: KeepCache, state: int, entries: int) -> int:
 
 def current_bytes(cache: KeepCache) -> int:
     """Return the bytes of memory that a cache uses now, without bytes on disk."""
-    memory = report.memory(cache.made, cache.holdings)
+    memory = report.memory(cache.made)
     checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvkeep.step.plan import Coded, LayerStep, Segment
 
 MAX_CODED_QUERIES = 8
-"""The most queries for which codes are multiplied directly; for more queries, decoding the codes first is cheaper."""
+"""The maximum number of queries for which codes are multiplied directly; for more, decoding the codes first is cheaper.
+"""
 BLOCK = 128
 """The number of queries whose weights are in memory at the same time."""
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -49,11 +50,11 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
 def run(
     steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Run one layer for a token of each of several sessions: write its entry, and return its attention, (1, row, heads,
-    value_dim); that of tokens of no session is 0.
+    """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
+    heads, value_dim). Places of the row without such a token get 0.
 
-    steps, tokens: of each session, and its token's place in the row. query: (1, heads, row, dim). key, value: (1,
-    kv_heads, row, dim).
+    steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
+    (1, kv_heads, row, dim).
     """
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in zip(steps, tokens, strict=True):
@@ -83,8 +84,8 @@ def combined(query: Tensor, segments: Sequence[Segment], scaling: float) -> tupl
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine two partial results, in the memory of the first; outputs (batch, heads, queries, dim) float32, lse
-    without the last axis."""
+    """Combine two partial results, in the memory of the first. a, b: outputs (batch, heads, queries, dim) float32.
+    lse_a, lse_b: (batch, heads, queries)."""
     lse = torch.logaddexp(lse_a, lse_b)
     # If a query sees no entry in both parts, both are -inf and the difference is nan. Its weight is 0.
     weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
@@ -125,7 +126,8 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 
 
 def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same as :func:`partial` for a shared segment: rows that read the same keys become heads of one row."""
+    """Return the result of :func:`partial` for a shared segment. Rows that read the same keys become heads of one
+    row."""
     (batch, heads, queries, _), copies = query.shape, segment.key.shape[0]
     rows = batch // copies
     folded = query.unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)  # (copies, rows * heads, queries, dim)
@@ -138,7 +140,7 @@ def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Ten
 
 
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same for coded keys and values."""
+    """Return the result of :func:`partial` for coded keys and values."""
     batch, heads, queries, dim = query.shape
     scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
     if mask is not None:
@@ -151,7 +153,8 @@ def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scalin
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations, for devices and shapes without a kernel that reports lse."""
+    """Return the result of :func:`partial` by plain tensor operations, for devices and shapes without a kernel that
+    reports lse."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
     if causal:
         rows, columns = scores.shape[-2:]

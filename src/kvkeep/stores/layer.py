@@ -2,8 +2,8 @@
 
 transformers passes new keys and values to a layer (:meth:`Layer.update`) and then asks for attention
 (:meth:`Layer.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
-to the resident ones, which evicts others into the store. A single new entry is settled first and attended in place; if
-its step can be planned (:meth:`Layer.plan`), an executor runs it.
+to the resident entries, which evicts others into the store. A single new entry is settled before attention, which reads
+it in place; if its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Layer(CacheLayerMixin):
         self.reader.arrive(self, *self.pending)
 
     def attend(self, step: AttentionInputs) -> Tensor:
-        """Return attention over past and new entries, (lanes, heads, queries, value_dim)."""
+        """Return the reader's attention over past and new entries, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
@@ -138,8 +138,8 @@ class Layer(CacheLayerMixin):
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's mask over all
-        slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
+        """Return a piece of the past as a segment, masked by padding and holes. wide: the caller's mask over all slots,
+        (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
         mask = self._seen(piece, wide)
         if keep is not None:

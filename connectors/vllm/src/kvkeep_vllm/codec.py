@@ -6,11 +6,9 @@ connector finds the order by storing keys and values that contain their position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +21,8 @@ CODECS = {"exact": 0, "int8": 8, "int4": 4}
 """Bits per number, by the codec's name; 0 for unchanged bytes."""
 _DIGIT = 128
 """Base of encoded positions. Smaller integers are exact in every dtype of a cache."""
+_PARTS = tuple(f"{half} {part}" for half in ("keys", "values") for part in ("codes", "scales", "offsets"))
+"""Names of the tensors of a block of codes."""
 
 Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes keys and values (entries, heads, dim) to a block's halves (heads, entries, dim), in the kernel's order."""
@@ -31,31 +31,26 @@ Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class BlockCodec(Protocol):
     """The stored form of a block."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a stored block."""
+    def encode(self, raw: Tensor) -> dict[str, Tensor]:
+        """Return the stored form of a block (bytes,) uint8."""
 
-    def encode(self, raw: np.ndarray) -> Sequence[Any]:
-        """Return the stored form of a block (bytes,) uint8, as a sequence of buffers."""
-
-    def decode(self, payload: memoryview) -> np.ndarray:
-        """Return the block. Raises StoreError for a payload of another length."""
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the block. Raises StoreError for tensors of another form."""
 
 
-@dataclass(frozen=True)
 class ExactCodec:
-    """Stores the bytes of a block unchanged."""
+    """Stores the bytes of a block unchanged. nbytes: bytes of a block."""
 
-    nbytes: int
-    """Bytes of a block."""
+    def __init__(self, nbytes: int) -> None:
+        self._forms = {"block": (torch.Size([nbytes]), torch.uint8)}
 
-    def encode(self, raw: np.ndarray) -> Sequence[Any]:
+    def encode(self, raw: Tensor) -> dict[str, Tensor]:
         """Return the block."""
-        return [raw]
+        return {"block": raw}
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        """Return the block. Raises StoreError for a payload of another length."""
-        return np.frombuffer(_of_length(payload, self.nbytes), np.uint8)
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the block. Raises StoreError for tensors of another form."""
+        return _checked(stored, self._forms)[0]
 
 
 class QuantizedCodec:
@@ -78,38 +73,34 @@ class QuantizedCodec:
             raise UsageError(f"Blocks of {self.entries} entries of {self.dim} numbers cannot be {bits}-bit codes.")
         self.places = places(self.heads, self.entries, self.dim, self.dtype, store)
         zeros = torch.zeros(self.layers * self.heads, self.entries, self.dim)
-        self._forms = [(part.shape, part.dtype) for part in self._parts(zeros, zeros)]
-        self.nbytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in self._forms)
+        self._forms = {name: (part.shape, part.dtype) for name, part in self._parts(zeros, zeros).items()}
 
-    def encode(self, raw: np.ndarray) -> Sequence[Any]:
-        """Return codes, scales and offsets of the keys, then of the values."""
-        halves = torch.from_numpy(raw).view(self.dtype).view(-1, 2, self.entries * self.dim)
+    def encode(self, raw: Tensor) -> dict[str, Tensor]:
+        """Return codes, scales and offsets of the keys and of the values."""
+        halves = raw.view(self.dtype).view(-1, 2, self.entries * self.dim)
         keys, values = (halves[:, number, order].view(-1, self.entries, self.dim) for number, order in self._orders)
-        return [part.contiguous().view(torch.uint8).numpy() for part in self._parts(keys, values)]
+        return self._parts(keys, values)
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        """Return the decoded block."""
-        raw = torch.from_numpy(np.frombuffer(_of_length(payload, self.nbytes), np.uint8).copy())
-        sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in self._forms]
-        parts = [
-            part.view(dtype).view(shape) for part, (shape, dtype) in zip(raw.split(sizes), self._forms, strict=True)
-        ]
-        keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg]
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the decoded block. Raises StoreError for tensors of another form."""
+        parts = _checked(stored, self._forms)
+        keys = CodedKeys(parts[0], parts[1], parts[2], self.bits)
+        values = CodedValues(parts[3], parts[4], parts[5], self.bits)
         halves = torch.empty(len(parts[0]), 2, self.entries * self.dim, dtype=self.dtype)
         for (number, order), one in zip(self._orders, (keys.dense(self.dtype), values.dense(self.dtype)), strict=True):
             halves[:, number, order] = one.flatten(1)
-        return halves.view(-1).view(torch.uint8).numpy()
+        return halves.view(-1).view(torch.uint8)
 
     @property
     def _orders(self) -> Sequence[tuple[int, Tensor]]:
         return tuple(enumerate(self.places))
 
-    def _parts(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+    def _parts(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Return codes, scales and offsets, (lanes, groups, ...) each, of keys and values (lanes, entries, dim)."""
         lanes = len(keys)
         keys, values = (one.reshape(-1, GROUP, self.dim) for one in (keys, values))
         parts = [*encode_keys(keys, self.bits), *encode_values(values, self.bits)]
-        return [part.unflatten(0, (lanes, -1)) for part in parts]
+        return {name: part.unflatten(0, (lanes, -1)) for name, part in zip(_PARTS, parts, strict=True)}
 
 
 def places(heads: int, entries: int, dim: int, dtype: torch.dtype, store: Store) -> tuple[Tensor, Tensor]:
@@ -139,7 +130,8 @@ def bits_of(name: str) -> int:
     return CODECS[name]
 
 
-def _of_length(payload: memoryview, length: int) -> memoryview:
-    if len(payload) != length:
-        raise StoreError(f"A stored block has {len(payload)} bytes instead of {length}.")
-    return payload
+def _checked(stored: Mapping[str, Tensor], forms: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """Return the tensors in the order of ``forms``, which has their shapes and dtypes."""
+    if {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()} != forms:
+        raise StoreError("A stored block has other shapes than this engine's.")
+    return [stored[name] for name in forms]

@@ -24,10 +24,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvkeep.blocks.block_file import encode
+from kvkeep.blocks.folder import BlockFolder
 from kvkeep.errors import UsageError
 from kvkeep_vllm import pinned
 from kvkeep_vllm.codec import BlockCodec, ExactCodec, QuantizedCodec, bits_of
-from kvkeep_vllm.folder import HEADER, BlockFolder
 from kvkeep_vllm.identity import namespace, settings_of, weights_of
 from kvkeep_vllm.loader import BlockLoader
 from kvkeep_vllm.options import ConnectorOptions
@@ -235,7 +236,8 @@ class _Work:
     def __init__(self, config: Any, options: ConnectorOptions, folder: BlockFolder, caches: dict[str, Tensor]) -> None:
         self.folder, self.tensors, self.counts, self._reported = folder, BlockTensors(caches), Counts(), Counts()
         codec = _codec(config, options, self.tensors)
-        options.check(self.tensors.nbytes, HEADER.size + codec.nbytes)
+        empty = torch.zeros(self.tensors.nbytes, dtype=torch.uint8)
+        options.check(len(empty), encode(64 * "0", codec.encode(empty))[0])
         self.writer = BlockWriter(folder, codec.encode, options.queue, self.counts)
         self.loader = BlockLoader(folder, codec, self.tensors, self.counts)
 

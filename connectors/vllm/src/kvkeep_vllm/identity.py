@@ -11,7 +11,7 @@ from typing import Any
 from kvkeep.errors import UsageError
 from kvkeep.models.checksum import remembered_sha256
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files' format; it is part of the namespace."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NAMES = ("_name_or_path", "_commit_hash", "transformers_version")

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections import deque
 
+from kvkeep.blocks.folder import BlockFolder
 from kvkeep.errors import StoreError
 from kvkeep_vllm.codec import BlockCodec
-from kvkeep_vllm.folder import BlockFolder
 from kvkeep_vllm.tensors import BlockTensors
 from kvkeep_vllm.transfers import Load
 from kvkeep_vllm.writer import Counts

@@ -31,15 +31,15 @@ class BlockTensors:
         self.nbytes: int = sum(self.sizes)
         """Bytes of a block."""
 
-    def read(self, block: int) -> np.ndarray:
+    def read(self, block: int) -> Tensor:
         """Return a copy of a block: (nbytes,) uint8."""
-        return np.concatenate([view[block] for view in self._views])
+        return torch.from_numpy(np.concatenate([view[block] for view in self._views]))
 
-    def write(self, block: int, raw: np.ndarray) -> None:
+    def write(self, block: int, raw: Tensor) -> None:
         """Replace a block by ``raw``, (nbytes,) uint8."""
-        start = 0
+        rows, start = raw.numpy(), 0
         for view, size in zip(self._views, self.sizes, strict=True):
-            view[block] = raw[start : start + size]
+            view[block] = rows[start : start + size]
             start += size
 
 

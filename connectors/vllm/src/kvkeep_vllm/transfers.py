@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep_vllm.folder import BlockName
+from kvkeep.blocks.folder import BlockName
 
 LOOKUP_S = 0.25
 """Seconds for which the blocks found for a waiting request are remembered."""
@@ -82,7 +82,7 @@ class _Tracked:
 
     def names(self, first: int, last: int) -> list[BlockName]:
         """Return the names of the blocks from ``first`` up to ``last``, excluded."""
-        return [BlockName(self.space, key) for key in self.request.block_hashes[first:last]]
+        return [name_of(self.space, key) for key in self.request.block_hashes[first:last]]
 
 
 class TransferPlanner:
@@ -174,6 +174,12 @@ def keepable(request: Any) -> bool:
     may have another meaning in another process."""
     plain = request.lora_request is None and not request.mm_features and request.prompt_embeds is None
     return plain and not request.resumable
+
+
+def name_of(space: str, key: bytes) -> BlockName:
+    """Return the name of the block whose tokens have this hash. It differs in every namespace, so that a file that was
+    moved to another one is refused."""
+    return BlockName(space, hashlib.sha256(f"{space}\0".encode() + key).hexdigest())
 
 
 def space_of(space: str, salt: str | None) -> str:

@@ -10,14 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
+from torch import Tensor
 
+from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.errors import StoreError
-from kvkeep_vllm.folder import BlockFolder, BlockName
 from kvkeep_vllm.transfers import Use
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ CLOSE_TIMEOUT_S = 10.0
 MAX_USES = 1024
 """Maximum number of queued :class:`Use` notes."""
 
-Encode = Callable[[np.ndarray], Sequence[Any]]
+Encode = Callable[[Tensor], dict[str, Tensor]]
 
 
 @dataclass
@@ -56,7 +55,7 @@ class BlockWriter:
 
     def __init__(self, folder: BlockFolder, encode: Encode, capacity: int, counts: Counts) -> None:
         self.folder, self.encode, self.capacity, self.counts = folder, encode, capacity, counts
-        self._queue: deque[tuple[BlockName, np.ndarray]] = deque()
+        self._queue: deque[tuple[BlockName, Tensor]] = deque()
         self._uses: deque[Use] = deque(maxlen=MAX_USES)
         self._waiting: dict[BlockName, int] = {}  # bytes, queued or being written
         self._paused = 0.0  # until then
@@ -65,7 +64,7 @@ class BlockWriter:
         self._thread = threading.Thread(target=self._run, name="kvkeep-blocks", daemon=True)
         self._thread.start()
 
-    def offer(self, name: BlockName, size: int, copy: Callable[[], np.ndarray]) -> bool:
+    def offer(self, name: BlockName, size: int, copy: Callable[[], Tensor]) -> bool:
         """Queue a block unless it is queued already; return False if it is dropped. size: bytes; copy: returns them,
         (size,) uint8."""
         with self._changed:
@@ -115,15 +114,14 @@ class BlockWriter:
                 block = self._queue.popleft() if self._queue else None
                 use = self._uses.popleft() if block is None else None
             if use is not None:
-                for number, name in enumerate(use.names):
-                    self.folder.use(name, use.when - number)
+                self.folder.use(use.names, use.when)
             if block is not None:
                 failed = not self._write(*block)
                 with self._changed:
                     self.counts.dropped += failed
                     del self._waiting[block[0]]
 
-    def _write(self, name: BlockName, raw: np.ndarray) -> bool:
+    def _write(self, name: BlockName, raw: Tensor) -> bool:
         """Write a block; return whether it is stored."""
         if time.monotonic() < self._paused:
             return False
@@ -131,7 +129,7 @@ class BlockWriter:
             self.counts.removed += self.folder.write(name, self.encode(raw))
             self.counts.saved += 1
             return True
-        except (OSError, StoreError) as error:
+        except StoreError as error:
             log.warning("No blocks are written for %.0f s: %s", PAUSE_S, error)
         except Exception:  # otherwise the thread would end, and all later blocks would be dropped silently
             log.exception("No blocks are written for %.0f s.", PAUSE_S)

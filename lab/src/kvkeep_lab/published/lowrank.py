@@ -57,7 +57,8 @@ class LowRank(GroupedFate):
 
 def _projections(adapter: Adapter, layer: LayerGeometry) -> tuple[Any, Any]:
     attention = adapter.layers[layer.index].self_attn
-    if not hasattr(attention, "k_proj") or getattr(attention, "k_norm", None) is not None:
+    normed = any(getattr(attention, name, None) is not None for name in ("k_norm", "k_layernorm"))
+    if not hasattr(attention, "k_proj") or normed:
         raise UnsupportedModelError(
             f"'{adapter.family}' has no plain key projection to take the rank of; use another method."
         )

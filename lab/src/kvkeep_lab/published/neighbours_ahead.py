@@ -48,10 +48,11 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)
-        if geometry.sliding_layers:
+        if geometry.sliding_layers or geometry.recurrent_layers:
+            what, one = ("sliding windows", "window") if geometry.sliding_layers else ("recurrent layers", "state")
             raise UnsupportedModelError(
-                f"'{geometry.model_type}' has sliding windows, and this method reads a chunk twice, which a window "
-                "cannot take back; use kvslimmer."
+                f"'{geometry.model_type}' has {what}, and this method reads a chunk twice, which a {one} cannot take "
+                "back; use kvslimmer."
             )
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:

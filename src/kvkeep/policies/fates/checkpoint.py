@@ -87,7 +87,7 @@ class InOrder(EvictedStore):
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
     def pages(self) -> Iterator[Piece]:
-        """Yield all of them as tensors, a page at a time."""
+        """Yield all entries as tensors, a page at a time."""
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken)
 

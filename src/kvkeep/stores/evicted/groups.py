@@ -26,31 +26,32 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """How a group is stored, and how attention reads it. kept: the state of an entry in a group."""
+    """How a group is stored, and how attention reads it."""
 
     kept: ClassVar[EntryState]
+    """The state of an entry in a group."""
     as_kept: ClassVar[bool] = False
-    """Whether attention reads the parts themselves, all of them for any query, and not numbers decoded from them."""
+    """Attention reads the parts themselves, without decoding, and reads all of them for any query."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data for reading groups."""
+        """Bytes of the codec's data for reading groups."""
         return 0
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return the parts of one group, (lanes, ...) each: keys and values (lanes, GROUP, dim), slots (lanes,
-        GROUP)."""
+        """Encode one group: keys and values (lanes, GROUP, dim), slots (lanes, GROUP). Return its parts, (lanes, ...)
+        each."""
 
     @abstractmethod
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the entries of groups: parts (lanes, groups, ...), slots (lanes, groups, GROUP). holes: some slots are
-        -1."""
+        """Yield the entries of groups. parts: (lanes, groups, ...). slots: (lanes, groups, GROUP). holes: some slots
+        are -1."""
 
 
 class Groups(EvictedStore):
-    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the most groups; beyond it the
-    oldest is overwritten. None: no limit."""
+    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the maximum number of groups;
+    beyond it a new group overwrites the oldest. None: no limit."""
 
     def __init__(self, capacity: int | None, codec: Codec) -> None:
         self.capacity, self.codec = capacity, codec
@@ -219,13 +220,13 @@ class Groups(EvictedStore):
 
 
 def grown(groups: int, capacity: int | None) -> int:
-    """Return the groups that memory has room for after it grows from ``groups``: half more."""
+    """Return the number of groups to allocate when ``groups`` are full: half more."""
     size = max(8, groups + groups // 2)
     return size if capacity is None else min(capacity, size)
 
 
 def allocated(written: int, capacity: int | None) -> int:
-    """Return the groups that memory has room for after ``written`` groups."""
+    """Return the number of groups allocated after ``written`` groups."""
     size = 0
     while size < (written if capacity is None else min(written, capacity)):
         size = grown(size, capacity)
@@ -235,8 +236,8 @@ def allocated(written: int, capacity: int | None) -> int:
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
 ) -> PredictedBytes:
-    """Return the bytes of a store of groups of ``size`` bytes a lane. left: the entries of a lane that are evicted, at
-    successive times. number: the temporary bytes for an entry of a lane in attention."""
+    """Return the bytes of a store whose groups have ``size`` bytes a lane. left: the number of entries that a lane
+    evicts in each pass. number: the temporary bytes for an entry of a lane in attention."""
     count, heads = sum(left), layer.kv_heads
     if not count:
         return PredictedBytes()

@@ -69,10 +69,10 @@ class MergeNeighbours(MergesNeighbours):
             self.begin(resident)
 
     def _attention(self, slots: Tensor, scores: Tensor, since: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return each entry's weight, and which entries have one yet.
+        """Return each entry's weight, and which entries already have one.
 
         The weight is the mean over the query heads of the lane, and over the queries since the last merging that could
-        see the entry. A new entry therefore has no disadvantage because few queries followed it.
+        see the entry. So a new entry has no disadvantage from the few queries after it.
         """
         queries = (end - torch.maximum(slots, since)).clamp(min=0)
         return scores / (queries.clamp(min=1) * self.readers), (queries > 0) & (slots >= 0)
@@ -131,7 +131,7 @@ class MergeNeighbours(MergesNeighbours):
 
     def clues(self, bank: Bank, entries: OrderedEntries, end: int) -> Tensor | None:
         """Return the data of each entry, beside its attention, that the method needs for merging: (lanes, entries,
-        any), for the slots before ``end``; or None."""
+        any), for the slots before ``end``. None: it needs no other data."""
         return None
 
     def _write(self, bank: Bank, entries: OrderedEntries, merged: Tensor, end: int) -> None:

@@ -16,7 +16,7 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class MergeOnEvict(EvictedStore):
-    """A store without entries: :meth:`merge` merges them into those of a bank."""
+    """A store that keeps no entries: :meth:`merge` merges evicted entries into those of a bank."""
 
     merges = True
 

@@ -23,13 +23,16 @@ MARGIN = 0.5
 
 @dataclass(frozen=True)
 class ByChannel:
-    """Keys or values as codes (lanes, entries, dim), times a scale, plus an offset, (lanes, 1, dim) each."""
+    """Keys or values offset + scale * code, with a scale and an offset for each channel."""
 
     layout: ClassVar[str] = "by channel"
 
     codes: Tensor
+    """(lanes, entries, dim)"""
     scale: Tensor
+    """(lanes, 1, dim)"""
     offset: Tensor
+    """(lanes, 1, dim)"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -52,7 +55,7 @@ class ByChannel:
 
 
 class Waiting:
-    """Up to a group of entries of one layer. count: the present ones.
+    """Up to a group of entries of one layer; ``count`` is their number.
 
     width: bytes of a number of the model. Codes have half of them; scales and offsets are float16 for numbers of 16
     bits, float32 for wider ones. coded: False keeps entries as numbers of 16 bits.
@@ -106,6 +109,6 @@ class Waiting:
 
 
 def waiting_bytes(width: int, coded: bool = True) -> int:
-    """Return the bytes that one channel of a group that waits takes, of a model whose numbers have ``width`` bytes."""
+    """Return the bytes of one channel of a waiting group, for a model whose numbers have ``width`` bytes."""
     size, scale = max(2, width) // 2, 2 if width <= 2 else 4
     return GROUP * (size if coded else 2) + 2 * scale

@@ -19,7 +19,8 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class CachePositions:
-    """Gives a cache of ``entries`` entries, the first ``sinks`` of them fixed, positions below ``limit``."""
+    """Gives the entries of a cache positions below ``limit``. The cache has ``entries`` entries; the first ``sinks``
+    are fixed."""
 
     def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
         self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit

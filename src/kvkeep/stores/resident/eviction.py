@@ -1,7 +1,7 @@
-"""Eviction: new entries of a bank are appended, replace the lowest-ranked one, or compete with all.
+"""Eviction: new entries of a bank are appended, replace the lowest-ranked entry, or compete with all entries.
 
-A single new entry takes the place of the lowest-ranked one before it is attended, so a decoding step attends over the
-budget's entries, itself included. The entries of a chunk are attended first, and then compete with the resident ones.
+A single new entry replaces the lowest-ranked one before attention, so a decoding step attends to the budget's entries,
+the new one included. The entries of a chunk are attended first, and then compete with the resident ones.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Arriving:
     first: int
     """The slot of the first of them, padding included."""
     unpadded: bool
-    """None is padding."""
+    """All entries are tokens, without padding."""
     scores: Tensor | None
-    """(lanes, n) float32; None where nothing scored them yet."""
+    """(lanes, n) float32; None before the first score."""
 
     @functools.cached_property
     def slots(self) -> Tensor:
@@ -81,8 +81,8 @@ class Ranking:
         return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
 
     def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
-        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: those of the new
-        ones, or None."""
+        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: the scores of the
+        new entries, or None."""
         if scores is None and self.selector.observation_window != 0:
             scores = torch.zeros(new.slots.shape, device=new.keys.device)
         both = None if scores is None else torch.cat([bank.scored()[:, :columns], scores], 1)
@@ -109,14 +109,14 @@ class Ranking:
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 
     def order(self, bank: Bank, length: int) -> Tensor:
-        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction; of equal
-        ranks, the older first."""
+        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction. Of equal
+        ranks, the older entry comes first."""
         by_slot = bank.slots.argsort(dim=1, stable=True)
         return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
 
 
 def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
-    """Write new entries, none of them padding, where there is room for all of them."""
+    """Write new entries without padding, where there is room for all of them."""
     span = slice(bank.used, bank.used + new.count)
     bank.keys[:, span], bank.values[:, span], bank.slots[:, span] = new.keys, new.values, new.slots
     bank.used = span.stop

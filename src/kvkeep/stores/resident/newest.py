@@ -18,7 +18,7 @@ from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class Newest(Resident):
-    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier ones, in
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier slots, in
     order."""
 
     def __init__(self, site: Site, store: EvictedStore) -> None:

@@ -21,13 +21,13 @@ from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
-"""Entries a block. A row wastes half a block on average; at most one block of a shared prefix is copied."""
+"""Entries of a block. A row wastes half a block on average; at most one block of a shared prefix is copied."""
 
 Span = tuple[int, int, int]  # first slot, slots, first place in the pool (the same for every row)
 
 
 class BlockPool:
-    """Reference counts of blocks, and a free list. Each layer has the tensors, with one place for an entry."""
+    """Reference counts of blocks, and a free list. The tensors are in each layer, with one place for each entry."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -49,7 +49,7 @@ class BlockPool:
             self.counts[block] += 1
 
     def drop(self, blocks: list[int]) -> None:
-        """Count one holder less of each block; those without any are free again."""
+        """Count one holder less of each block. Blocks without holders become free."""
         for block in blocks:
             self.counts[block] -= 1
             if not self.counts[block]:
@@ -73,7 +73,7 @@ class BlockTable:
         self._finalizer = weakref.finalize(self, _drop_all, pool, self.rows)
 
     def share(self, other: BlockTable) -> None:
-        """Take the blocks of ``other`` into this table, which is empty, and count one more holder of each."""
+        """Take the blocks of ``other`` into this empty table, and count one more holder of each."""
         self.pool, self.length = other.pool, other.length
         self.rows.extend(list(row) for row in other.rows)
         for row in self.rows:

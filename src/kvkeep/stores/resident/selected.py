@@ -83,7 +83,7 @@ class Selected(WorkingSet):
 
     @property
     def observes(self) -> bool:
-        """Whether the selector or the store asks for attention, and some bank has a budget."""
+        """Whether the selector or the store needs attention, and some bank has a budget."""
         return self.window != 0 and any(bank.budget for bank in self.banks)
 
     def learn(self, weights: Tensor) -> None:

@@ -1,0 +1,213 @@
+"""Blocks in a folder: whole or not there, within the quota of all programs, the least recently used gone first."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvkeep.blocks import block_file
+from kvkeep.blocks.block_file import encode
+from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
+from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
+
+SHAPE = (5, 50)
+Block = dict[str, Tensor]
+
+
+def name(number: int, space: str = "owner") -> BlockName:
+    return BlockName(space, number.to_bytes(16, "big").hex())
+
+
+def block(number: int) -> Block:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "keys": torch.randn(SHAPE, generator=generator),
+        "codes": torch.arange(33, dtype=torch.uint8) + number % 256,
+    }
+
+
+FILE, _ = encode(name(0).key, block(0))
+
+
+def same(one: Block, other: Block) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def filled(path: Path, count: int, blocks: int) -> BlockFolder:
+    folder = BlockFolder(path, count * FILE)
+    for number in range(blocks):
+        folder.write(name(number), block(number))
+        folder.use([name(number)], number)
+    return folder
+
+
+def total(folder: BlockFolder) -> int:
+    return int.from_bytes((folder.folder / LEDGER).read_bytes(), "little")
+
+
+def test_any_flipped_byte_any_length_and_any_other_name_is_a_miss(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "made" / "here", 10, 2)
+    path, good = folder.path(name(0)), folder.path(name(0)).read_bytes()
+    assert len(good) == FILE and (tmp_path / "made" / "here").stat().st_mode & 0o077 == 0
+    flipped = [good[:place] + bytes([byte ^ 1 << place % 8]) + good[place + 1 :] for place, byte in enumerate(good)]
+    wrong = [good[:length] for length in (0, 7, 16, len(good) // 2, len(good) - 1)] + [good + b"x", b"\0" * len(good)]
+    wrong.append(folder.path(name(1)).read_bytes())  # another block's file
+    misses = 0
+    for bad in flipped + wrong:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bad)
+        try:
+            assert same(folder.read(name(0)), block(0)) and bad in flipped  # a byte between tensors
+        except BlockDamaged:
+            with pytest.raises(BlockMissing):
+                folder.read(name(0))  # it is gone, and is written anew
+            assert not folder.has(name(0))
+            misses += 1
+    assert misses > len(wrong) + 4 * SHAPE[0] * SHAPE[1]
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(BlockDamaged):  # nobody is waited for
+        folder.read(name(0))
+
+
+def test_a_block_that_is_read_is_mapped_once_and_its_file_stays(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 4, 4)
+    first, again = folder.read(name(0)), folder.read(name(0))
+    assert first["keys"].data_ptr() == again["keys"].data_ptr()
+    first["keys"].zero_()  # this program's copy
+    assert same(BlockFolder(tmp_path).read(name(0)), block(0))
+    assert folder.write(name(7), block(7)) == 1 and folder.has(name(0)) and not folder.has(name(1))
+    kept = [folder.read(one) for one in folder.names()]
+    with pytest.raises(StoreError, match="running programs use them"):
+        folder.write(name(8), block(8))
+    assert folder.count() == (4, 4 * FILE) and kept
+    del first, again, kept
+    assert folder.write(name(8), block(8)) == 1 and not folder.has(name(0))
+
+
+def test_what_was_used_stays_within_the_quota_however_it_was_left(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 32, 32)
+    assert folder.count() == (32, 32 * FILE)
+    folder.use([name(0)], 100)
+    assert folder.write(name(50), block(50)) == 2  # a sixteenth of the quota at once
+    assert [number for number in range(6) if folder.has(name(number))] == [0, 3, 4, 5]
+    with pytest.raises(StoreError, match="does not fit into a quota"):
+        folder.write(name(60), {"keys": torch.zeros(40 * FILE)})
+    for ledger in (b"", b"\0" * 8, b"\xff" * 8, b"odd"):  # whatever another program left there
+        (tmp_path / LEDGER).write_bytes(ledger)
+        other, before = BlockFolder(tmp_path, 32 * FILE), folder.count()[0]
+        for number in range(100 * before, 100 * before + 40):
+            other.write(name(number), block(number))
+            assert other.count()[1] <= 32 * FILE
+    assert total(folder) == folder.count()[1]
+    folder.clear("own")  # not the beginning of a name
+    assert folder.count()[0]
+    folder.clear("owner")
+    assert folder.count() == (0, 0) and total(folder) == 0
+
+
+def test_the_blocks_of_a_text_are_used_up_to_the_first_that_is_missing(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 10, 4)
+    folder.remove(name(2))
+    assert folder.use([name(number) for number in range(4)], 1000) == 2 and total(folder) == 3 * FILE
+    assert folder.names() == [name(3), name(1), name(0)]  # what others build upon goes last
+    assert folder.evict(60) == 3 and folder.count() == (0, 0)
+    assert BlockFolder(tmp_path / "none").evict(60) == 0 and not (tmp_path / "none").exists()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.errors import BlockMissing
+folder, block = BlockFolder(Path(sys.argv[1]), int(sys.argv[2])), {"keys": torch.zeros(250)}
+for number in range(150):
+    name = BlockName(f"space-{int(sys.argv[3]) % 2}", (number // 2 * 1000).to_bytes(16, "big").hex())
+    if number % 2:
+        folder.write(name, block)
+    elif folder.has(name):
+        try:
+            assert torch.equal(folder.read(name)["keys"], block["keys"])
+        except BlockMissing:
+            pass
+"""
+
+
+def test_programs_share_a_folder_and_its_quota(tmp_path: Path) -> None:
+    """Four of them, which write the same and other blocks; one is killed."""
+    quota = 20 * FILE
+    arguments = [sys.executable, "-c", WRITER, str(tmp_path), str(quota)]
+    running = [subprocess.Popen([*arguments, str(number)], stderr=subprocess.PIPE) for number in range(4)]
+    folder, most, ended = BlockFolder(tmp_path, quota), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.is_set():
+            with open(tmp_path / LEDGER, "ab") as ledger:  # no program writes meanwhile
+                fcntl.flock(ledger, fcntl.LOCK_EX)
+                most = max(most, folder.count()[1])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        running[0].kill()
+        assert [(one.communicate()[1], one.returncode) for one in running[1:]] == [(b"", 0)] * 3
+    finally:
+        ended.set()
+        watcher.join()
+        running[0].communicate()
+    assert 0 < most <= quota
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in kept} == {".block", ""} and sum(path.suffix == "" for path in kept) == 1
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_leaves_no_file_and_no_count(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = filled(tmp_path, 10, 2)
+
+    def fails(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(StoreError, match=os.strerror(error).lower()):
+            folder.write(name(7), block(7))
+    assert not folder.has(name(7)) and folder.count()[0] == 2 and total(folder) == folder.count()[1]
+    assert folder.write(name(7), block(7)) == 0 and same(folder.read(name(7)), block(7))
+
+
+def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping would end it by a signal, so the file is read first."""
+    folder = filled(tmp_path, 10, 1)
+
+    class Failing(io.FileIO):
+        def readinto(self, *_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_file, "open", Failing, raising=False)
+        with pytest.raises(BlockMissing, match="input/output error"):
+            folder.read(name(0))
+    assert same(folder.read(name(0)), block(0))
+
+
+def test_it_needs_no_transformers() -> None:
+    """It also runs in vLLM's environment, which has an older version."""
+    code = "import sys; sys.modules['transformers'] = None; import kvkeep.blocks.folder"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
