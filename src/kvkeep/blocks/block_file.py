@@ -7,6 +7,7 @@ another name is refused, and for every tensor its dtype, shape, offset and CRC-3
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -27,6 +28,7 @@ MAGIC = b"kvblock2"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
+_POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -77,10 +79,22 @@ def _mapped(path: Path) -> mmap.mmap:
         if not os.fstat(file.fileno()).st_size:  # mmap refuses it
             raise BlockDamaged("is truncated")
         lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
-        buffer = memoryview(bytearray(min(size, 1 << 20)))
-        while file.readinto(buffer):
-            pass  # a disk's error is raised here; in the mapping it would end the program
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # A disk's error is raised here; later, in the mapping, it would end the program.
+        try:
+            _populate(mapped)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            buffer = bytearray(1 << 20)  # the system is older than Linux 5.14
+            while file.readinto(buffer):
+                pass
+        return mapped
+
+
+def _populate(mapped: mmap.mmap) -> None:
+    """Read a mapped file into memory. Raises OSError."""
+    mapped.madvise(_POPULATE_READ)
 
 
 def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[str, Tensor]:
