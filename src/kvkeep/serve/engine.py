@@ -277,6 +277,7 @@ class Engine:
                     job.disk.result()
                     job.session.align(job.ask.prompt)
                 job.disk = None
+                self.sessions.storage.watch(job.session)
                 answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.blocks.beginnings import ENDS
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
@@ -80,7 +81,9 @@ class OpenSession:
         state, entries = 0, begun * self.cache.geometry.full_bytes_per_token
         if self.away and self.stored is not None:
             state, entries = self.stored.bytes
-        return max(peak_bytes(self.cache, tokens), restore_bytes(self.cache, state, entries))
+        cache = self.cache
+        ends = ENDS * cache.geometry.fixed_bytes(tokens) if cache.stream.moving and self.name is None else 0
+        return max(peak_bytes(cache, tokens) + ends, restore_bytes(cache, state, entries))
 
     @property
     def counted(self) -> tuple[int, Mapping[int, int]]:
@@ -92,7 +95,8 @@ class OpenSession:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of the session."""
-        return current_bytes(self.cache)
+        ends = self.cache.stream.block_ends.values()
+        return current_bytes(self.cache) + sum(tensor.nbytes for end in ends for tensor in end.values())
 
     def recount(self) -> None:
         """Discard the count of bytes."""

@@ -172,6 +172,11 @@ class SessionStorage:
         """Store the whole blocks of a session's text; end early when ``session.wanted`` is set."""
         return self._write(lambda: self._trying("are not stored", lambda: self._keep(session)))
 
+    def watch(self, session: OpenSession) -> None:
+        """Prepare a session without a name, which reads next, for :meth:`keep`."""
+        if session.name is None and self.store is not None:
+            beginnings.watch(session.cache)
+
     def stores_beginnings(self, session: OpenSession) -> bool:
         """Return whether the beginnings of sessions of this kind are stored."""
         return self.store is not None and beginnings.begins(session.cache)
