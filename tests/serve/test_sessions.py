@@ -472,5 +472,6 @@ def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypat
     engine.step()
     assert engine.sessions.drop(("me", "talk"))
     Store(tmp_path, shared=True).remove("me/talk")
+    run(engine)
     engine.close()
     assert not [*tmp_path.rglob("*.session")]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from operator import itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,6 +14,19 @@ from kvkeep.geometry import ModelGeometry
 
 _SETTINGS = ("rope", "rotary", "eps", "hidden_act", "activation", "softcap", "multiplier", "scal")
 """Parts of the names of settings that change keys. Other settings differ between versions of transformers."""
+
+
+_fixed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def fix(model: Any) -> None:
+    """Compute the fingerprint of a model whose weights do not change until :func:`release`."""
+    _fixed[model] = fingerprint(model)
+
+
+def release(model: Any) -> None:
+    """Let :func:`fingerprint` read the weights of a model again."""
+    _fixed.pop(model, None)
 
 
 @torch.no_grad()
@@ -23,6 +37,8 @@ def fingerprint(model: Any) -> str:
     The function reads some sixteen elements of every parameter and buffer (packed weights are buffers). So the
     fingerprint of a fine-tuned or re-quantised copy differs, and a large model takes milliseconds.
     """
+    if (known := _fixed.get(model)) is not None:
+        return known
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())
     settings = model.config.get_text_config().to_dict()

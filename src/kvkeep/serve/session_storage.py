@@ -29,7 +29,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, SessionUnwritable, place_of
 from kvkeep.memory.rows import BLOCK
-from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.models import fingerprint
 from kvkeep.policies.request import Request
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
@@ -56,7 +56,10 @@ class SessionStorage:
         self.restored = self.saved = 0
         self.lost_turns: dict[Name, str] = {}
         """Notes on sessions that were evicted from memory without their last turn."""
-        self._tokenizer = None if store is None else fingerprint_of_tokenizer(tokenizer)
+        self._tokenizer: str | None = None
+        if store is not None:
+            self._tokenizer = fingerprint.fingerprint_of_tokenizer(tokenizer)
+            fingerprint.fix(model)
         self._writer, self._reader = (
             None if store is None else ThreadPoolExecutor(1, f"kvkeep-store-{name}") for name in ("writer", "reader")
         )
@@ -102,6 +105,7 @@ class SessionStorage:
             if thread is not None:
                 thread.shutdown()
         self._writer = self._reader = None
+        fingerprint.release(self.model)
 
     def write(self, session: OpenSession) -> None:
         """Save a session's last turn now."""
