@@ -473,5 +473,7 @@ def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypat
     assert engine.sessions.drop(("me", "talk"))
     Store(tmp_path, shared=True).remove("me/talk")
     run(engine)
+    assert not engine.sessions.memory[("me", "talk")].note
     engine.close()
-    assert not [*tmp_path.rglob("*.session")]
+    (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
+    assert (info.turns, info.method) == (1, "tova")

@@ -208,8 +208,8 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     known = {}
     for info in Store(tmp_path).sessions():
         assert not info.problem and not info.held and info.turns == 1
-        with Store(tmp_path).read(info.name) as reference:
-            known[int(info.name.rpartition("-")[2])] = reference.about["ids"][0]  # type: ignore[index]
+        with Store(tmp_path).read(info.name) as stored:
+            known[int(info.name.rpartition("-")[2])] = stored.about["ids"][0]  # type: ignore[index]
     assert len(known) == SESSIONS
     cut = read = 0
     with program(*options) as running:
