@@ -1,4 +1,4 @@
-"""What a saved turn costs: bytes of the folder, and seconds (the table of docs/cache.md).
+"""What a saved turn costs: bytes of the folder, and seconds (the table of docs/sessions.md).
 
 python tools/session_turns.py
 """

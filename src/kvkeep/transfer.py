@@ -109,8 +109,8 @@ def restore(
     for name, rows in cache.checkpoint_rows():
         rows.first = rows.length = about["first"].get(name, 0)
         if name in saved:
-            whole = f"checkpoint.{name}"
-            for piece in pieces[whole] if whole in pieces else [tensor(whole)]:
+            part = f"checkpoint.{name}"
+            for piece in pieces[part] if part in pieces else [tensor(part)]:
                 rows.adopt(piece)
 
 

@@ -19,7 +19,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
 from kvkeep_lab.reading import takes
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import BudgetText, MethodName
 from kvkeep_lab.tasks import TASKS, Task
@@ -206,7 +206,7 @@ class Experiment(ExperimentBase):
             chunk=self.chunk,
         )
 
-    def tuned(self, store: Store, digest: str) -> Self:
+    def tuned(self, store: ResultFile, digest: str) -> Self:
         """Return the experiment with the parameters chosen by the search's records in ``store``. ``digest``: digest of
         the search's source files."""
         assert self.tune is not None

@@ -18,14 +18,14 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
 from kvkeep.ray_cluster import connected
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked
 
 Files = dict[str, bytes]
 """Contents by path relative to the common folder."""
 
 
-def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], None]) -> None:
+def work_on_ray(job: WorkerJob, store: ResultFile, address: str, poll: Callable[[], None]) -> None:
     """Run a job's workers as tasks on a cluster, and return when all of them have ended.
 
     address: address of the cluster; ``auto`` for the cluster of this machine; ``local`` starts a cluster here and ends
@@ -47,7 +47,7 @@ def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], N
         count = job.workers or gpus or len(machines)
         order = packed(ray.cloudpickle.dumps, replace(job, workers=count, sources=()))
         shipped, here = ray.put(files), ray.get_runtime_context().get_node_id()
-        actor = ray.remote(Store).options(
+        actor = ray.remote(ResultFile).options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
         )
         task = ray.remote(_work).options(

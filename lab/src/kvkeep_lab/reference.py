@@ -182,7 +182,7 @@ def compare(
     prompt beyond the model's positions.
     """
     progress("the reference", 0.0, 1.0)
-    reference = Reference.of(model, prompt, new, chunk)
+    reference = ReferenceAnswer.of(model, prompt, new, chunk)
     measured(reference.row)
     rows: list[ReferenceRow] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
@@ -278,7 +278,7 @@ def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceAnswer:
     """The answer of the unbounded cache to one prompt, with which all cases are compared."""
 
     model: Any
@@ -293,7 +293,7 @@ class Reference:
     """Tokens of the prompt that a case reads at a time."""
 
     @classmethod
-    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
+    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> ReferenceAnswer:
         """Read ``prompt`` (token ids) and generate ``new`` tokens. Raises UsageError if the model has too few
         positions."""
         check_fits(model, len(prompt), new)

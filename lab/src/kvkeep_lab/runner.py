@@ -23,8 +23,8 @@ from kvkeep.native.library import path
 from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
-from kvkeep_lab.reference import Reference
-from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
+from kvkeep_lab.reference import ReferenceAnswer
+from kvkeep_lab.store import Record, ResultFile, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
@@ -47,7 +47,7 @@ class Runner:
     _loaded: Loaded | None = None
     _prepared: object = None  # model, point and seed of the samples and references
     _samples: list[Sample] = field(default_factory=list)
-    _references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+    _references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
 
     def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Record:
         """Measure one cell. ``step`` receives the number of finished steps. An error of the measurement is stored in
@@ -129,7 +129,7 @@ class Tally:
 
 def run(
     experiment: Experiment | StudyExperiment,
-    store: Store,
+    store: ResultFile,
     data: Path | None = None,
     *,
     only: Sequence[str] = (),
@@ -173,7 +173,7 @@ def run(
 
 
 def _run(
-    store: Store,
+    store: ResultFile,
     experiment: Experiment | StudyExperiment,
     sources: tuple[Path, ...],
     only: Sequence[str],
@@ -192,7 +192,7 @@ def _run(
         store.define(cells[0].setting, experiment.model_dump(mode="json"))
     before = store.done()
     todo = tuple(cell for cell in cells if fresh or cell.key not in before)
-    since = Store(store.path, store.end)
+    since = ResultFile(store.path, store.end)
     job = WorkerJob(partial(Runner, experiment), sources, todo, experiment.steps, device, workers or 1)
 
     def poll() -> None:
@@ -215,7 +215,7 @@ def _run(
     return Tally(len(found) - len(failed), len(cells) - len(todo), len(todo) - len(found), failed)
 
 
-def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
+def _latest(store: ResultFile, cells: Sequence[Cell]) -> dict[str, Record]:
     """Return the newest record of each of ``cells``, in the order of the records."""
     keys = {cell.key for cell in cells}
     return {record.cell: record for record in store.records if record.cell in keys}

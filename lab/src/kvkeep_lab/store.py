@@ -106,7 +106,7 @@ _LINE: TypeAdapter[Definition | TaskRecord | StudyRecord] = TypeAdapter(
 )
 
 
-class Store:
+class ResultFile:
     """One file of results, and the results read from it. start: byte at which reading begins, the beginning of a line.
     torn: number of invalid lines."""
 

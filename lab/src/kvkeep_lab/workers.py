@@ -21,7 +21,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep_lab.store import Record, Store
+from kvkeep_lab.store import Record, ResultFile
 
 if TYPE_CHECKING:  # a worker imports torch when it has a job
     from kvkeep_lab.cell import Cell
@@ -65,7 +65,7 @@ class WorkerJob:
 
     def work(
         self,
-        store: Store,
+        store: ResultFile,
         number: int = 0,
         *,
         progress: RunProgress = lambda label, done, total: None,
@@ -98,7 +98,7 @@ class WorkerJob:
             yield from group
 
 
-def work_in_processes(job: WorkerJob, store: Store, poll: Callable[[], None]) -> None:
+def work_in_processes(job: WorkerJob, store: ResultFile, poll: Callable[[], None]) -> None:
     """Run ``job.workers`` worker processes, and return when all of them have ended.
 
     Workers share the cores, unless OMP_NUM_THREADS sets the threads of each. They use the GPUs in turn, unless the job
@@ -149,7 +149,7 @@ def unpacked(order: bytes) -> WorkerJob:
         raise _not_importable(error) from error
 
 
-def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> None:
+def _start(running: list[_Worker], order: bytes, number: int, store: ResultFile) -> None:
     """Start a worker. Ctrl-C is blocked until the worker is in ``running``, and permanently in its process: the parent
     ends it."""
     before = None
@@ -166,7 +166,7 @@ def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> N
 class _Worker:
     """A process and its messages: None when it begins, and the error that ended it."""
 
-    def __init__(self, order: bytes, number: int, store: Store) -> None:
+    def __init__(self, order: bytes, number: int, store: ResultFile) -> None:
         self.order, self.number = order, number
         self._messages, sending = _SPAWN.Pipe(duplex=False)
         self.process = _SPAWN.Process(target=_work, args=(sending, order, number, store.path, store.start))
@@ -200,7 +200,7 @@ def _work(messages: Connection, order: bytes, number: int, path: Path, start: in
 
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
         messages.send(None)
-        job.work(Store(path, start), number)
+        job.work(ResultFile(path, start), number)
     except KvkeepError as error:
         messages.send(error)
     except Exception as error:  # the error may not be picklable

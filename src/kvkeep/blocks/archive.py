@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -163,8 +163,8 @@ def _next(tar: tarfile.TarFile, name: str) -> bytearray:
     if member is None or member.name != name or not member.isreg() or member.issparse():
         raise ValueError("another member")
     file = tar.extractfile(member)
-    assert file is not None and tar.fileobj is not None
-    if member.size > os.fstat(tar.fileobj.fileno()).st_size:  # reading would allocate this
+    assert file is not None
+    if member.size > os.fstat(cast(IO[bytes], tar.fileobj).fileno()).st_size:  # reading would allocate this
         raise EOFError
     return bytearray(file.read())
 

@@ -31,7 +31,7 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
 from kvkeep.blocks.names import chain, origin
 from kvkeep.blocks.references import Reference
-from kvkeep.blocks.store import ALONE, Store
+from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
@@ -106,9 +106,9 @@ class StoredSession:
         """Return the only session of the store at ``path``."""
         store = Store(path, quota=None)
         store.check()
-        if not writing and not store.path(ALONE).is_dir():
+        if not writing and not store.path(ONLY).is_dir():
             raise SessionError(f"There is no session at '{path}'.")
-        return cls(store, ALONE, writing=writing)
+        return cls(store, ONLY, writing=writing)
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +119,7 @@ class StoredSession:
     def close(self) -> None:
         """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
         self.reference.close()
-        if self.name == ALONE and self.reference.writing and not self.turns:
+        if self.name == ONLY and self.reference.writing and not self.turns:
             self.store.remove_folder()
 
     @property
@@ -130,7 +130,7 @@ class StoredSession:
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder) if self.name == ALONE else self.reference.path
+        return str(self.store.folder) if self.name == ONLY else self.reference.path
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -242,8 +242,8 @@ class StoredSession:
             assert self.about is not None
             cache = KeepCache(model, request=request) if cache is None else cache
             loaded = _Loaded(self, self.about, cache)
-            held = loaded.restore()
-            ids = [row[:held] for row in self.about["ids"]] if held else []
+            count = loaded.restore()
+            ids = [row[:count] for row in self.about["ids"]] if count else []
             return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
 
     @contextmanager
@@ -286,12 +286,12 @@ def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: 
         session = stored.load(model, tokenizer, cache)
         assert stored.about is not None
         all_ids = stored.about["ids"]
-        held = session.cache.get_seq_length()
-        if all_ids and held < len(all_ids[0]):
+        count = session.cache.get_seq_length()
+        if all_ids and count < len(all_ids[0]):
             if len(all_ids) > 1:
                 raise SessionDamaged(f"The session '{stored.path}' cannot be continued: its blocks are damaged.")
             with torch.no_grad():
-                missing = torch.tensor(all_ids, device=model.device)[:, held:]
+                missing = torch.tensor(all_ids, device=model.device)[:, count:]
                 model(input_ids=missing, cache=session.cache, use_cache=True, logits_to_keep=1)
             session.ids = all_ids
         return session

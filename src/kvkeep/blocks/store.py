@@ -32,7 +32,7 @@ QUOTA = 2 * 10**9
 DAY_S = 86400.0
 LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
-ALONE = "session"
+ONLY = "session"
 """The name of the session in a store that holds one only: a session at a path."""
 _EARLIER = b"kvkeep"
 """The beginning of a session file of an earlier version."""

@@ -40,8 +40,8 @@ def list_(
     store = _store(sessions)
     found, (blocks, count) = store.sessions(owner), store.blocks.count()
     if json:
-        whole = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
-        print_json({"sessions": [_facts(info) for info in found]} | whole)
+        total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+        print_json({"sessions": [_facts(info) for info in found]} | total)
         return
     table = Table(box=None, header_style="bold")
     for heading in ("session", "size", "used", "turns", "tokens", "method", "budget", "model"):
@@ -176,10 +176,10 @@ def _store(folder: str | None) -> Store:
 
 def _named(name: str, folder: str | None) -> tuple[Store, str]:
     """Return the store of a session, which may be missing, and its name there."""
-    from kvkeep.blocks.store import ALONE, Store, is_path, user_store
+    from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 
     if folder is None and is_path(name):
-        return Store(Path(name).expanduser(), quota=None), ALONE
+        return Store(Path(name).expanduser(), quota=None), ONLY
     return user_store(folder), name
 
 

@@ -21,7 +21,7 @@ from kvkeep_lab.cli.fleet import fleet
 
 if TYPE_CHECKING:
     from kvkeep_lab.runner import Tally
-    from kvkeep_lab.store import Store
+    from kvkeep_lab.store import ResultFile
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
 
@@ -113,7 +113,7 @@ def run(
         from kvkeep_lab.experiment import load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
         from kvkeep_lab.runner import run as measure
-        from kvkeep_lab.store import Store
+        from kvkeep_lab.store import ResultFile
 
         if kvpress is not None:
             os.environ[PYTHON] = kvpress  # child processes need it too
@@ -123,7 +123,7 @@ def run(
         methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
         for name in set(only or []) - set(methods):
             raise unknown(f"method of experiment '{chosen.name}'", name, methods)
-        results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
+        results = ResultFile(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         with _progress() as progress:
             given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
             tally = measure(chosen, results, data, only=only or [], progress=progress, notify=note, **given)
@@ -177,9 +177,9 @@ def report(
     report of a single experiment begins with that experiment."""
     from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
     from kvkeep_lab.report.studies import StudyGroup
-    from kvkeep_lab.store import Store
+    from kvkeep_lab.store import ResultFile
 
-    read = [Store(path) for path in stores]
+    read = [ResultFile(path) for path in stores]
     for one in read:
         if one.path.is_dir():
             raise UsageError(f"'{one.path}' is a folder; name files of results in it, such as {one.path}/*.jsonl.")
@@ -215,7 +215,7 @@ def report(
         note(f"Written: {path}")
 
 
-def _note_torn(store: Store) -> None:
+def _note_torn(store: ResultFile) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
         note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read and were skipped.")

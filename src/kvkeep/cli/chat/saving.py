@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import ALONE, Store, is_path, user_store
+from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError
 
@@ -76,7 +76,7 @@ class Saver:
     def place(self) -> str:
         """The end of the sentence "Saved ...". There has to be a session."""
         assert self.session is not None
-        if self.session.name == ALONE:  # at a path
+        if self.session.name == ONLY:  # at a path
             return f"to {self.session.path}"
         return f"as '{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
 
