@@ -152,6 +152,7 @@ def test_requests_that_wait_for_a_model_that_cannot_be_loaded_end(
 
     monkeypatch.setattr(HTTPServer, "start", noted)
     (damaged := tmp_path / "damaged.gguf").write_bytes(b"GGUF and no more")
-    code, _, err = run("serve", "--model", str(damaged), "--port", "0", "--sessions", str(tmp_path), "-x", "full")
+    options = ("--port", "0", "--sessions", str(tmp_path / "store"), "-x", "full")
+    code, _, err = run("serve", "--model", str(damaged), *options)
     assert code == 1 and "is damaged" in err and "Traceback" not in err
     assert pending[0].result(60) == 503

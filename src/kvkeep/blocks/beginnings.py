@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -133,8 +133,11 @@ def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) ->
     transfer.restore_last(cache, state, length)
 
 
-def keep(folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int]) -> None:
-    """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. Raises StoreError."""
+def keep(
+    folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. stop: called before
+    each of them; if it returns True, no more are stored. Raises StoreError."""
     if (first := _first(cache)) is None:
         return
     text = TextRows(cache, transfer.parts(cache))
@@ -142,11 +145,14 @@ def keep(folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int]) 
         return
     names = [BlockName(space, key) for key in chain(first, ids)]
     known = folder.use(names)
-    write(folder, names[known:], text, [ids], known)
+    for number in range(known, len(names)):
+        if stop():
+            return
+        write(folder, names[number : number + 1], text, [ids], number)
     for length, state in cache.stream.block_ends.items():
         end = names[length // BLOCK - 1]
         folder.write(BlockName(space, state_key(end.key)), state)
-    if tail := text.tail():
+    if not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.whole :]], dtype=torch.int32)
         folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)

@@ -25,6 +25,19 @@ _known: WeakKeyDictionary[Any, tuple[object, str]] = WeakKeyDictionary()
 """Fingerprints by model, each with what tells that the model has changed since."""
 
 
+_fixed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def fix(model: Any) -> None:
+    """Compute the fingerprint of a model whose weights do not change until :func:`release`."""
+    _fixed[model] = fingerprint(model)
+
+
+def release(model: Any) -> None:
+    """Let :func:`fingerprint` read the weights of a model again."""
+    _fixed.pop(model, None)
+
+
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
     """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype, every byte of the weights,
@@ -35,6 +48,8 @@ def fingerprint(model: Any) -> str:
     ``.data``, numpy or a pointer) and leaves all sampled elements as they were goes unseen in a model that has a
     fingerprint already.
     """
+    if (known := _fixed.get(model)) is not None:
+        return known
     tensors = _tensors(model)
     unchanged = (
         _digest(model, tensors, map(_sample, _values(tensors))),

@@ -1,8 +1,9 @@
 """Replicas of the server on a Ray cluster: each process of a Ray Serve deployment runs the same application.
 
-A session belongs to no replica. Its turns are in a folder that all replicas see, and the answering replica holds its
-lease (:mod:`~kvkeep.decode.shared_journal`). So any replica can answer any request. Consistent hashing sends all
-requests of a session to one replica, as long as it exists, so that it has the session in memory.
+A session belongs to no replica. Its turns are in a store that all replicas see, and a turn is saved only if no other
+replica has continued the session meanwhile (:mod:`~kvkeep.blocks.references`). So any replica can answer any request.
+Consistent hashing sends all requests of a session to one replica, as long as it exists, so that it has the session in
+memory.
 :mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the hashed key, and completes answers of replicas
 that ended.
 

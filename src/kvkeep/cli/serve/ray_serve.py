@@ -20,7 +20,7 @@ def serve_replicas(
     """Run replicas with Ray Serve.
 
     Without the address of a ``cluster``, they run until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds
-    to finish. Replicas in a ``cluster`` keep running. saved, access: lines to print about sessions and keys.
+    to finish. Replicas in a ``cluster`` keep running. saved, access: lines to print about the store and keys.
     """
     port = address.port
     if cluster is None:

@@ -38,7 +38,7 @@ def serve_here(
     Args:
         server: listens on ``address`` already.
         conversations: share the memory if the service names no cache.
-        saved, access: lines to print about sessions and keys.
+        saved, access: lines to print about the store and keys.
         measure: measure this machine when the server is idle.
 
     Raises:
@@ -57,8 +57,8 @@ def serve_here(
     if address.is_any:
         note("from another machine, use this machine's name or address instead")
     note(default)
-    refusal = engine.sessions.files.refusal
-    note(saved if refusal is None else f"sessions are not saved: {refusal}")
+    refusal = engine.sessions.storage.refusal
+    note(saved if refusal is None else f"conversations are not stored: {refusal}")
     note(access)
     if service.logs:
         log_requests()
@@ -71,7 +71,7 @@ def serve_here(
     if engine.fault is not None:
         raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
     engine.stop(0.0)
-    note(STOPPED if refusal is None else "stopped")
+    note("stopped" if engine.sessions.storage.store is None else STOPPED)
 
 
 def _raise_file_limit() -> None:
