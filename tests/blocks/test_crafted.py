@@ -12,14 +12,10 @@ import torch
 from cases import CASES, new_cache, pairs
 from families import tiny
 from helpers import step
-from kvkeep.decode.session_file import SessionFile
 from torch import Tensor
 
 from kvkeep import KvkeepError, Session, SessionError, load_session, save_session
-<<<<<<< HEAD:tests/blocks/test_crafted.py
 from kvkeep.blocks.sessions import StoredSession
-=======
->>>>>>> bserve:tests/decode/test_session_damage.py
 
 Tensors = dict[str, Tensor]
 NUMBERS = (-(2**31), -2, -1, 0, 1, 2, 5, 17, 60, 100, 1000, 2**31 - 1)

@@ -12,16 +12,12 @@ from answering import small
 from cases import CASES, taken
 from families import tiny
 from helpers import prompt
-from kvkeep.decode.session import check_savable
 from torch import Tensor, distributed
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, SessionError, UnsupportedModelError, UsageError
-<<<<<<< HEAD
 from kvkeep.blocks.sessions import check_savable
-=======
->>>>>>> bserve
 from kvkeep.models.sharded import devices, processes
 from kvkeep.serve.engine import Engine
 

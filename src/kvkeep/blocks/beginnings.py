@@ -93,7 +93,7 @@ def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
 
     def fits(block: Block) -> bool:
         rows = 0 if (ids := block.get(NAME_OF_IDS)) is None else ids.shape[-1]
-        expected = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
+        expected: dict[str, object] = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
         expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
         found = {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()}
         return expected == {name: form for name, form in found.items() if not name.startswith("layer.")}

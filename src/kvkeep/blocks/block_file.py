@@ -2,8 +2,7 @@
 
 A file has a header of fixed size (magic, length and CRC-32 of the description), the description (JSON), and the
 tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under
-another name is refused, and for every tensor its dtype, shape, offset and checksum. That is CRC-32, which takes a
-third of the time of CRC-32 and notices every changed byte.
+another name is refused, and for every tensor its dtype, shape, offset and CRC-32.
 """
 
 from __future__ import annotations
