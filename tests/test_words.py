@@ -39,8 +39,6 @@ BANNED = frozenset(
     ]
 )
 LEFT: dict[str, int] = {
-    "kvkeep/blocks": 4,
-    "kvkeep/memory": 1,
     "kvkeep_lab": 3,
     "kvkeep_lab/cli": 1,
     "kvkeep_lab/fleet": 2,

@@ -35,7 +35,7 @@ def test_sessions_have_names_and_owners(tmp_path: Path) -> None:
     assert [info.name for info in store.sessions()] == ["key-2/ann", "key-1/ann", "ann"]
     assert [info.name for info in store.sessions("key-1")] == ["key-1/ann"]
     info = store.info("key-1/ann")
-    assert (info.tokens, info.turns, info.method, info.held, info.problem) == (20, 1, "full", False, None)
+    assert (info.tokens, info.turns, info.method, info.in_use, info.problem) == (20, 1, "full", False, None)
     with StoredSession(store, "key-1/ann") as stored:
         assert stored.load(tiny("llama")).notes == {"name": "key-1/ann"}
     store.remove("key-1/ann")
@@ -83,7 +83,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
 def test_sessions_over_the_age_go_and_none_in_use(tmp_path: Path) -> None:
     store = saved(Store(tmp_path, age=1000), "one", "two", "key/three")
     with store.open("one"):  # which is a use
-        assert store.evict() == 2 and store.info("one").held
+        assert store.evict() == 2 and store.info("one").in_use
         with pytest.raises(SessionError, match="in use"):
             store.remove("one")
         for path in store.path("one").iterdir():

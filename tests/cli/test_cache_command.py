@@ -63,7 +63,7 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     shown = json.loads(cache("show", "ann", "--json"))
     assert (shown["name"], shown["turns"], shown["method"], shown["budget"]) == ("ann", 2, "kv-direct", "16")
     size = sum(path.stat().st_size for path in files(folder))
-    assert shown["tokens"] > 256 and shown["bytes"] == size and not shown["held"] and not shown["missing"]
+    assert shown["tokens"] > 256 and shown["bytes"] == size and not shown["in_use"] and not shown["missing"]
     assert 0 <= shown["unused_s"] <= shown["age_s"] < 600
     exported = json.loads(cache("export", "ann", str(file), "--json"))
     assert exported == {"exported": "ann", "file": str(file), "missing": 0}

@@ -154,7 +154,7 @@ def keep(
         folder.write(BlockName(space, state_key(end.key)), state)
     if not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
-        tail[NAME_OF_IDS] = torch.tensor([ids[text.whole :]], dtype=torch.int32)
+        tail[NAME_OF_IDS] = torch.tensor([ids[text.tokens_in_blocks :]], dtype=torch.int32)
         folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)
 
 

@@ -118,7 +118,7 @@ def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int,
         raise BlockDamaged(f"is that of the block '{about['name']}'")
     if len(mapped) != start + about["bytes"]:
         raise BlockDamaged("is truncated")
-    tensors = {}
+    tensors, content = {}, memoryview(mapped)
     for key, (dtype, shape, place, digest) in about["tensors"].items():
         count = math.prod(shape)
         if min(shape, default=0) < 0 or not 0 <= place <= len(mapped) - start:
@@ -127,7 +127,7 @@ def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int,
             tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
             continue
         tensor = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
-        if check and zlib.crc32(_bytes(tensor)) != digest:
+        if check and zlib.crc32(content[start + place : start + place + tensor.nbytes]) != digest:
             raise BlockDamaged(f"has other bytes than were written (tensor '{key}')")
         tensors[key] = tensor
     return tensors

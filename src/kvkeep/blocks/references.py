@@ -83,7 +83,7 @@ class Reference:
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _create(target, data, alone=self._lock is not None)
+            _create(target, data, locked=self._lock is not None)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
@@ -264,8 +264,8 @@ def damaged(path: Path) -> SessionDamaged:
     return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
 
 
-def _create(path: Path, data: bytes, alone: bool) -> None:
-    """Create a file with its content at once. alone: no other program creates it. Raises FileExistsError if it exists,
+def _create(path: Path, data: bytes, locked: bool) -> None:
+    """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
     and OSError."""
     temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
@@ -280,7 +280,7 @@ def _create(path: Path, data: bytes, alone: bool) -> None:
             if temporary.stat().st_nlink < 2:  # else a server of files did so, and its first answer was lost
                 raise
         except OSError as error:
-            if error.errno not in _LINKS_REFUSED or not alone or path.exists():
+            if error.errno not in _LINKS_REFUSED or not locked or path.exists():
                 raise
             os.rename(temporary, path)
     finally:

@@ -211,15 +211,15 @@ class StoredSession:
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
         """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
-        if not text.whole:
+        if not text.tokens_in_blocks:
             return []
         first, folder = origin(cache, text.forms), self.store.blocks
         if first is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [session_key() for _ in range(text.whole // BLOCK - len(names))]
-            names = names[: text.whole // BLOCK]
+            names += [session_key() for _ in range(text.tokens_in_blocks // BLOCK - len(names))]
+            names = names[: text.tokens_in_blocks // BLOCK]
         blocks = [self.block(name) for name in names]
         known = folder.use(blocks)
         beginnings.write(folder, blocks[known:], text, ids, known)
@@ -369,8 +369,8 @@ class _Loaded:
         names = [self.session.block(key) for key in self.about["blocks"]]
         blocks, error = self.session.store.blocks.read_first(names)
         for number, block in enumerate(blocks):
-            own, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
-            if own is None or own.dtype != wanted.dtype or not torch.equal(own, wanted):
+            found, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
+            if found is None or found.dtype != wanted.dtype or not torch.equal(found, wanted):
                 return blocks[:number], "A block is of another text."
         self.session.store.blocks.use([*names, self.session.block(self.about["state"])])
         return blocks, None if error is None else str(error)

@@ -59,7 +59,7 @@ class SessionInfo:
     """Bytes of the session's blocks; other sessions may share them."""
     used: float
     """The time of the last save or opening for writing, in seconds since 1970."""
-    held: bool
+    in_use: bool
     """Whether a program has it open for writing."""
     problem: str | None = None
     """The reason why it cannot be read; the fields below then have their defaults."""
@@ -320,7 +320,7 @@ class Store:
     def _info(self, path: Path) -> SessionInfo:
         """Return the facts about the session at ``path``. Raises OSError if it is missing."""
         name = self._name(path)
-        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "held": in_use(path)}
+        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
         try:
             with Reference(path) as reference:
                 about = reference.about

@@ -80,7 +80,7 @@ class TextRows:
                 self.targets[part] = Target(short, 0, self.length)
 
     @property
-    def whole(self) -> int:
+    def tokens_in_blocks(self) -> int:
         """The number of tokens in whole blocks."""
         return self.length // BLOCK * BLOCK if self.sources else 0
 
@@ -96,7 +96,7 @@ class TextRows:
     @property
     def nbytes(self) -> int:
         """Bytes of all whole blocks."""
-        return self.whole * sum(self.read(short, 0, 1).nbytes for short in self.sources)
+        return self.tokens_in_blocks * sum(self.read(short, 0, 1).nbytes for short in self.sources)
 
     def read(self, short: str, start: int, stop: int) -> Tensor:
         """Return the rows ``start`` to ``stop``, (lanes, rows, width)."""
@@ -110,7 +110,8 @@ class TextRows:
 
     def tail(self) -> dict[str, Tensor]:
         """Return the rows after the last whole block."""
-        return {short: self.read(short, self.whole, self.length) for short in self.sources if self.length > self.whole}
+        start = self.tokens_in_blocks
+        return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
 
 
 def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:

@@ -64,7 +64,7 @@ def show_(name: Name, sessions: options.Sessions = None, json: options.Json = Fa
         print_json(_facts(info) | {"name": name})
     else:
         _show(info, name)
-    if info.problem is not None and not info.held:
+    if info.problem is not None and not info.in_use:
         raise typer.Exit(1)
 
 
@@ -222,7 +222,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _used(info: SessionInfo) -> str:
-    return "now" if info.held else f"{_age(info.used)} ago"
+    return "now" if info.in_use else f"{_age(info.used)} ago"
 
 
 def _age(since: float) -> str:

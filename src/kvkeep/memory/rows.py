@@ -59,11 +59,11 @@ class Rows(Protocol):
         """Bytes allocated, used or not."""
 
 
-def _selected(data: Tensor, index: Tensor, home: Place | None = None, own: bool = True) -> Tensor:
-    """Pick ``index`` along the batch: in place where the shape still fits and the memory is the store's ``own``, else
-    in new memory, of ``home`` if given."""
+def _selected(data: Tensor, index: Tensor, home: Place | None = None, writable: bool = True) -> Tensor:
+    """Pick ``index`` along the batch: in place where the shape still fits and the tensor is ``writable``, else in
+    new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
-    if own and data.shape == picked.shape:
+    if writable and data.shape == picked.shape:
         return data.copy_(picked)
     return picked if home is None else home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
 
@@ -313,7 +313,8 @@ class PagedRows:
 
     def select(self, index: Tensor) -> None:
         self.pages = [
-            _selected(page, index, self.home, own=number >= self._adopted) for number, page in enumerate(self.pages)
+            _selected(page, index, self.home, writable=number >= self._adopted)
+            for number, page in enumerate(self.pages)
         ]
         self.changes += 1
         self._adopted = 0

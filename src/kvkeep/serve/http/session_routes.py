@@ -96,7 +96,7 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
     return {
         "name": _name(info),
         "object": "session",
-        "state": "in use elsewhere" if info.held else "parked",
+        "state": "in use elsewhere" if info.in_use else "parked",
         "tokens": info.tokens,
         "turns": info.turns,
         "method": info.method,
