@@ -41,6 +41,7 @@ from kvkeep import files as atomic
 from kvkeep.blocks import store as store_module
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
+from kvkeep.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("kernels")
 AT_ONCE, SLOW = 8, pytest.mark.slow
@@ -251,6 +252,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, mo
     for name in ("utime", "mkdir", "unlink", "link", "rename", "replace"):
         monkeypatch.setattr(os, name, refuse)
     assert check_whole(Store(tmp_path), "me/talk", "kv-direct") == TURNS[1]
-    assert Store(tmp_path, quota=1, age=-1).evict() == 0
+    with pytest.raises(StoreError, match="read-only file system"):
+        Store(tmp_path, quota=1, age=-1).evict()
     with pytest.raises(SessionError, match="read-only file system"):
         store_text(Store(tmp_path), "me/talk", "kv-direct")
