@@ -1,8 +1,8 @@
-"""The format of a block's file: named tensors, each with a checksum, which are mapped into memory and not copied.
+"""The format of a block's file: named tensors with a checksum, which are mapped into memory and not copied.
 
 A file has a header of fixed size (magic, length and CRC-32 of the description), the description (JSON), and the
 tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under
-another name is refused, and for every tensor its dtype, shape, offset and CRC-32.
+another name is refused, the :func:`checksum` of all tensors, and for every tensor its dtype, shape and offset.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.errors import BlockDamaged
 from kvkeep.files import lock
 
-MAGIC = b"kvblock2"
+MAGIC = b"kvblock3"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
+COLUMNS = 8191
+"""Columns of words that a checksum sums."""
 _POPULATE_READ = 22
 """Linux's advice to read a whole mapping. A disk's error is then one of this call, and no signal later."""
 _DTYPES = {
@@ -45,22 +48,30 @@ Mappings = MutableMapping[Path, mmap.mmap]
 
 def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]]:
     """Return the size of a block's file in bytes, and its content in pieces."""
-    host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    table, place = {}, 0
-    for key, tensor in host.items():
-        table[key] = [str(tensor.dtype).removeprefix("torch."), tensor.shape, place, zlib.crc32(_bytes(tensor))]
+    table: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    place = 0
+    for key, tensor in tensors.items():
+        table[key] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), place)
         place += _up(tensor.nbytes)
-    description = json.dumps({"name": name, "bytes": place, "tensors": table}, separators=(",", ":")).encode()
+    data = np.zeros(place, np.uint8)
+    for tensor, (_, _, start) in zip(tensors.values(), table.values(), strict=True):
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data[start : start + len(content)] = content
+    about = {"name": name, "bytes": place, "checksum": checksum(data), "tensors": table}
+    description = json.dumps(about, separators=(",", ":")).encode()
     head = HEADER.pack(MAGIC, len(description), zlib.crc32(description)) + description
     head += bytes(_up(len(head)) - len(head))
+    return len(head) + place, iter((head, data))
 
-    def pieces() -> Iterator[Any]:
-        yield head
-        for tensor in host.values():
-            yield _bytes(tensor)
-            yield bytes(_up(tensor.nbytes) - tensor.nbytes)
 
-    return len(head) + place, pieces()
+def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """Return the checksum of bytes, whose number is a multiple of 8: the CRC-32 of the sums of :data:`COLUMNS` columns
+    of 64-bit words. It takes a quarter of the time of a CRC-32 of the bytes. A changed word always changes a sum.
+    COLUMNS is a prime, so that a page of memory that is moved adds to other columns."""
+    words = data.view("<u8")
+    whole = len(words) // COLUMNS * COLUMNS
+    sums = np.add.reduce(words[:whole].reshape(-1, COLUMNS), axis=0, dtype=np.uint64)
+    return zlib.crc32(words[whole:].tobytes(), zlib.crc32(sums.tobytes()))
 
 
 def decode(path: Path, name: str, mappings: Mappings) -> dict[str, Tensor]:
@@ -118,23 +129,18 @@ def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int,
         raise BlockDamaged(f"is that of the block '{about['name']}'")
     if len(mapped) != start + about["bytes"]:
         raise BlockDamaged("is truncated")
-    tensors, content = {}, memoryview(mapped)
-    for key, (dtype, shape, place, digest) in about["tensors"].items():
+    if check and checksum(np.frombuffer(mapped, np.uint8, offset=start)) != about["checksum"]:
+        raise BlockDamaged("has other bytes than were written")
+    tensors = {}
+    for key, (dtype, shape, place) in about["tensors"].items():
         count = math.prod(shape)
         if min(shape, default=0) < 0 or not 0 <= place <= len(mapped) - start:
             raise ValueError("a shape")
         if not count:
             tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
             continue
-        tensor = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
-        if check and zlib.crc32(content[start + place : start + place + tensor.nbytes]) != digest:
-            raise BlockDamaged(f"has other bytes than were written (tensor '{key}')")
-        tensors[key] = tensor
+        tensors[key] = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
     return tensors
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _up(length: int) -> int:
