@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
-from kvkeep.files import lock, sync_name, temporary_name
+from kvkeep.files import lock, sync_name, temporary_name, write_whole
+
+if TYPE_CHECKING:
+    from kvkeep.blocks.bucket import Generations
 
 LOCK = "lock"
 _GENERATION = ".json"
@@ -28,12 +32,15 @@ class Reference:
     """The reference of one session in ``folder``.
 
     writing: open for writing, which creates a missing session; shared: other machines use the folder, so that no lock
-    is held. Raises SessionError if there is no such session, SessionDamaged if its bytes differ from those written,
-    SessionBusy if another program writes, and SessionUnwritable.
+    is held; bucket: the session's generations in a bucket, which count. Raises SessionError if there is no such
+    session, SessionDamaged if its bytes differ from those written, SessionBusy if another program writes, and
+    SessionUnwritable.
     """
 
-    def __init__(self, folder: Path, *, writing: bool = False, shared: bool = False) -> None:
-        self.folder, self.writing = folder, writing
+    def __init__(
+        self, folder: Path, *, writing: bool = False, shared: bool = False, bucket: Generations | None = None
+    ) -> None:
+        self.folder, self.writing, self._bucket = folder, writing, bucket
         self.about: dict[str, Any] | None = None
         """The saved data; None before the first save."""
         self.generation = 0
@@ -43,8 +50,13 @@ class Reference:
         self._lock: int | None = None
         self.closed = False
         if writing:
-            self._open(shared)
+            self._open(shared or bucket is not None)
         try:
+            if bucket is not None:
+                try:
+                    bucket.pull()
+                except OSError as error:
+                    raise SessionError(f"The session '{folder}' cannot be read: {error}.") from error
             self._read()
         except BaseException:
             self.close()
@@ -81,13 +93,22 @@ class Reference:
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _create(target, data + b"\n" + check.encode())
+            whole = data + b"\n" + check.encode()
+            if self._bucket is not None:
+                self._bucket.create(self.generation + 1, whole)
+                write_whole(target, lambda file: file.write(whole))
+                last = max(self._bucket.numbers(), default=0)
+            else:
+                _create(target, whole)
+                last = max(generations(self.folder), default=0)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        if (last := max(generations(self.folder), default=0)) > self.generation + 1:  # the number had been used
+        if last > self.generation + 1:  # the number had been used
             target.unlink(missing_ok=True)
+            if self._bucket is not None:
+                self._bucket.remove([self.generation + 1])
             raise self._followed()
         self.generation, self.mark = last, check
         # The caller may change its lists afterwards.
@@ -96,6 +117,8 @@ class Reference:
             if number < self.generation:
                 with suppress(OSError):
                     self._path(number).unlink()
+                    if self._bucket is not None:
+                        self._bucket.remove([number])
 
     def follows(self, mark: str) -> bool:
         """Return whether the session is as the program saved it that got ``mark``."""
@@ -103,6 +126,8 @@ class Reference:
 
     def remove(self) -> None:
         """Remove the session, and close it."""
+        if self._bucket is not None:
+            self._bucket.remove()
         remove_folder(self.folder)
         self.close()
 
@@ -150,7 +175,7 @@ class Reference:
         raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number}{_GENERATION}"
+        return self.folder / file_name(number)
 
     def _followed(self) -> SessionBusy:
         return SessionBusy(
@@ -162,9 +187,19 @@ class Reference:
 def generations(folder: Path) -> list[int]:
     """Return the numbers of the generations in a session's folder."""
     with suppress(OSError):
-        stems = [name.removesuffix(_GENERATION) for name in os.listdir(folder) if name.endswith(_GENERATION)]
-        return sorted(int(stem) for stem in stems if stem.isdecimal())
+        return numbered(os.listdir(folder))
     return []
+
+
+def numbered(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the generations among the names of files."""
+    stems = [name.removesuffix(_GENERATION) for name in names if name.endswith(_GENERATION)]
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def file_name(number: int) -> str:
+    """Return the name of a generation's file."""
+    return f"{number}{_GENERATION}"
 
 
 def last_used(folder: Path) -> float:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep.blocks.bucket import Bucket, BucketFolder, Generations
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import Reference, in_use, last_used, remove_folder, unwritable
+from kvkeep.blocks.references import Reference, in_use, last_used, numbered, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import write_whole
 from kvkeep.models.folders import data_folder
@@ -77,7 +78,9 @@ class Store:
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
     are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
     session was used; None: no limit. shared: programs on several machines use the folder; its locks need not reach from
-    one machine to another. Raises UsageError for a folder that is not a store, and for an invalid name.
+    one machine to another. bucket: a bucket that has the blocks and sessions of several machines
+    (:mod:`kvkeep.blocks.bucket`); the folder is then local. Raises UsageError for a folder that is not a store, and for
+    an invalid name.
     """
 
     def __init__(
@@ -87,9 +90,11 @@ class Store:
         quota: int | None = QUOTA,
         age: float | None = None,
         shared: bool = False,
+        bucket: Bucket | None = None,
     ) -> None:
-        self.folder, self.age, self.shared = Path(folder), age, shared
-        self.blocks = BlockFolder(self.folder / "blocks", quota)
+        self.folder, self.age, self.shared, self.bucket = Path(folder), age, shared, bucket
+        place = self.folder / "blocks"
+        self.blocks = BlockFolder(place, quota) if bucket is None else BucketFolder(place, quota, bucket)
         self._sessions = self.folder / "sessions"
         self._checked = False
 
@@ -175,11 +180,12 @@ class Store:
         """Return the session open for writing; create it if missing."""
         path = self.path(name)
         self.create()
-        return Reference(path, writing=True, shared=self.shared)
+        return Reference(path, writing=True, shared=self.shared, bucket=self._generations(path))
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return Reference(self._existing(name))
+        path = self._existing(name)
+        return Reference(path, bucket=self._generations(path))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -189,6 +195,7 @@ class Store:
     def sessions(self, owner: str | None = None) -> list[SessionInfo]:
         """Return all sessions, or those of one owner; the last used first."""
         self.check()
+        self._pull()
         found = []
         for path in self._paths(owner):
             with suppress(FileNotFoundError):  # another program removed it
@@ -208,6 +215,7 @@ class Store:
     def evict(self) -> int:
         """Remove blocks over the quota, and sessions and blocks over the age; return the number of removed sessions."""
         gone = 0
+        self._pull()
         for path in [*self._paths()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - last_used(path) > (self.age or 0):
@@ -219,6 +227,7 @@ class Store:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
         sessions."""
         space = self.space(name)
+        self._pull()
         for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
             if self.space(self._name(path)) == space and self._name(path) != name:
                 keys = keys - _keys(path)
@@ -232,6 +241,8 @@ class Store:
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
             if not self.path(other).exists():
                 try:
+                    if (generations := self._generations(path)) is not None:
+                        generations.move(self.path(other))
                     path.rename(self.path(other))
                 except OSError as error:
                     raise unwritable(path, error) from error
@@ -241,9 +252,33 @@ class Store:
     def _existing(self, name: str) -> Path:
         path = self.path(name)
         self.check()
+        self._pull(path)
         if not path.is_dir():
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
         return path
+
+    def _generations(self, path: Path) -> Generations | None:
+        """Return the bucket's generations of the session at ``path``."""
+        return None if self.bucket is None else Generations(self.bucket, path, self._key(path))
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _pull(self, path: Path | None = None) -> None:
+        """Make the folder have the bucket's sessions, or one of them."""
+        if self.bucket is None:
+            return
+        try:
+            if path is None:
+                files: dict[Path, list[str]] = {one: [] for one in self._paths()}
+                for key in self.bucket.keys(self._sessions.name):
+                    files.setdefault(self._sessions / Path(key).parent, []).append(Path(key).name)
+                for one, names in files.items():
+                    Generations(self.bucket, one, self._key(one)).pull(numbered(names))
+            else:
+                Generations(self.bucket, path, self._key(path)).pull()
+        except OSError as error:
+            raise SessionError(f"The sessions in '{self.bucket.url}' cannot be read: {error}.") from error
 
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
         """Yield the path of each session."""
@@ -292,6 +327,8 @@ class Store:
             return False
         try:
             keys = _keys(path)
+            if (generations := self._generations(path)) is not None:
+                generations.remove()
             remove_folder(path)
             self.release(self._name(path), keys)
             if path.parent != self._sessions:
