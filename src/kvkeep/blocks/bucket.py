@@ -15,20 +15,17 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 
 from kvkeep.blocks.block_file import decode
 from kvkeep.blocks.folder import SUFFIX, BlockFolder, BlockName
-from kvkeep.blocks.references import file_name, generations, numbered
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, UsageError
 from kvkeep.extras import optional
-from kvkeep.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -108,62 +105,6 @@ class Bucket:
             raise
         except Exception as error:  # of many kinds: no network, no credentials
             raise OSError(f"the bucket '{self.url}' does not answer ({error})") from error
-
-
-class Generations:
-    """The generations of one session in the bucket, which the local folder follows. key: that of its folder."""
-
-    def __init__(self, bucket: Bucket, folder: Path, key: str) -> None:
-        self.bucket, self.folder, self.key = bucket, folder, key
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the generations. Raises OSError."""
-        return numbered(self.bucket.keys(self.key))
-
-    def pull(self, numbers: Sequence[int] | None = None) -> None:
-        """Make the local folder hold the last generation of the bucket alone. numbers: those in the bucket, if the
-        caller has listed it. Raises OSError."""
-        local = generations(self.folder)
-        for _ in range(9):  # a writer may remove the number that was just found
-            last = max(self.numbers() if numbers is None else numbers, default=0)
-            if not last or last in local:
-                break
-            if (data := self.bucket.get(self._key(last))) is not None:
-                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                write_whole(self.folder / file_name(last), partial(_write, data))
-                break
-            numbers = None
-        else:
-            raise OSError("it changes all the time; retry later")
-        for number in local:
-            if number != last:
-                (self.folder / file_name(number)).unlink(missing_ok=True)
-        if local and not last:  # another machine removed it
-            with suppress(OSError):
-                self.folder.rmdir()
-
-    def create(self, number: int, data: bytes) -> None:
-        """Create a generation. Raises FileExistsError if the number is taken, and OSError."""
-        self.bucket.create(self._key(number), data)
-
-    def remove(self, numbers: Iterable[int] | None = None) -> None:
-        """Remove generations, the highest first; by default all. Raises OSError."""
-        for number in sorted(self.numbers() if numbers is None else numbers, reverse=True):
-            self.bucket.remove(self._key(number))
-
-    def move(self, folder: Path) -> None:
-        """Give the session the name of another local folder. Raises OSError."""
-        for number in self.numbers():
-            if (data := self.bucket.get(self._key(number))) is not None:
-                self.bucket.put(f"{self.key.rpartition('/')[0]}/{folder.name}/{file_name(number)}", data)
-        self.remove()
-
-    def _key(self, number: int) -> str:
-        return f"{self.key}/{file_name(number)}"
-
-
-def _write(data: bytes, file: IO[bytes]) -> None:
-    file.write(data)
 
 
 class BucketFolder(BlockFolder):

@@ -11,21 +11,78 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
 from kvkeep.files import lock, sync_name, temporary_name, write_whole
 
 if TYPE_CHECKING:
-    from kvkeep.blocks.bucket import Generations
+    from kvkeep.blocks.bucket import Bucket
 
 LOCK = "lock"
 _GENERATION = ".json"
 _CHECK_BYTES = 16
+
+
+class BucketGenerations:
+    """The generations of one session in the bucket, which the local folder follows. key: that of its folder."""
+
+    def __init__(self, bucket: Bucket, folder: Path, key: str) -> None:
+        self.bucket, self.folder, self.key = bucket, folder, key
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the generations. Raises OSError."""
+        return numbered(self.bucket.keys(self.key))
+
+    def pull(self, numbers: Sequence[int] | None = None) -> None:
+        """Make the local folder hold the last generation of the bucket alone. numbers: those in the bucket, if the
+        caller has listed it. Raises OSError."""
+        local = generations(self.folder)
+        for _ in range(9):  # a writer may remove the number that was just found
+            last = max(self.numbers() if numbers is None else numbers, default=0)
+            if not last or last in local:
+                break
+            if (data := self.bucket.get(self._key(last))) is not None:
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_whole(self.folder / file_name(last), partial(_write, data))
+                break
+            numbers = None
+        else:
+            raise OSError("it changes all the time; retry later")
+        for number in local:
+            if number != last:
+                (self.folder / file_name(number)).unlink(missing_ok=True)
+        if local and not last:  # another machine removed it
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def create(self, number: int, data: bytes) -> None:
+        """Create a generation. Raises FileExistsError if the number is taken, and OSError."""
+        self.bucket.create(self._key(number), data)
+
+    def remove(self, numbers: Iterable[int] | None = None) -> None:
+        """Remove generations, the highest first; by default all. Raises OSError."""
+        for number in sorted(self.numbers() if numbers is None else numbers, reverse=True):
+            self.bucket.remove(self._key(number))
+
+    def move(self, folder: Path) -> None:
+        """Give the session the name of another local folder. Raises OSError."""
+        for number in self.numbers():
+            if (data := self.bucket.get(self._key(number))) is not None:
+                self.bucket.put(f"{self.key.rpartition('/')[0]}/{folder.name}/{file_name(number)}", data)
+        self.remove()
+
+    def _key(self, number: int) -> str:
+        return f"{self.key}/{file_name(number)}"
+
+
+def _write(data: bytes, file: IO[bytes]) -> None:
+    file.write(data)
 
 
 class Reference:
@@ -38,7 +95,7 @@ class Reference:
     """
 
     def __init__(
-        self, folder: Path, *, writing: bool = False, shared: bool = False, bucket: Generations | None = None
+        self, folder: Path, *, writing: bool = False, shared: bool = False, bucket: BucketGenerations | None = None
     ) -> None:
         self.folder, self.writing, self._bucket = folder, writing, bucket
         self.about: dict[str, Any] | None = None

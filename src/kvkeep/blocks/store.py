@@ -17,9 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.blocks.bucket import Bucket, BucketFolder, Generations
+from kvkeep.blocks.bucket import Bucket, BucketFolder
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import Reference, in_use, last_used, numbered, remove_folder, unwritable
+from kvkeep.blocks.references import (
+    BucketGenerations,
+    Reference,
+    in_use,
+    last_used,
+    numbered,
+    remove_folder,
+    unwritable,
+)
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import write_whole
 from kvkeep.models.folders import data_folder
@@ -257,9 +265,9 @@ class Store:
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
         return path
 
-    def _generations(self, path: Path) -> Generations | None:
+    def _generations(self, path: Path) -> BucketGenerations | None:
         """Return the bucket's generations of the session at ``path``."""
-        return None if self.bucket is None else Generations(self.bucket, path, self._key(path))
+        return None if self.bucket is None else BucketGenerations(self.bucket, path, self._key(path))
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
@@ -274,9 +282,9 @@ class Store:
                 for key in self.bucket.keys(self._sessions.name):
                     files.setdefault(self._sessions / Path(key).parent, []).append(Path(key).name)
                 for one, names in files.items():
-                    Generations(self.bucket, one, self._key(one)).pull(numbered(names))
+                    BucketGenerations(self.bucket, one, self._key(one)).pull(numbered(names))
             else:
-                Generations(self.bucket, path, self._key(path)).pull()
+                BucketGenerations(self.bucket, path, self._key(path)).pull()
         except OSError as error:
             raise SessionError(f"The sessions in '{self.bucket.url}' cannot be read: {error}.") from error
 
