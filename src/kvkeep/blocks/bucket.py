@@ -29,7 +29,9 @@ from kvkeep.extras import optional
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 10.0
+WAITS = {"connect_timeout": 2, "read_timeout": 20, "retries": {"max_attempts": 0}}
+"""Seconds that a request to S3 waits; s3fs repeats it after a lost connection."""
+PAUSE_S = 60.0
 """Seconds for which blocks are neither fetched nor copied after an error of the bucket."""
 
 
@@ -43,6 +45,7 @@ class Bucket:
         fsspec = optional("fsspec", "s3")
         if url.startswith("s3:"):
             optional("s3fs", "s3")
+            options = {"config_kwargs": WAITS} | options
         try:
             self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ValueError as error:
