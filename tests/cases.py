@@ -21,15 +21,19 @@ from kvkeep.policies.names import LAB
 ALL = tuple(FAMILIES)
 TURN = int(os.environ.get("KVKEEP_TURN", "0"))
 """Another number, another family for each method and property."""
-SIX = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3")
+RECURRENT = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
+"""Families with recurrent states: gated delta nets, short convolutions, Mamba 2, and Mamba 2 beside attention."""
+ONE_WAY = tuple(family for family in RECURRENT if family != "lfm2")
+"""Families that cannot take tokens back; a short convolution can while it records its inputs."""
+UNLIKE = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3", *RECURRENT)
 """Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused
-weights."""
+weights, recurrent states."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
-PLAIN = ("llama", "mistral", "qwen2")
+PLAIN = ("llama", "mistral", "qwen2", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
-ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4"))
-"""Families whose layers can be run by themselves over old tokens: none keeps a window only."""
-OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
+ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4", *RECURRENT))
+"""Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
+OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
 """Families whose projections of keys and of values are modules of their own."""
 
 KNOWN = {name for registry in parts().values() for name in registry}
@@ -104,8 +108,12 @@ class Case:
 
 
 CODED, MERGED, SKETCHED = EntryState.QUANTISED, EntryState.MERGED, EntryState.SKETCHED
-AHEAD = {"budget": 24, "chunk": 8, "families": tuple(family for family in ROTARY if family != "gemma3")}
-"""Of methods that read a chunk twice, which stays whole, and which a sliding window cannot take back."""
+AHEAD = {
+    "budget": 24,
+    "chunk": 8,
+    "families": tuple(family for family in ROTARY if family not in ("gemma3", *RECURRENT)),
+}
+"""Of methods that read a chunk twice, which stays whole, and which a window or a recurrent state cannot take back."""
 
 
 def _exact(spec: str, budget: int | None = 16, **given: Any) -> Case:
@@ -323,20 +331,28 @@ def taken(name: str, family: str) -> bool:
     """Tell whether a case works on a family."""
     case = CASES[name]
     kind = str(case.options.get("checkpoint", case.spec.partition("+checkpoint:")[2]))
+    if case.drafts and family in RECURRENT:
+        return False
     return family in case.families and kind not in REFUSES.get(family, ())
 
 
 def pairs(
-    turn: int, wanted: Callable[[Case], bool] = lambda case: True, *, everywhere: Sequence[str] = ()
+    turn: int,
+    wanted: Callable[[Case], bool] = lambda case: True,
+    *,
+    everywhere: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> list[Pair]:
     """Return cases, each with one of the families that it works on, which is another one for each ``turn`` of as many:
-    the next case has the next family. ``everywhere``: cases that come with all of them.
+    the next case has the next family. ``everywhere``: cases that come with all of them; ``without``: families that do
+    not have the property.
 
     Where entries come back as they are, every family is told apart by how it projects them; else by what a cache sees.
     """
     found = []
     for row, (name, case) in enumerate(CASES.items()):
-        own = [family for family in (ALL if case.equals else SIX) if taken(name, family)]
+        families = [family for family in (ALL if case.equals else UNLIKE) if family not in without]
+        own = [family for family in families if taken(name, family)]
         own = own if name in everywhere else [own[(row + turn + TURN) % len(own)]]
         found += [(name, family) for family in own if wanted(case)]
     return found

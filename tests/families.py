@@ -19,6 +19,10 @@ GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_
 _EXPERTS = COMMON | {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _WINDOWS = COMMON | {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16,
+}  # fmt: skip
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**COMMON),
     "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
@@ -36,6 +40,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_WINDOWS, global_head_dim=16, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2}, head_dim=16, num_experts=4,
+        shared_expert_intermediate_size=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(
+        **COMMON, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
+    ),
+    "bamba": lambda: hf.BambaConfig(**COMMON | _MAMBA, attn_layer_indices=[1, 3]),
+    "falcon_h1": lambda: hf.FalconH1Config(**COMMON | _MAMBA, mamba_d_ssm=64),
 }  # fmt: skip
 
 SMOLLM2 = hf.LlamaConfig(
@@ -44,7 +58,9 @@ SMOLLM2 = hf.LlamaConfig(
 )  # fmt: skip
 
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
-REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
+REFUSES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("gemma4", "qwen3_next", "lfm2", "bamba", "falcon_h1"), ("residual:3", "tokens")
+)
 
 
 @cache

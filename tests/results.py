@@ -10,7 +10,7 @@ from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import Chapter
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 
 PAPER = {
     "title": "A Paper",
@@ -58,10 +58,10 @@ def filled(
     *,
     missing: str = "",
     machine: Callable[[Cell], dict[str, object]] = lambda cell: {"dtype": "float32"},
-) -> Store:
+) -> ResultFile:
     """A store whose scores are made up: full finds all, h2o half, window nothing; quantized refuses 10 %. missing: a
     method that lacks one cell of each budget."""
-    store, draw = Store(path), random.Random(0)
+    store, draw = ResultFile(path), random.Random(0)
     for number, cell in enumerate(experiment.cells("data")):
         if not number:
             store.define(cell.setting, experiment.model_dump(mode="json"))
@@ -87,13 +87,13 @@ def filled(
     return stored(path)
 
 
-def stored(path: Path) -> Store:
+def stored(path: Path) -> ResultFile:
     """A store as it lies there, read."""
-    store = Store(path)
+    store = ResultFile(path)
     store.refresh()
     return store
 
 
-def chapters(*stores: Store) -> list[Chapter]:
+def chapters(*stores: ResultFile) -> list[Chapter]:
     """What a report makes of stores."""
     return [group.chapter() for group in groups(stores)]

@@ -16,7 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL, CASES, DRAFTING, ELSEWHERE, EXACT, LOSSY, Case, handed_on, new_cache, pairs, taken
+from cases import (
+    ALL,
+    CASES,
+    DRAFTING,
+    ELSEWHERE,
+    EXACT,
+    LOSSY,
+    ONE_WAY,
+    RECURRENT,
+    Case,
+    handed_on,
+    new_cache,
+    pairs,
+    taken,
+)
 from families import FAMILIES, tiny
 from helpers import (
     NEW,
@@ -251,6 +265,23 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     assert_near(batch[own], read(family, new_cache(name, family), *alone))
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.drafts])
+def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
+    """Two rows, one of them padded, of which the states hold nothing."""
+    case = CASES[name]
+    ids, mask = padded([case.length + 2, case.length - 6])
+    for family in RECURRENT:
+        if not taken(name, family):
+            continue
+        cache = new_cache(name, family)
+        ours = read(family, cache, ids, mask, 2)
+        if case.equals:
+            assert_near(ours, expected(family, ids, mask)[:, -3:])
+        assert_accounts(cache, case, [0, 8])
+        states = [state.state() for state in cache.made.states.values()]
+        assert sum(one.nbytes for state in states for one in state.values()) == 2 * cache.geometry.recurrent_bytes()
+
+
 @pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(2, differs) if pair not in NORMED])
 def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> None:
     """Padded by any number of slots, where the whole prompt is taken at once."""
@@ -312,8 +343,12 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
         same(step(family, cache, ids[:, length - 15 : length - 5], logits_to_keep=9), every, length - 5, 9)
     else:
         step(family, cache, ids[:, length - 15 : length - 5])
-    cache.crop(-9)  # deeper than what is resident would also do; sliding windows record one round only
-    cut = length - 14
+    if family in ONE_WAY:
+        with pytest.raises(UsageError, match="recurrent layers, whose state cannot go back"):
+            cache.crop(-9)
+    else:
+        cache.crop(-9)  # deeper than what is resident would also do; sliding windows record one round only
+    cut = length - (5 if family in ONE_WAY else 14)
     assert cache.get_seq_length() == cut
     same(step(family, cache, ids[:, cut : cut + 2]), every, cut + 2)
     cache.crop(0)
@@ -328,7 +363,8 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "gone"), [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs))]
+    ("name", "family", "gone"),
+    [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs, without=RECURRENT))],
 )
 def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> None:
     """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places, in a session
@@ -404,7 +440,7 @@ def test_beams_and_samples(name: str, family: str, way: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [pair for pair in pairs(7) if pair[1] != "gemma4" or streams(CASES[pair[0]])]
+    ("name", "family"), [pair for pair in pairs(7, without=ONE_WAY) if pair[1] != "gemma4" or streams(CASES[pair[0]])]
 )
 def test_assisted_decoding(name: str, family: str) -> None:
     """Prompt lookup drafts tokens, most are rejected, and the cache is rolled back: what they drove out is lost where
@@ -438,7 +474,8 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     ids, mask = padded([case.length, case.length - 8])
     read(family, cache, ids, mask, 3)
     save_session(tmp_path / "s", Session(cache, ids.tolist(), {"who": "me"}))
-    session, fork, twin = load_session(tmp_path / "s", model), cache.fork(), copy.deepcopy(cache)
+    session = load_session(tmp_path / "s", model)
+    fork, twin = cache.fork(), copy.deepcopy(cache)
     assert session.ids == ids.tolist() and session.notes == {"who": "me"}
     for other in (session.cache, fork, twin):
         assert other.model is model and other.describe() == cache.describe()
@@ -492,8 +529,9 @@ def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family
     step(family, cache, ids[:, :-5])
     with broken(tiny(family), 2, RuntimeError):
         step(family, cache, ids[:, -5:])
-    if any(cache.is_sliding):  # which cannot be rolled back: it says so
-        with pytest.raises(kvkeep.KvkeepError, match="a sliding window cannot be rolled back; call reset"):
+    if any(cache.is_sliding) or family in RECURRENT:  # which cannot be rolled back: it says so
+        moved = "recurrent state" if family in RECURRENT else "sliding window"
+        with pytest.raises(kvkeep.KvkeepError, match=f"a {moved} cannot be rolled back; call reset"):
             step(family, cache, ids[:, -5:])
         return
     assert cache.get_seq_length() == case.length - 5

@@ -39,7 +39,6 @@ BANNED = frozenset(
     ]
 )
 LEFT: dict[str, int] = {
-    "kvkeep/decode": 1,
     "kvkeep_lab": 3,
     "kvkeep_lab/cli": 1,
     "kvkeep_lab/fleet": 2,

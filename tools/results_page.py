@@ -13,7 +13,7 @@ from pathlib import Path
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.report.tasks import TaskGroup
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 COUNTS = re.compile(r"^\| \[`([\w-]+)`\]\(lab-\1\.jsonl\), (\S+) \| (.*?) \|(?: \d+ \|){5}\n", re.M)
@@ -34,7 +34,7 @@ def remade(page: str) -> str:
 
 @cache
 def _groups(file: str) -> list:
-    store = Store(RESULTS / file)
+    store = ResultFile(RESULTS / file)
     store.refresh()
     if not store.records or store.torn:
         raise SystemExit(f"{file} has no results, or a line that is cut off.")

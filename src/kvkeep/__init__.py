@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.methods import Method, methods
     from kvkeep.policies.registry import Preset, register
 
-# Torch and transformers take seconds to import: each name brings in its module when it is first asked for.
+# Torch and transformers take seconds to import, so the first use of a name imports its module.
 _HOMES = {
     "budget": ("Budget",),
     "cache": ("KeepCache",),
@@ -100,7 +100,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of kvkeep's
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME_OF:

@@ -94,12 +94,12 @@ class Budget:
         chunk: int | None = None,
         zero: bool = False,
     ) -> int:
-        """Return the entries of each full layer, per sequence. Sliding layers keep their own window whatever the
-        budget; only a budget in bytes counts them.
+        """Return the entries of each full layer, per sequence. Sliding layers keep their window with any budget; only a
+        budget in bytes counts them.
 
-        context: tokens of the longest sequence; percentages are of it (default: what the model was trained for), and
-        windows never hold more than it. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
-        :meth:`chunk_for` chooses. zero: whether the method can do with 0 entries, which an error then offers. Raises
+        context: tokens of the longest sequence, by default the length that the model was trained for; percentages are
+        of it, and windows never hold more. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
+        :meth:`chunk_for` chooses. zero: whether the method works with 0 entries, which an error then suggests. Raises
         BudgetError where less than one chunk fits, naming the smallest budget, and
         UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """
@@ -141,21 +141,22 @@ class Budget:
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
-        """Return the entries that fit; negative when the sliding layers alone take more."""
+        """Return the entries that fit; negative when windows and recurrent states alone take more."""
         if self.unit == "tokens":
             return int(self.amount)
         if self.unit == "percent":
             assert context is not None
             return int(context * self.amount / 100)
-        left = int(self.amount) - batch * geometry.sliding_bytes(context)
+        left = int(self.amount) - batch * geometry.fixed_bytes(context)
         return left // (batch * geometry.full_bytes_per_token)
 
     def _too_small(
         self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int, hint: str
     ) -> BudgetError:
-        fixed = batch * geometry.sliding_bytes(context)
+        fixed = batch * geometry.fixed_bytes(context) if self.unit == "bytes" else 0
         if entries < 0:
-            problem = f"is less than the {fixed}B that the sliding-window layers hold by themselves"
+            holders = "sliding-window" if geometry.sliding_layers else "recurrent"
+            problem = f"is less than the {fixed}B that the {holders} layers hold by themselves"
         else:
             problem = f"holds {_entries(entries)}, less than one chunk of {least}"
         if self.unit == "tokens":
@@ -191,8 +192,8 @@ def _smallest_share(context: int, least: int) -> str:
 
 def _governable(budget: Budget, geometry: ModelGeometry) -> None:
     """Refuse models whose cache the budget would bound in no part, or only in part."""
-    if geometry.other_layers:
-        kinds = ", ".join(sorted({layer.kind for layer in geometry.other_layers}))
+    if geometry.unbounded_layers:
+        kinds = ", ".join(sorted({layer.kind for layer in geometry.unbounded_layers}))
         raise UnsupportedModelError(
             f"'{geometry.model_type}' has layers of kind {kinds}, whose cache kvkeep cannot bound; "
             "leave the budget out."

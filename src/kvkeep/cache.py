@@ -91,7 +91,7 @@ class KeepCache(Cache):
 
     def _start(self) -> None:
         made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # the method's own layers can be made, too
+        if first is not None:  # the assembly above only checks the method's layers
             made = assemble(first, self.model, self.geometry)
         self.reading = first is not None
         self._use(made, first or self.request)
@@ -119,9 +119,9 @@ class KeepCache(Cache):
         """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
         :mod:`kvkeep.reconstruction` then copies the entries of the text into it."""
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
-        progress, self.reading = self.stream.on_progress, False
+        before, self.reading = self.stream, False
         self._use(made, self.request)
-        self.stream.on_progress = progress
+        self.stream.on_progress, self.stream.on_block = before.on_progress, before.on_block
 
     @property
     def shares(self) -> list[list[int]] | None:
@@ -150,6 +150,48 @@ class KeepCache(Cache):
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take a recurrent layer's new inputs of its convolution, (batch, channels, new), and return those that it
+        reads."""
+        return self.made.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Replace the state of a layer's recurrence, and return it."""
+        return self.made.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a layer's convolution; None before the first token."""
+        state = self.made.states[layer_idx]
+        return state.conv_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a layer's recurrence; None before the first token."""
+        state = self.made.states[layer_idx]
+        return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a recurrent layer (None: the last one) has read a token."""
+        state = self.made.states[max(self.made.states) if layer_idx is None else layer_idx]
+        return all(state.has_previous_state.values())
+
+    def activate_past_recording(self) -> None:
+        """Keep what the layers would discard until :meth:`crop`, where they can."""
+        super().activate_past_recording()
+        for state in self.made.states.values():
+            state.activate_past_recording()
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether a layer keeps what it would discard until :meth:`crop`."""
+        state = self.made.states.get(layer_idx)
+        return bool(super().is_recording_past(layer_idx) if state is None else state.record_past)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether :meth:`crop` can remove tokens without a trace."""
+        return bool(super().is_croppable and all(state.is_croppable for state in self.made.states.values()))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, without those of an unfinished step."""
         if self.stream.streams or self.stream.open:
@@ -172,14 +214,21 @@ class KeepCache(Cache):
                 "crop() takes the number of tokens to remove as a negative number, at least "
                 f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
-        if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
+        self.check_positions(self.ledger.length + tokens_to_remove)
+        for state in self.made.states.values():
+            state.check_crop(tokens_to_remove)
+        for part in (*self.layers, *self.made.beside.values()):
+            part.crop(tokens_to_remove)
+        self.stream.forget_from(self.ledger.length + tokens_to_remove)
+        self.stream.text = None
+
+    def check_positions(self, length: int) -> None:
+        """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
+        if self.positions is not None and self.positions.holds_on_to(length):
             raise UsageError(
                 "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
                 "the end; call reset()."
             )
-        super().crop(tokens_to_remove)
-        self.stream.forget_from(self.ledger.length + tokens_to_remove)
-        self.stream.text = None
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -210,7 +259,8 @@ class KeepCache(Cache):
         if self.stream.text is not None:
             length, digests = self.stream.text
             self.stream.text = length, [digests[row] for row in index.tolist()]
-        for holding in self.holdings:
+        self.stream.blocks = []
+        for holding in self.made.holdings:
             holding.select(index)
         self.ledger.select(index.to(self.made.device))
         if self.checkpoint is not None:
@@ -245,7 +295,7 @@ class KeepCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
-        return fork(self, None)  # the model is not the cache's to copy
+        return fork(self, None)  # a copy shares the model
 
     def __getstate__(self) -> Any:
         raise UsageError(
@@ -313,15 +363,15 @@ class KeepCache(Cache):
 
     def resident_bytes(self) -> int:
         """Bytes allocated for entries that attention reads directly."""
-        return sum(holding.resident_bytes for holding in self.holdings)
+        return sum(holding.resident_bytes for holding in self.made.holdings)
 
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries in a smaller form."""
-        return sum(holding.compressed_bytes for holding in self.holdings)
+        return sum(holding.compressed_bytes for holding in self.made.holdings)
 
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
-        return replace(report.memory(self.made, self.holdings), process_bytes=resident_now())
+        return replace(report.memory(self.made), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
         """Return the state of every entry: for each layer (batch, kv_heads, slots) int8 codes of

@@ -26,7 +26,8 @@ except ImportError:  # Windows has no such locks
 STALE_S = 24 * 3600
 """Seconds after which a temporary file is abandoned, whatever its host."""
 
-_MAX_NAME_BYTES = 120  # bytes of the file's own name that a temporary one takes over; names end at 255
+_SAVING = ".saving-"
+_MAX_NAME_BYTES = 120  # maximum bytes of the target's name in a temporary name; a name has at most 255
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
@@ -54,6 +55,14 @@ def temporary_name(target: Path) -> Path:
     """Return a name beside ``target`` for a file that is to become it; such files of dead processes are removed."""
     _sweep(target)
     return _temporary(target)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of dead processes in a folder and its subfolders."""
+    for path in folder.rglob(f".*{_SAVING}*"):
+        with suppress(OSError, ValueError):
+            if abandoned(path, path.name.rpartition(_SAVING)[2].partition("-")[2]):
+                path.unlink()
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
@@ -110,7 +119,7 @@ def _mode(target: Path) -> int | None:
 
 
 def _prefix(target: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}.saving-"
+    return f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}{_SAVING}"
 
 
 def _temporary(target: Path) -> Path:
@@ -150,12 +159,12 @@ def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Call
         _fill(file, mode, write)
         try:
             if mode is None:
-                with suppress(FileExistsError):  # another process was first: it is replaced
+                with suppress(FileExistsError):  # another process was faster; its file is replaced
                     _link(file, target)
                     return True
-            _sweep(target)  # only where there can be any: the folder may have many files
+            _sweep(target)  # only here, because a folder may have many files
             _link(file, temporary)
-        except OSError:  # some file systems have such files and cannot name them
+        except OSError:  # some file systems cannot link unnamed files
             return False
     os.replace(temporary, target)
     return True
@@ -165,14 +174,14 @@ def _link(file: IO[bytes], path: Path) -> None:
     """Give an open file a name."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # With a folder given Python calls linkat(2), which follows the link; link(2) would not.
+        # With a folder, Python calls linkat(2), which follows the link. link(2) does not.
         os.link(f"/proc/self/fd/{file.fileno()}", path.name, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
 
 
 def _alive(process: int) -> bool:
-    if os.name != "posix":  # elsewhere signal 0 is a real one
+    if os.name != "posix":  # elsewhere signal 0 has an effect
         return True
     try:
         os.kill(process, 0)

@@ -21,14 +21,18 @@ CheckpointKind = Literal["tokens", "residual", "kv"]
 TOKEN_ID_BYTES = 4
 """An int32 token id; its position is bookkeeping, counted elsewhere."""
 
-_KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}
+STATE_BYTES = 4
+"""Bytes of an element of a recurrence, which transformers computes in float32."""
+
+_KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding", "hybrid": "full"}
+_RECURRENT = ("linear_attention", "conv", "hybrid")
 _WINDOW_OF_TYPE = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
     "reference_sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Families whose config does not state it, found by comparing some 120 tiny models with their caches.
+# Families with a misleading config, found by comparing about 120 tiny models with their caches.
 _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
     "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
@@ -46,7 +50,8 @@ class LayerGeometry:
     """The layer's number in the decoder."""
     kind: str
     """"full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys and values), or
-    transformers' name of any other type ("chunked_attention", "linear_attention", ...), which callers refuse."""
+    transformers' name of any other type: "linear_attention" and "conv" have a recurrent state instead of keys and
+    values; bounded methods refuse all others ("chunked_attention", ...)."""
     kv_heads: int
     """Heads that the cache holds; 1 for latent attention."""
     key_dim: int
@@ -57,6 +62,12 @@ class LayerGeometry:
     """How far back the layer attends, the token itself included; None: it attends to everything."""
     source: int
     """The layer whose keys and values this one reads; the layer itself unless shared."""
+    recurrent: bool = field(default=False, repr=False)
+    """Whether it has a recurrent state: a short convolution, linear attention, or Mamba; a hybrid layer has one beside
+    its keys and values."""
+    state_elements: tuple[int, int] | None = field(default=None, repr=False)
+    """Elements of the recurrent state of one sequence: the convolution's, in the model's dtype, and the recurrence's,
+    in float32. None: it has no state, or the config does not tell."""
 
     @property
     def owns_entries(self) -> bool:
@@ -141,9 +152,20 @@ class ModelGeometry:
         return tuple(layer for layer in self.layers if layer.kind == "sliding")
 
     @property
+    def recurrent_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers with a recurrent state, whose size does not depend on the number of tokens."""
+        return tuple(layer for layer in self.layers if layer.recurrent)
+
+    @property
+    def unbounded_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers whose state kvkeep neither bounds nor knows to be bounded; methods with a budget refuse the model."""
+        known = ("full", "sliding", "shared")
+        return tuple(layer for layer in self.layers if layer.kind not in known and not layer.recurrent)
+
+    @property
     def other_layers(self) -> tuple[LayerGeometry, ...]:
-        """Layers that are neither full, sliding nor shared; methods that cannot serve them refuse the model."""
-        return tuple(layer for layer in self.layers if layer.kind not in ("full", "sliding", "shared"))
+        """Layers whose state is not keys and values alone."""
+        return tuple(layer for layer in self.layers if layer in self.unbounded_layers or layer.recurrent)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -166,6 +188,21 @@ class ModelGeometry:
             for layer in self.sliding_layers
             if layer.window is not None and (window := layer.window - (not stepped))
         )
+
+    def fixed_bytes(self, context: int | None = None, *, stepped: bool = True) -> int:
+        """Bytes of one sequence that no budget changes: :meth:`sliding_bytes` and :meth:`recurrent_bytes`."""
+        return self.sliding_bytes(context, stepped=stepped) + self.recurrent_bytes()
+
+    def recurrent_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence. Raises UnsupportedModelError where the config does not tell
+        them."""
+        sizes = [layer.state_elements for layer in self.recurrent_layers]
+        if None in sizes:
+            raise UnsupportedModelError(
+                f"'{self.model_type}' has recurrent layers, and kvkeep does not know the bytes of their states; give "
+                "a budget in entries."
+            )
+        return sum(size[0] * self.dtype_bytes + size[1] * STATE_BYTES for size in sizes if size is not None)
 
     @property
     def residual_bytes_per_token(self) -> int:
@@ -227,7 +264,7 @@ def _steady_positions(text: Any) -> int | None:
         if one.get("rope_type") == "longrope":
             found.append(one.get("original_max_position_embeddings") or text.max_position_embeddings)
         elif "dynamic" in (one.get("rope_type") or ""):
-            found.append(text.max_position_embeddings - 1)  # at this very length they are those of the call before
+            found.append(text.max_position_embeddings - 1)  # at this length, the angles are those of the previous call
     return min(found, default=None)
 
 
@@ -276,7 +313,27 @@ def _layer(text: Any, layer_config: Any, index: int, types: list[str], shared: s
         value_dim=value_dim,
         window=_need(text, layer_config, window_name) if window_name else None,
         source=source,
+        recurrent=types[index] in _RECURRENT,
+        state_elements=_state_elements(text, layer_config) if types[index] in _RECURRENT else None,
     )
+
+
+def _state_elements(text: Any, layer_config: Any) -> tuple[int, int] | None:
+    """Return the elements of a layer's recurrent state: of the convolution, and of the recurrence."""
+
+    def of(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(layer_config, name, None)) is not None), None)
+
+    if (heads := of("linear_num_value_heads")) is not None:  # gated delta net
+        key_dim, value_dim = of("linear_key_head_dim"), of("linear_value_head_dim")
+        channels = 2 * of("linear_num_key_heads") * key_dim + heads * value_dim
+        return channels * of("linear_conv_kernel_dim"), heads * key_dim * value_dim
+    if (kernel := of("conv_L_cache")) is not None:  # short convolution
+        return text.hidden_size * kernel, 0
+    if (state := of("mamba_d_state")) is not None and (groups := of("mamba_n_groups", "mamba_ngroups")) is not None:
+        inner = of("mamba_d_ssm") or of("mamba_expand") * text.hidden_size  # Mamba 2
+        return (inner + 2 * groups * state) * of("mamba_d_conv"), inner * state
+    return None
 
 
 def _widths(text: Any, layer_config: Any) -> tuple[int, int, int]:
@@ -293,7 +350,7 @@ def _kv_heads(layer_config: Any, heads: int) -> int:
     """Return the heads cached: grouped where named, one for multi-query, else one per query head."""
     if getattr(layer_config, "multi_query", False) and not getattr(layer_config, "new_decoder_architecture", False):
         return 1
-    # Falcon's new architecture repeats its num_kv_heads for every query head before caching them.
+    # Falcon's new architecture caches the KV heads repeated for every query head.
     return getattr(layer_config, "num_key_value_heads", None) or heads
 
 

@@ -59,17 +59,17 @@ class ForwardHooks:
     """What a model's hooks call in a forward pass of some sessions.
 
     packed: the sessions' tokens follow one another in one row; an error of one session does not change the others.
-    ran_all: all layers of this pass have run in one call.
     """
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
+        """All layers of this pass have run in one call."""
         self._open = False
-        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and places in the row
-        self._run: list[int] = []  # the layers of these that have run
+        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
+        self._run: list[int] = []  # planned layers that have run
         self._residuals: list[SessionPass] = []
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
 
@@ -80,7 +80,7 @@ class ForwardHooks:
 
     @property
     def streams(self) -> bool:
-        """Whether any layer attends through it."""
+        """Whether any layer attends through these hooks."""
         return self.packed or self.sessions[0].stream.streams
 
     @property
@@ -93,7 +93,7 @@ class ForwardHooks:
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Begin the pass of each session; return the positions of all tokens, (1, row), None for the model's own."""
+        """Begin the pass of each session. Return the positions of all tokens, (1, row); None: the model sets them."""
         self._close()
         if not self.packed:
             positions = self.sessions[0].stream.begin_forward(ids, embeddings, positions, mask)
@@ -209,7 +209,7 @@ class ForwardHooks:
         values: Tensor,
     ) -> Tensor:
         stream, mask = session.stream, None
-        if not stream.streamed(layer.index):  # it attends to all its entries; a streamed layer gets the new ones only
+        if not stream.streamed(layer.index):  # a streamed layer receives only new entries
             keys, values = session.entries[layer.source]
             if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
                 keys, values = expand(keys, values)
@@ -281,7 +281,7 @@ class NoSessionLeft(Exception):
 
 
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which entries each query sees, (1, 1, queries, entries) bool; the last entries are the queries' own."""
+    """Return which entries each query sees, (1, 1, queries, entries) bool. The last entries belong to the queries."""
     slots = torch.arange(entries, device=device)
     queried = slots[entries - queries :, None]
     seen = slots <= queried

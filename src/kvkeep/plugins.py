@@ -39,7 +39,7 @@ def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
     for point in points(group):
         try:
             use(point.name, point.load())
-        except (Exception, SystemExit) as error:  # whatever is wrong with a package, the others work
+        except (Exception, SystemExit) as error:  # a broken package does not affect the others
             package = "no package" if point.dist is None else f"the package '{point.dist.name}'"
             names = error.names if isinstance(error, PartlyLeftOut) else [point.name]
             left_out = failed.setdefault((package, first_line(error)), [])

@@ -27,7 +27,7 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Bytes of the object store of a Ray started here; Ray needs at least 75 MiB."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # else anything else on the machine comes first
+    "RAY_worker_niceness": "0",  # otherwise Ray lowers the workers' priority
 }
 CONNECT_TIMEOUT_S = 5.0
 """Seconds in which the machine at an address has to answer; Ray itself tries for minutes."""
@@ -59,7 +59,7 @@ def connected(
     with ExitStack() as ending:
         if address is None:
             os.environ.update(environment)
-            # Without a token Ray puts one into the user's home.
+            # Without a token, Ray writes one to the user's home folder.
             for name, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(name, value)
             settings = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
@@ -102,14 +102,14 @@ def _reach(address: str) -> None:
     """Raise OSError unless something answers at an address, and UsageError for what names no cluster."""
     where = os.environ.get("RAY_ADDRESS") or None if address == "auto" else address
     if where is None:
-        return  # Ray looks for one among the processes of this machine
+        return  # Ray searches the processes of this machine
     if where in ("", "local"):
         raise UsageError(
             f"'{where}' is not an address of a Ray cluster: give HOST:PORT, or auto for this machine's own."
         )
     parts = urlsplit(where if "://" in where else f"//{where}")
     port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
-    if parts.hostname is not None and port is not None:  # else Ray says what is wrong with it
+    if parts.hostname is not None and port is not None:  # otherwise Ray reports the error
         socket.create_connection((parts.hostname, port), CONNECT_TIMEOUT_S).close()
 
 

@@ -28,12 +28,14 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 class Words(NamedTuple):
-    """Token ids that come before a piece: before the ``first``, or before a ``later`` one's cue; and ``then``, the end
-    of the user's message and the beginning of the model's."""
+    """Token ids around a piece of the text."""
 
     first: list[int]
+    """Ids before the first piece."""
     later: list[int]
+    """Ids before the cue of a later piece."""
     then: list[int]
+    """Ids of the end of the user's message and the beginning of the model's."""
 
 
 def compress(cache: Any) -> None:
@@ -49,7 +51,7 @@ def compress(cache: Any) -> None:
         copy_ledger(old.ledger, cache.ledger, length, rows)
         try:
             _hand_over(cache, old, received, rows)
-        except BaseException:  # some entries are in neither form: nothing of the text is left
+        except BaseException:  # some entries are lost, so the cache is cleared
             cache.reset()
             raise
     meter.reconstruction_s += time.perf_counter() - begin
@@ -123,7 +125,7 @@ def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
         cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
         old.checkpoint.truncate(layer.index, 0)
-        source.resident = None  # free at once, whoever still holds the layer
+        source.resident = None  # released now, even if the layer is still referenced
 
 
 def _words(tokenizer: Any) -> Words:

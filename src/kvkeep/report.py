@@ -14,6 +14,7 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
+HYBRID_NOTE = "it also has a recurrent state, whose size is fixed"
 ONESHOT_NOTE = "a prompt is read in one pass; before it is compressed, one layer at a time holds all of it"
 
 
@@ -67,8 +68,12 @@ def describe(
             note = "" if len(set(by_head)) == 1 else f"by head: {', '.join(map(str, by_head))}"
         elif layer.kind == "shared":
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
+        elif layer.kind != "full" and layer.recurrent:
+            effective, entries, note = "recurrent state", 0, "has no keys and values; its state has a fixed size"
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "has no keys and values; transformers manages its state"
+        if layer.kind == "full" and layer.recurrent:
+            note = f"{note}; {HYBRID_NOTE}" if note else HYBRID_NOTE
         if layer.kind == "full" and request.method.oneshot:
             note = f"{note}; {ONESHOT_NOTE}" if note else ONESHOT_NOTE
         if (
@@ -101,8 +106,9 @@ def _in_order(request: Request, made: Assembly, model: Any) -> bool:
     return not latent and (not chosen or request.method.recall.backed)
 
 
-def memory(made: Assembly, holdings: Sequence[Any]) -> Memory:
-    """Return measured bytes by purpose. holdings: of each layer."""
+def memory(made: Assembly) -> Memory:
+    """Return measured bytes by purpose."""
+    holdings = made.holdings
     resident, compressed = (
         sum(getattr(one, kind) for one in holdings) for kind in ("resident_bytes", "compressed_bytes")
     )

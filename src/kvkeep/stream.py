@@ -19,24 +19,29 @@ from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
-from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer_group import LayerGroup
 
 REREAD_POSITIONS = 64
-"""The fewest positions that reading a text again needs, for a piece of the text and its introduction."""
+"""The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
 
 
 class CacheStream:
-    """The forward passes of one cache. limit: a text that is longer is read again (``kvzip``); None: no text is."""
+    """The forward passes of one cache. limit: a longer text is read a second time (``kvzip``); None: all texts are read
+    once."""
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
     on_progress: Callable[[int], None] | None = None
     """Called after every pass with the number of tokens so far."""
+    on_block: Callable[[int], None] | None = None
+    """Called after a pass with the number of tokens so far, when that is a whole number of blocks
+    (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at a prompt's last block end. There
+    :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states need to begin again."""
     last_outputs = 0
     """The number of last positions whose outputs the caller uses; 0: all."""
     text: tuple[int, list[int]] | None = None
@@ -49,6 +54,8 @@ class CacheStream:
     """A pass is in progress or unfinished."""
     plain = True
     """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+    block_ends: dict[int, dict[str, Tensor]]
+    """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
     blocks: list[str]
     """Names of the blocks that have been stored of an inexact cache (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
@@ -56,6 +63,7 @@ class CacheStream:
 
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
         self.method, self.geometry, self.layers, self.limit = method, geometry, made.layers, limit
+        self.holdings = made.holdings
         self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
@@ -64,8 +72,9 @@ class CacheStream:
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
-        self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
-        self.blocks = []
+        self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
+        self.moving = bool(geometry.sliding_layers or geometry.other_layers)
+        self.blocks, self.block_ends = [], {}
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
@@ -74,9 +83,19 @@ class CacheStream:
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
-        self._groups: list[LayerGroup] = []  # layers that are ranked at once
+        self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = 0
-        self._masked = False  # whether the caller's mask is not of padding alone
+        self._masked = False  # whether the caller's mask masks more than padding
+
+    def chunks(self, count: int, chunk: int | None = None) -> list[int]:
+        """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
+        cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
+        end = (self.length + count) // BLOCK * BLOCK - self.length
+        ends = self.on_block is not None and self.ends_at_blocks and not self.cut
+        ends = ends and (self.round is None or not self.round.open)
+        parts = (end, count - end) if ends and 0 < end < count else (count,)
+        chunk = self.chunk if chunk is None else chunk
+        return [size for part in parts for size in _equal(part, chunk)]
 
     @property
     def length(self) -> int:
@@ -94,7 +113,7 @@ class CacheStream:
         """Rows of the batch held, 0 before the first token."""
         if self.streams:
             return self.ledger.batch
-        return next((rows for layer in self.layers if (rows := holding_of(layer).rows)), 0)
+        return next((rows for holding in self.holdings if (rows := holding.rows)), 0)
 
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
@@ -124,9 +143,13 @@ class CacheStream:
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Record the tokens of a pass; return positions for the model, None for its own."""
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
         self.roll_back()
         self.plain &= self._given_by_ids(ids, positions, mask)
+        if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
+            new = embeddings if ids is None else ids
+            assert new is not None
+            positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
         if not self.streams:
             self.open, self._known = True, self._processed()
             self._note_padding(mask)
@@ -157,8 +180,8 @@ class CacheStream:
         return self.positions.begin(positions, self._known)
 
     def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
-        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no mask of its own, and
-        its positions are the next ones."""
+        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
+        positions are the next ones."""
         if ids is None or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
             return False
         if mask is not None and not bool(mask.all()):
@@ -257,7 +280,7 @@ class CacheStream:
         output = native.attend_all(query, key, value, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
-        # No mask was made, and without one transformers would take the queries for the first tokens.
+        # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]
         if self.first is not None:
@@ -272,7 +295,7 @@ class CacheStream:
         layer = self.layers[source]
         self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
         if self.positions is not None:
-            self.positions.place(layer)  # before the new entries, which have positions already
+            self.positions.place(layer)  # before the new entries, which already have positions
         brings, last = index == source, self._readers[source] == index
         if brings and layer.pending is None:
             raise KvkeepError(
@@ -280,7 +303,7 @@ class CacheStream:
                 "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
-            mask = None  # a token sees itself
+            mask = None  # a token attends to itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
                 f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "
@@ -305,13 +328,16 @@ class CacheStream:
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
                 )
-            of_layers = [holding_of(layer) for layer in self.layers]
-            self.meter.cache(sum(one.resident_bytes + one.compressed_bytes for one in of_layers) + self._pending_bytes)
+            held_bytes = sum(one.resident_bytes + one.compressed_bytes for one in self.holdings)
+            self.meter.cache(held_bytes + self._pending_bytes)
             self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
+        length = self._processed()
         if self.on_progress is not None:
-            self.on_progress(self._processed())
+            self.on_progress(length)
+        if self.on_block is not None and not length % BLOCK and not (self.round is not None and self.round.open):
+            self.on_block(length)
 
     @outside_inference_mode
     def roll_back(self) -> None:
@@ -325,7 +351,8 @@ class CacheStream:
             return
         lost = any(layer.lost for layer in self.bounded)
         if lost or self.moving:
-            reason = "a store could not take evicted entries" if lost else "a sliding window cannot be rolled back"
+            moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
+            reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
             raise KvkeepError(
                 f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
             )
@@ -341,6 +368,8 @@ class CacheStream:
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
+        self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
+        del self.blocks[length // BLOCK :]
         if not self.streams:
             return
         self.ledger.truncate(length)
@@ -359,3 +388,9 @@ class CacheStream:
     @property
     def _drafting(self) -> bool:
         return self.round is not None and self.round.drafting
+
+
+def _equal(count: int, chunk: int) -> list[int]:
+    """Return the sizes of chunks of ``chunk`` tokens; the first takes the remainder."""
+    full, rest = divmod(count, chunk)
+    return [*([rest] if rest else []), *[chunk] * full]

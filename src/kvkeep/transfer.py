@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.errors import NotCarried
+from kvkeep.errors import NotCarried, UsageError
+from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
+from kvkeep.stores.recurrent import STATE, RecurrentState
 
 Kind = tuple[str | None, Any, Options]  # method, budget, other options of a cache
 
@@ -32,7 +34,7 @@ def parts(cache: Any) -> dict[str, Tensor | Rows]:
     an unfinished step that cannot be undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor | Rows] = {}
-    for number, holding in enumerate(cache.holdings):
+    for number, holding in _holdings(cache):
         tensors |= {f"layer.{number}.{name}": tensor for name, tensor in holding.state().items()}
     for name, rows in cache.checkpoint_rows():
         if rows.first < rows.length:
@@ -47,6 +49,12 @@ def parts(cache: Any) -> dict[str, Tensor | Rows]:
     return tensors
 
 
+def _holdings(cache: Any) -> Iterator[tuple[int, Any]]:
+    """Yield what each layer holds, with the layer's number; a hybrid layer's recurrent state comes by itself."""
+    yield from enumerate(cache.holdings)
+    yield from cache.made.beside.items()
+
+
 def header(cache: Any) -> dict[str, Any]:
     """Return the part of a cache's state that is no tensor, as plain types."""
     return {
@@ -55,6 +63,7 @@ def header(cache: Any) -> dict[str, Any]:
         "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
         "uneven": cache.round is not None and cache.round.uneven,
         "shares": cache.shares,
+        "plain": cache.stream.plain,
     }
 
 
@@ -66,26 +75,31 @@ def restore(
     pieces: Mapping[str, Sequence[Tensor]] = {},
 ) -> None:
     """Restore what :func:`state` and :func:`header` returned in an empty cache. names: names of the tensors; tensor: a
-    function that returns one of them, so that only one is in memory at a time. pieces: the tensors of which there are
-    several, in the order of their rows; stores of rows hold them without a copy where they can."""
+    function that returns one of them, so that only one is in memory at a time. pieces: tensors in several pieces, in
+    the order of their rows; stores of rows hold them without a copy where they can."""
     length, device = about["length"], cache.made.device
+    cache.stream.plain = about["plain"]
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
     cache.ledger.restore(length, about["rows"], ids, positions, visible)
-    for number, holding in enumerate(cache.holdings):
-        prefix = f"layer.{number}."
+    for number, holding in _holdings(cache):
+        prefix, recurrent = f"layer.{number}.", isinstance(holding, RecurrentState)
         given = {
-            name.removeprefix(prefix): tensor(name).to(device) for name in sorted(names) if name.startswith(prefix)
+            name.removeprefix(prefix): tensor(name).to(device)
+            for name in sorted(names)
+            if name.startswith(prefix) and name.startswith(f"{prefix}{STATE}") == recurrent
         }
         several = {
             name.removeprefix(prefix): [piece.to(device) for piece in parts]
             for name, parts in pieces.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and not recurrent
         }
         if isinstance(holding, DynamicLayer) and (several or given):
             holding.adopt(*(several.get(name) or [given[name]] for name in ("keys", "values")))
         elif given or several:
             holding.restore(given | {name: torch.cat(parts, -2) for name, parts in several.items()}, length)
+        if recurrent and holding.rows != (about["rows"] if length else 0):
+            raise ShapeError(f"layer {number} has a recurrent state of {holding.rows} rows, not of {about['rows']}")
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
@@ -97,8 +111,8 @@ def restore(
     for name, rows in cache.checkpoint_rows():
         rows.first = rows.length = about["first"].get(name, 0)
         if name in saved:
-            whole = f"checkpoint.{name}"
-            for piece in pieces[whole] if whole in pieces else [tensor(whole)]:
+            part = f"checkpoint.{name}"
+            for piece in pieces[part] if part in pieces else [tensor(part)]:
                 rows.adopt(piece)
 
 
@@ -130,6 +144,7 @@ def begun(cache: Any, length: int) -> Any:
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    twin.stream.plain = cache.stream.plain
     once = shares(cache)
     for layer in cache.geometry.full_layers:
         twin.layers[layer.index].share(cache.layers[layer.index], length, once)
@@ -151,6 +166,7 @@ def _sharing_blocks(cache: Any) -> Any:
     if not cache.get_seq_length():
         return twin
     copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
+    twin.stream.plain = cache.stream.plain
     twin.made.table.share(cache.made.table)
     for mine, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
         other.resident.share(mine.resident)
@@ -170,13 +186,55 @@ def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
 
 
 def _copy_windows(cache: Any, twin: Any) -> list[Any]:
-    """Copy what layers hold that are not full ones, and return these."""
-    length, copied = cache.get_seq_length(), []
-    for layer, mine, other in zip(cache.geometry.layers, cache.holdings, twin.holdings, strict=True):
-        if layer.kind != "full":
-            other.restore({name: tensor.clone() for name, tensor in mine.state().items()}, length)
-            copied.append(other)
-    return copied
+    """Copy what layers hold besides all keys and values, and return the copies."""
+    length, given = cache.get_seq_length(), last_token_state(cache)
+    restore_last(twin, {name: tensor.clone() for name, tensor in given.items()}, length)
+    return [holding for _, holding in _moving(twin)]
+
+
+def last_token_state(cache: Any) -> dict[str, Tensor]:
+    """Return by name, as views, what layers hold for the next token alone: sliding windows and recurrent states. With
+    the keys and values of the full layers, they are all that an exact cache needs to continue there."""
+    return {
+        f"layer.{number}.{name}": tensor
+        for number, holding in _moving(cache)
+        for name, tensor in holding.state().items()
+    }
+
+
+def restore_last(cache: Any, state: dict[str, Tensor], length: int) -> None:
+    """Restore in a cache of ``length`` tokens what :func:`last_token_state` returned. Raises ShapeError if it does not
+    fit the layers."""
+    moving = dict(_moving(cache))
+    if left := [name for name in state if int(name.split(".")[1]) not in moving]:
+        raise ShapeError(f"'{left[0]}' is of no window and no recurrent state")
+    for number, holding in moving.items():
+        prefix = f"layer.{number}."
+        given = {name.removeprefix(prefix): part for name, part in state.items() if name.startswith(prefix)}
+        holding.restore(given, length)
+
+
+def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
+    """Go back to the first ``length`` tokens, at which ``state`` was returned by :func:`last_token_state`. Full layers
+    are cropped as by :meth:`~kvkeep.cache.KeepCache.crop`."""
+    cache.stream.roll_back()
+    surplus = cache.get_seq_length() - length
+    if surplus < 0:
+        raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
+    cache.check_positions(length)
+    for layer in cache.stream.bounded:
+        layer.crop(-surplus)
+    restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)
+    cache.stream.forget_from(length)
+    cache.stream.text = None
+
+
+def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
+    """Yield what layers hold for the next token alone, with the layer's number: sliding windows, and recurrent
+    states."""
+    for number, holding in _holdings(cache):
+        if cache.geometry.layers[number].kind != "full" or isinstance(holding, RecurrentState):
+            yield number, holding
 
 
 def _adopted(cache: Any, request: Request) -> Any:
@@ -207,6 +265,7 @@ def _adopted(cache: Any, request: Request) -> Any:
         return twin
     _copy_windows(cache, twin)
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    twin.stream.plain = cache.stream.plain
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,9 @@ from families import tiny
 from forked import kvkeep, started
 
 from kvkeep import Conversation, KeepCache, Session, save_session
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store, user_store
+from kvkeep.cli.options import ModelOptions
 from kvkeep.errors import StoreError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -84,6 +88,89 @@ def test_every_turn_is_saved_and_a_full_disk_ends_nothing(
     code, out, err = run(*common, "-x", "h2o", stdin="by\n")
     assert code == 2 and not out and "continues with method 'kv-direct', budget 16" in err
     assert questions(session) == ["the of", "was it", "and her"]
+
+
+def test_a_session_is_a_name_in_the_users_store(
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ("chat", "-m", str(model_folder), "-n", "3")
+    code, _, err = run(*common, "--session", "work/ann", stdin="the of\n")
+    assert code == 0 and "Saved as 'work/ann'." in err and not os.listdir(tmp_path)
+    code, _, err = run(*common, "--session", "work/ann", stdin="was it\n/save\n/save work/ann\n/save ben\nby\n")
+    assert code == 0 and "2 messages" in err and err.count("Saved as 'work/ann', as after every answer.") == 2
+    assert "Saved as 'ben', and again after every answer." in err and err.endswith("Saved as 'ben'.\n")
+    for name, count in (("work/ann", 2), ("ben", 3)):
+        with StoredSession(user_store(), name) as session:
+            assert Conversation.resume(tiny("llama"), tokenizer(), session).turns == count
+    code, _, err = run(*common, stdin="the of\n/save ben\n")
+    assert code == 1 and "There is a session 'ben' already; give another name." in err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("a/../b", "cannot be the name of a session"),
+        ("..", "it holds other files"),
+        ("a\0b", "cannot be the name of a session"),
+        ("./a\0b", "cannot have a NUL character"),
+        ("a" * 300, "cannot be the name of a session"),
+        (f"./{'a' * 300}", "file name too long"),
+        ("my chat", "cannot be the name of a session"),
+        ("", "cannot be the name of a session"),
+        ("./note", "is a file, not a folder of kvkeep"),
+        ("./note/s", "is not a folder"),
+        ("./missing/s", "its folder is missing"),
+        ("./other", "it holds other files"),
+        ("./newer", "is of another version of kvkeep (2; this one reads 1)"),
+        ("earlier.session", "is a session of an earlier version of kvkeep"),
+        ("./earlier", "holds sessions of an earlier version of kvkeep"),
+        ("./readonly/s", "cannot be written to"),
+        ("readonly: ann", "cannot be saved: permission denied"),
+    ],
+)
+def test_a_name_that_cannot_be_saved_is_refused_before_the_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
+    for folder in ("other", "newer", "earlier", "readonly"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "note").write_text("mine")
+    (tmp_path / "other" / "note").write_text("mine")
+    (tmp_path / "newer" / "kvkeep-store").write_text("2\n")
+    for path in ("earlier.session", "earlier/ann.session"):
+        (tmp_path / path).write_bytes(b"kvkeep4\nand records")
+    if "readonly" in name:
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        Store(tmp_path / "readonly").create()
+        (tmp_path / "readonly").chmod(0o500)
+
+    def load(self: ModelOptions) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(ModelOptions, "load", load)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    folder, _, word = name.rpartition(": ")
+    code, out, err = run("chat", "--session", word, *(("--sessions", folder) if folder else ()), stdin="the of\n")
+    assert code in (1, 2) and not out and sentence in " ".join(err.split()) and len(err.splitlines()) == 1, err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_system_that_is_full_costs_the_session_and_not_the_chat(model_folder: Path, tmp_path: Path) -> None:
+    """By the limit of a process on the size of files."""
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as an interpreter begins
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        kvkeep("chat", "-m", str(model_folder), "-n", "3", "--session", str(tmp_path / "s"))()
+
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
+    with started(limited, **pipes) as process:
+        _, err = process.communicate("the of\nby\n", timeout=120)
+    assert process.returncode == 1 and "Traceback" not in err
+    assert err.count("file too large") == 3 and err.count("exact: all") == 2, "after each answer, and at the end"
+    assert not os.listdir(tmp_path)
 
 
 def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from conftest import tokenizer
 from families import tiny
 
 from kvkeep.cli.serve import single_process
 from kvkeep.cli.serve.defaults import default_cache, describe_default
+from kvkeep.cli.serve.listening import HTTPServer
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
@@ -57,26 +59,49 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
         default_cache(loaded, 6 * whole, 10**6)
 
 
-def test_it_listens_before_anything_is_measured(
+def test_it_listens_before_anything_is_loaded_or_measured(
     run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says which memory it takes, and why."""
-    listening = []
-
-    class Server:
-        def run(self, sockets: list[socket.socket]) -> None:
-            sockets[0].listen()
-            listening.append(sockets[0].getsockname())
+    """In a home without files. Probes are answered meanwhile, other requests when the model is loaded. It says which
+    memory it takes, and why."""
+    events, pending = list[Any](), list[Future[int]]()
+    load, start, serve = single_process.load, HTTPServer.start, HTTPServer.serve_until_exit
+    threads = ThreadPoolExecutor()
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
 
     def measured(*given: Any) -> None:
         raise AssertionError("the machine was measured")
 
+    def noted(self: HTTPServer) -> None:
+        start(self)
+        events.append(("listens", self.url))
+
+    def loaded(*given: Any, **options: Any) -> Loaded:
+        url = events[-1][1]
+        for path in ("/health", "/ready"):
+            found = httpx.get(url + path)
+            assert found.status_code == 503 and found.json()["error"]["code"] == "loading"
+        pending.append(threads.submit(lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code))
+        events.append("loads")
+        return load(*given, **options)
+
+    def served(self: HTTPServer, app: Any) -> None:
+        assert not pending[-1].done()
+        ends = threads.submit(serve, self, app)
+        assert pending[-1].result(60) == 200 and httpx.get(f"{self.url}/health").status_code == 200
+        self.should_exit = True
+        ends.result(60)
+        events.append("answered")
+
     monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
-    monkeypatch.setattr(single_process, "_Server", lambda config: Server())
+    monkeypatch.setattr(HTTPServer, "start", noted)
+    monkeypatch.setattr(HTTPServer, "serve_until_exit", served)
+    monkeypatch.setattr(single_process, "load", loaded)
     monkeypatch.setattr(single_process, "_stop_on_signals", lambda *given: None)
     common = ("serve", "--model", str(model_folder), "--port", "0", "--sessions", str(tmp_path))
     code, _, err = run(*common)
-    assert code == 0 and len(listening) == 1, err
+    assert code == 0 and [*events[0][:1], *events[1:]] == ["listens", "loads", "answered"], err
     assert "for 8 conversations of" in err and "'full' (exact); 8 conversations of" in err
     code, _, err = run(*common, "--memory", "400KB")
     assert code == 0 and "the planner chose" in err and "estimated; run `kvkeep calibrate" in err
@@ -114,3 +139,20 @@ def test_a_command_with_replicas_has_no_model_of_its_own(
         assert (code, len(loaded)) == (1, count) and "It ends here." in err, err
     code, _, err = run(*common, str(tmp_path), "--memory", "50MB", "-x", "full")
     assert code == 1 and "is not a model" in err
+
+
+def test_requests_that_wait_for_a_model_that_cannot_be_loaded_end(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, pending, threads = HTTPServer.start, list[Future[int]](), ThreadPoolExecutor()
+
+    def noted(self: HTTPServer) -> None:
+        start(self)
+        pending.append(threads.submit(lambda: httpx.get(f"{self.url}/v1/models", timeout=60).status_code))
+
+    monkeypatch.setattr(HTTPServer, "start", noted)
+    (damaged := tmp_path / "damaged.gguf").write_bytes(b"GGUF and no more")
+    options = ("--port", "0", "--sessions", str(tmp_path / "store"), "-x", "full")
+    code, _, err = run("serve", "--model", str(damaged), *options)
+    assert code == 1 and "is damaged" in err and "Traceback" not in err
+    assert pending[0].result(60) == 503

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep_lab.store import Store, StudyRecord
+from kvkeep_lab.store import ResultFile, StudyRecord
 from kvkeep_lab.workers import WorkerJob, work_in_processes
 
 from kvkeep.errors import ModelError
@@ -70,7 +70,7 @@ def job(folder: Path, cells: Sequence[StandIn], workers: int = 2, make: Any = No
 def main(folder: str) -> None:
     """Measure what hangs, until somebody ends it."""
     cells = [StandIn("quick"), StandIn("hangs"), StandIn("hangs too", 1)]
-    work_in_processes(job(Path(folder), cells), Store(Path(folder) / "r.jsonl"), lambda: None)
+    work_in_processes(job(Path(folder), cells), ResultFile(Path(folder) / "r.jsonl"), lambda: None)
 
 
 if __name__ == "__main__":

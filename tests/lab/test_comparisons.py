@@ -20,7 +20,7 @@ from kvkeep_lab.comparisons import Comparisons, Passage
 from kvkeep_lab.latex import booktabs
 from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.provenance import commit
-from kvkeep_lab.reference import Comparison, Reference, ReferenceRow
+from kvkeep_lab.reference import Comparison, ReferenceAnswer, ReferenceRow
 from kvkeep_lab.statistics import estimate
 from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.tables import Table
@@ -140,7 +140,7 @@ def test_compare_measures_each_passage_of_several_texts(
     code, out, _ = run(*common, "--limit", "80")
     assert code == 0 and "Left out: There is no text in the file 'b.txt'" in out
     assert "2 passages of 80 tokens, 4 written after each" in out and "Passages are of a_b.txt, c.txt." in out
-    honest, calls = Reference.measure, []
+    honest, calls = ReferenceAnswer.measure, []
 
     def fourth(*given: Any) -> Any:
         calls.append(given)
@@ -148,7 +148,7 @@ def test_compare_measures_each_passage_of_several_texts(
             raise KeyboardInterrupt
         return honest(*given)
 
-    monkeypatch.setattr(Reference, "measure", fourth)
+    monkeypatch.setattr(ReferenceAnswer, "measure", fourth)
     monkeypatch.setattr("kvkeep_lab.cli.study.write_page", Mock(side_effect=StoreError("The disk is full.")))
     code, out, err = run(*drawn, "--csv", "lost.csv")
     assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
@@ -178,7 +178,7 @@ def test_an_impossible_comparison_is_refused_before_it_starts(
         Path("empty", name).touch()
     if "empty" in options:
         monkeypatch.setattr("kvkeep_lab.cli.study.load", lambda *given, **more: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(Reference, "of", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr(ReferenceAnswer, "of", lambda *given: pytest.fail("measured"))
     code, out, err = run("compare", "-m", str(model_folder), "-x", "full", *options)
     assert code == 2 and not out and says in " ".join(err.split())
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks import TASKS
 from kvkeep_lab.tasks.base import Sample, TaskOutcome
@@ -67,9 +67,15 @@ def test_a_killed_ray_worker_loses_no_cell(
     (killed / "owner").write_text(f"{owner().rpartition('-')[0]}-{gone.pid}")  # as a killed command leaves it
     with connected(None, 2):  # a second cluster would take 15 s; within it a run's own call changes nothing
         with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
-            run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
+            run(
+                experiment.with_(models=["./nowhere"]),
+                ResultFile(tmp_path / "no.jsonl"),
+                tmp_path,
+                workers=1,
+                ray="local",
+            )
         assert [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
-        store = Store(tmp_path / "ray.jsonl")
+        store = ResultFile(tmp_path / "ray.jsonl")
         tally = run(experiment, store, tmp_path, workers=2, ray="local", progress=progress)
         assert ray.is_initialized()
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
@@ -78,7 +84,7 @@ def test_a_killed_ray_worker_loses_no_cell(
     assert not ray.is_initialized() and len(processes) > 3 and not killed.exists()
     until(lambda: not processes & living())
 
-    here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
+    here = run(experiment, ResultFile(tmp_path / "here.jsonl"), tmp_path)
     assert (here.done, len(here.failed)) == (6, 2)
     assert scores(tmp_path / "ray.jsonl") == scores(tmp_path / "here.jsonl")
 
@@ -94,7 +100,7 @@ def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
-        run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
+        run(small(tmp_path), ResultFile(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
 def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +116,7 @@ def test_an_unreachable_cluster_is_reported(tmp_path: Path, words: str, monkeypa
             ("127.0.0.1:1", "There is no Ray cluster at '127.0.0.1:1': connection refused."),
         ):
             with pytest.raises(KvkeepError, match=f"^{what}$"):
-                run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
+                run(small(tmp_path), ResultFile(tmp_path / "r.jsonl"), tmp_path, ray=address)
 
 
 def test_data_files_keep_their_relative_paths(tmp_path: Path) -> None:

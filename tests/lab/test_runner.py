@@ -14,7 +14,7 @@ from forked import exit_codes
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.runner import Runner, run
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 from results import small, stored
 
 from kvkeep.errors import BudgetError, ModelError
@@ -34,7 +34,7 @@ def experiment(model_folder: Path) -> Experiment:
 
 def test_a_row_records_scores_costs_and_versions(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: steps.append(given))
+    tally = run(experiment, ResultFile(tmp_path / "r.jsonl"), data, progress=lambda *given: steps.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
     store = stored(tmp_path / "r.jsonl")
     rows = {(row.method, row.budget): row for row in store.records}
@@ -58,13 +58,13 @@ def test_a_second_run_measures_missing_and_failed_cells_only(
     experiment: Experiment, data: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.jsonl"
-    first = run(experiment.with_(methods=["h2o"]), Store(path), data, only=["h2o"])
+    first = run(experiment.with_(methods=["h2o"]), ResultFile(path), data, only=["h2o"])
     assert (first.done, first.found) == (2, 0)
-    second = run(experiment, Store(path), data)
+    second = run(experiment, ResultFile(path), data)
     assert (second.done, second.found, len(second.failed)) == (3, 2, 2)
-    third = run(experiment, Store(path), data)
+    third = run(experiment, ResultFile(path), data)
     assert (third.done, third.found, len(third.failed)) == (0, 5, 2)
-    fresh = run(experiment, Store(path), data, only=["h2o"], fresh=True)
+    fresh = run(experiment, ResultFile(path), data, only=["h2o"], fresh=True)
     assert (fresh.done, fresh.found) == (2, 0)
     again = [(row.method, row.scores) for row in stored(path).records if row.method == "h2o"]
     assert again[:2] == again[2:]  # the same numbers again
@@ -75,7 +75,7 @@ def test_two_workers_measure_the_same_as_one(experiment: Experiment, data: Path,
     steps: list[int] = []
     found = []
     for workers in (1, 2):
-        store = Store(tmp_path / f"{workers}.jsonl")
+        store = ResultFile(tmp_path / f"{workers}.jsonl")
         tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: steps.append(done))
         rows = stored(store.path).records
         assert tally.done == 5 and len(rows) == 7 and {row.machine["workers"] for row in rows} == {workers}
@@ -87,9 +87,9 @@ def test_two_workers_measure_the_same_as_one(experiment: Experiment, data: Path,
 
 def test_changed_data_make_new_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
     path = tmp_path / "r.jsonl"
-    run(experiment, Store(path), data, only=["full"])
+    run(experiment, ResultFile(path), data, only=["full"])
     (data / "haystack" / "more.txt").write_text(words)
-    assert run(experiment, Store(path), data, only=["full"]).done == 1
+    assert run(experiment, ResultFile(path), data, only=["full"]).done == 1
 
 
 def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
@@ -106,7 +106,7 @@ def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
         return found
 
     monkeypatch.setattr(type(experiment.task), "measure", faulty)
-    tally = run(experiment.with_(methods=["h2o", "kv-direct"]), Store(tmp_path / "r.jsonl"), data)
+    tally = run(experiment.with_(methods=["h2o", "kv-direct"]), ResultFile(tmp_path / "r.jsonl"), data)
     assert tally.done == 1
     assert [row.error for row in tally.failed] == [
         "ZeroDivisionError: by",
@@ -118,7 +118,7 @@ def test_an_error_is_recorded_in_its_cell_and_other_cells_run(
 
 def test_a_missing_model_is_reported_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
-        run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
+        run(experiment.with_(models=["./nowhere"]), ResultFile(tmp_path / "r.jsonl"), data)
     assert stored(tmp_path / "r.jsonl").records == []
 
 
@@ -136,7 +136,7 @@ def test_two_simultaneous_runs_measure_each_cell_once(
 
     monkeypatch.setattr(Runner, "measure", slow)
     path, larger = tmp_path / "r.jsonl", experiment.with_(seeds=[0, 1, 2])
-    assert exit_codes(*(partial(run, larger, Store(path), data) for _ in range(2))) == [0, 0]
+    assert exit_codes(*(partial(run, larger, ResultFile(path), data) for _ in range(2))) == [0, 0]
     found = stored(path)
     assert len(found.records) == len(found.done()) == 21 and found.torn == 0
 
@@ -152,8 +152,8 @@ def test_a_killed_run_loses_its_current_cell_and_three_kills_fail_the_cell(
     monkeypatch.setattr(Runner, "measure", kills)
     path, two = tmp_path / "r.jsonl", experiment.with_(budgets=["24"])
     for _ in range(3):
-        assert exit_codes(partial(run, two, Store(path), data)) == [-signal.SIGKILL]
-    tally = run(two, Store(path), data)
+        assert exit_codes(partial(run, two, ResultFile(path), data)) == [-signal.SIGKILL]
+    tally = run(two, ResultFile(path), data)
     assert (tally.done, tally.found) == (2, 1)
     assert [record.error for record in tally.failed] == [
         "3 processes ended while they measured this cell; it may need more memory than they have."
@@ -171,6 +171,6 @@ def test_an_interrupt_is_reraised_and_keeps_the_finished_cells(
 
     monkeypatch.setattr(Runner, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, Store(tmp_path / "r.jsonl"), data)
+        run(experiment, ResultFile(tmp_path / "r.jsonl"), data)
     assert len(stored(tmp_path / "r.jsonl").records) == 2
     assert [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from forked import exit_codes
 from kvkeep_lab.cell import Cell
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 from results import stored
 
 from kvkeep.errors import StoreError
@@ -31,7 +31,7 @@ def cell(key: str) -> Cell:
 
 
 def test_appended_records_are_read_once(tmp_path: Path) -> None:
-    store = Store(tmp_path / "new" / "results.jsonl")
+    store = ResultFile(tmp_path / "new" / "results.jsonl")
     store.refresh()  # there is none yet
     assert store.records == [] and not store.unfinished
     store.append(row("a", scores={"kl": [0.5, 1e-12]}))
@@ -49,7 +49,7 @@ def test_appended_records_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 40, 10_000])
 def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "results.jsonl"
-    store = Store(path)
+    store = ResultFile(path)
     store.append(row("a"))
     first_size = path.stat().st_size
     store.append(row("b"))
@@ -66,7 +66,7 @@ def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> No
 def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "weather"}\nnot json\n\n')
-    Store(path).append(row("a"))
+    ResultFile(path).append(row("a"))
     found = stored(path)
     assert found.torn == 2 and found.done() == {"a"}
 
@@ -76,7 +76,7 @@ def test_many_processes_append_at_once(tmp_path: Path) -> None:
 
     def write(name: str) -> None:
         for number in range(40):
-            Store(path).append(row(f"{name}{number}", error="x" * 5000))
+            ResultFile(path).append(row(f"{name}{number}", error="x" * 5000))
 
     assert exit_codes(*(partial(write, name) for name in "pqr")) == [0, 0, 0]
     found = stored(path)
@@ -84,14 +84,14 @@ def test_many_processes_append_at_once(tmp_path: Path) -> None:
 
 
 def begin(path: Path, key: str, there: Any) -> None:
-    store = Store(path)
+    store = ResultFile(path)
     there.send(store.claim(cell(key)))
     time.sleep(60)
 
 
 def test_a_cell_is_claimed_once_and_a_killed_process_is_counted(tmp_path: Path) -> None:
     path, (here, there) = tmp_path / "results.jsonl", FORK.Pipe()
-    ours = Store(path)
+    ours = ResultFile(path)
     for deaths in range(1, 3):
         holder = FORK.Process(target=begin, args=(path, "a", there), daemon=True)
         holder.start()
@@ -100,26 +100,26 @@ def test_a_cell_is_claimed_once_and_a_killed_process_is_counted(tmp_path: Path) 
         ours.forget([cell("a")])
         holder.kill()
         holder.join()
-    assert ours.claim(cell("a")) == 3 and ours.claim(cell("b"), 1) == 1 and Store(path).claim(cell("b")) == 0
-    assert ours.claim(cell("c"), 1) == 1 and Store(path).claim(cell("b")) == 2  # worker 1 has died of b
+    assert ours.claim(cell("a")) == 3 and ours.claim(cell("b"), 1) == 1 and ResultFile(path).claim(cell("b")) == 0
+    assert ours.claim(cell("c"), 1) == 1 and ResultFile(path).claim(cell("b")) == 2  # worker 1 has died of b
     ours.release(0)
     ours.release(1)
     ours.release(1)
     ours.forget([cell("b")])
-    assert [Store(path).claim(cell(key)) for key in "abc"] == [1, 1, 1]
+    assert [ResultFile(path).claim(cell(key)) for key in "abc"] == [1, 1, 1]
 
 
 def test_a_lock_without_a_begun_cell_is_removed(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl.a.lock").touch()  # its process was killed between the two
-    Store(tmp_path / "results.jsonl").forget([cell("a"), cell("b")])
+    ResultFile(tmp_path / "results.jsonl").forget([cell("a"), cell("b")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cell_recorded_since_the_start_cannot_be_claimed(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    Store(path).append(row("a"))
-    store = Store(path, path.stat().st_size)
-    Store(path).append(row("b", status="failed", error="no"))
+    ResultFile(path).append(row("a"))
+    store = ResultFile(path, path.stat().st_size)
+    ResultFile(path).append(row("b", status="failed", error="no"))
     assert store.claim(cell("a")) == 1
     store.release()
     assert store.claim(cell("b")) == 0
@@ -129,8 +129,8 @@ def test_a_cell_recorded_since_the_start_cannot_be_claimed(tmp_path: Path) -> No
 def test_an_unusable_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
-        Store(tmp_path / "file" / "results.jsonl").append(row("a"))
+        ResultFile(tmp_path / "file" / "results.jsonl").append(row("a"))
     with pytest.raises(StoreError, match="cannot be written"):
-        Store(tmp_path / "file" / "results.jsonl").claim(cell("a"))
+        ResultFile(tmp_path / "file" / "results.jsonl").claim(cell("a"))
     with pytest.raises(StoreError, match="cannot be read: is a directory"):
-        Store(tmp_path).refresh()
+        ResultFile(tmp_path).refresh()

@@ -11,7 +11,7 @@ from kvkeep_lab.experiment import Experiment, load_experiment
 from kvkeep_lab.report import groups, markdown
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.runner import run
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 from kvkeep_lab.tuning import Tuning
 from results import small, stored
 
@@ -64,7 +64,7 @@ def test_tuning_chooses_the_candidate_of_least_kl_for_each_method_and_budget() -
 def test_parameters_are_chosen_on_other_passages_than_the_judged_ones(
     experiment: Experiment, data: Path, tmp_path: Path
 ) -> None:
-    store = Store(tmp_path / "r.jsonl")
+    store = ResultFile(tmp_path / "r.jsonl")
     tally = run(experiment, store, data)
     rows = [row for row in stored(store.path).records if isinstance(row, TaskRecord)]
     search, judged = ([row for row in rows if row.experiment == name] for name in ("small-tuning", "small"))
@@ -78,12 +78,12 @@ def test_parameters_are_chosen_on_other_passages_than_the_judged_ones(
         assert next(row.scores["kl"] for row in judged if row.method == best) not in [
             row.scores["kl"] for row in search
         ]
-    again = run(experiment, Store(store.path), data)
+    again = run(experiment, ResultFile(store.path), data)
     assert (again.searched, again.done, again.found) == (0, 0, 5)
 
 
 def test_the_report_names_the_chosen_parameters(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    run(experiment, Store(tmp_path / "r.jsonl"), data)
+    run(experiment, ResultFile(tmp_path / "r.jsonl"), data)
     found = groups([stored(tmp_path / "r.jsonl")])
     assert [group.experiment.name for group in found] == ["small", "small-tuning"]
     group = found[0]
@@ -98,17 +98,17 @@ def test_the_report_names_the_chosen_parameters(experiment: Experiment, data: Pa
 
 
 def test_the_search_covers_only_the_selected_methods(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    store = Store(tmp_path / "r.jsonl")
+    store = ResultFile(tmp_path / "r.jsonl")
     assert run(experiment, store, data, only=["window"]).searched == 0
-    tally = run(experiment, Store(store.path), data, only=["h2o"])
+    tally = run(experiment, ResultFile(store.path), data, only=["h2o"])
     assert (tally.searched, tally.done) == (4, 1)
-    assert run(experiment, Store(store.path), data).searched == 2
+    assert run(experiment, ResultFile(store.path), data).searched == 2
 
 
 def test_a_failing_candidate_is_recorded_and_not_chosen(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     large = "quantized:8,exact=4096"  # more than the budget
     tune = {**TUNE, "candidates": {"quantized": [large]}}
-    store = Store(tmp_path / "r.jsonl")
+    store = ResultFile(tmp_path / "r.jsonl")
     tally = run(experiment.with_(tune=tune), store, data, only=["quantized"])
     assert [(one.experiment, one.method) for one in tally.failed] == [("small-tuning", large)]
     assert tally.done == 1 and stored(store.path).records[-1].method == "quantized"
@@ -120,7 +120,7 @@ def test_impossible_tunings_are_refused(experiment: Experiment, data: Path, tmp_
     with pytest.raises(UsageError, match="candidates for 'snapkv'"):
         experiment.with_(tune={**TUNE, "candidates": {"snapkv": ["snapkv:window=4"]}})
     with pytest.raises(UsageError, match="sets 3 text files aside, and there are only 3"):
-        run(experiment.with_(tune={**TUNE, "files": 3}), Store(tmp_path / "r.jsonl"), data)
+        run(experiment.with_(tune={**TUNE, "files": 3}), ResultFile(tmp_path / "r.jsonl"), data)
 
 
 def test_the_packaged_search_gives_kvkeep_no_more_candidates_than_rivals() -> None:

@@ -17,7 +17,7 @@ import pytest
 import standins
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvkeep_lab.store import Store, StudyRecord
+from kvkeep_lab.store import ResultFile, StudyRecord
 from kvkeep_lab.workers import devices, packed, work_in_processes
 from living import in_group, until
 from results import stored
@@ -47,7 +47,7 @@ def test_each_worker_takes_every_cell_once_and_groups_stay_contiguous(sizes: lis
 
 def work(folder: Path, cells: list[StandIn], **changes: Any) -> tuple[dict[str, StudyRecord], list[Any]]:
     """Return the records by cell, and the processes that were there when somebody looked."""
-    store, seen = Store(folder / "r.jsonl"), list[Any]()
+    store, seen = ResultFile(folder / "r.jsonl"), list[Any]()
     work_in_processes(job(folder, cells, **changes), store, lambda: seen.append(multiprocessing.active_children()))
     assert multiprocessing.active_children() == []
     return records(folder), seen
@@ -133,4 +133,4 @@ def test_workers_end_with_their_driver_and_the_next_run_goes_on(tmp_path: Path, 
     assert driver.returncode == -(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
     assert err.count("Traceback") == (end == "Ctrl-C")  # the driver's own, which the command line turns into a sentence
     cell: Any = StandIn("hangs")
-    assert Store(tmp_path / "r.jsonl").claim(cell) == (1 if end == "Ctrl-C" else 2)  # free, and a kill was counted
+    assert ResultFile(tmp_path / "r.jsonl").claim(cell) == (1 if end == "Ctrl-C" else 2)  # free, and a kill was counted

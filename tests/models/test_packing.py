@@ -91,7 +91,8 @@ def test_packed_weights_of_every_family_give_the_same_logits(family: str, reques
     with torch.no_grad():
         ours, theirs = model(ids).logits.float(), plain(ids).logits
     cosines = torch.cosine_similarity(ours, theirs, dim=-1)
-    assert cosines.median() > 0.998  # rounding may make a router choose another expert for single tokens
+    # Rounding may make a router choose another expert for single tokens; a recurrent state hands that to later ones.
+    assert cosines.median() > (0.997 if family == "qwen3_next" else 0.998)
     assert hasattr(plain.config, "num_experts_per_tok") or cosines.min() > 0.99
     packed = [module for module in model.modules() if isinstance(module, Packed)]
     assert packed if matrices(plain) else not packed
@@ -245,8 +246,11 @@ def test_the_fingerprint_covers_packed_weights(model_folder: Path) -> None:
     model = models[1]
     before = fingerprint(model)
     assert before == fingerprint(load(model_folder, weights="int8", device="cpu").model)
-    model.model.layers[2].mlp.up_proj.data[0] += 1
+    packed = model.model.layers[2].mlp.up_proj.data
+    packed.view(-1)[7] += 1  # no element of the sample
     assert fingerprint(model) != before
+    packed.view(-1)[7] -= 1
+    assert fingerprint(model) == before
 
 
 def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, SessionError, UnsupportedModelError, UsageError
-from kvkeep.decode.session import check_savable
+from kvkeep.blocks.sessions import check_savable
 from kvkeep.models.sharded import devices, processes
 from kvkeep.serve.engine import Engine
 

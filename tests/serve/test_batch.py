@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, pairs, taken
+from cases import CASES, RECURRENT, pairs, taken
 from conftest import tokenizer
 from families import FAMILIES, tiny
 from helpers import assert_near, prompt
@@ -83,7 +83,12 @@ def made(model: Any, name: str) -> Any:
     return lambda: KeepCache(model, **(own if case.chunk is None else {"chunk": case.chunk, **own}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_family_with_recurrent_states_shares_no_pass(family: str) -> None:
+    assert not can_pack(KeepCache(tiny(family)))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECURRENT])
 def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
     model = tiny(family)
     own = CASES if family in WITH_ALL else [name for name, its in pairs(10, everywhere=EVERYWHERE) if its == family]

@@ -17,15 +17,16 @@ from families import tiny
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.folder import BlockFolder
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies import fisher
-from kvkeep.serve import session_files, session_pool
+from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
 
@@ -38,7 +39,7 @@ def fresh() -> Any:
 
 
 def serving(model: Any = None, folder: Path | None = None, **limits: Any) -> Engine:
-    store = None if folder is None else SessionStore(folder, **limits)
+    store = None if folder is None else Store(folder, **limits)
     return Engine(Loaded(model or tiny("llama"), tokenizer(), "tiny", "tiny"), 10**9, store=store)
 
 
@@ -60,11 +61,11 @@ def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for a method that measures the model when a cache is made, for a session that is new, and for one that comes
-    back; files are read elsewhere."""
+    back; the store is read elsewhere."""
     monkeypatch.setattr(fisher, "TOKENS", 8)
     ran, made, read = set[int](), set[int](), set[int]()
     monkeypatch.setattr(KeepCache, "__init__", noting(KeepCache.__init__, made))
-    monkeypatch.setattr(SessionFile, "tensor", noting(SessionFile.tensor, read))
+    monkeypatch.setattr(BlockFolder, "read", noting(BlockFolder.read, read))
     ids, kind = text(40, 1), {"method": "h2o-fisher", "budget": 24, "chunk": 16}
     for turn in range(2):
         model = fresh()  # nothing is measured of it
@@ -168,20 +169,20 @@ def test_what_is_no_sessions_fault_ends_the_engine(error: Exception) -> None:
 def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, save = serving(folder=tmp_path, shared=shared), session_files.save_session
+    engine, save = serving(folder=tmp_path, shared=shared), StoredSession.save
     end = engine._save
 
     def fail(*given: Any) -> None:
         end(*given)
         raise TypeError("a mistake")
 
-    monkeypatch.setattr(session_files, "save_session", lambda *given, **own: (time.sleep(0.1), save(*given, **own)))
+    monkeypatch.setattr(StoredSession, "save", lambda *given, **own: (time.sleep(0.1), save(*given, **own)))
     monkeypatch.setattr(engine, "_save", fail)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
     engine.start()
     engine.join()
     assert isinstance(engine.fault, TypeError) and client.ended.written == NEW
-    (info,) = SessionStore(tmp_path, shared=shared).sessions()
+    (info,) = Store(tmp_path, shared=shared).sessions()
     assert (info.turns, info.held) == (1, False)
 
 
@@ -204,28 +205,27 @@ def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert late[0].ended.written == 2
 
 
-def test_a_folder_that_cannot_be_looked_through_ends_nothing(
+def test_a_store_that_cannot_be_looked_through_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor a file that cannot be closed; and the engine's thread does not look."""
+    """Nor a session that cannot be closed; and the engine's thread does not look."""
     looked = set[int]()
 
     def broken(*given: Any) -> Any:
         looked.add(threading.get_ident())
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
-    for name in ("over_quota", "evict"):
-        monkeypatch.setattr(SessionStore, name, broken)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
+    monkeypatch.setattr(Store, "evict", broken)
     engine = serving(folder=tmp_path, quota=10**6, age=10**6)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
     run(engine)
     assert client.ended.written == NEW and looked and threading.get_ident() not in looked
-    assert "cannot be read" in caplog.text and "not removed" in caplog.text
+    assert "not removed" in caplog.text
     session = engine.sessions.memory[("me", "talk")]
-    assert session.file is not None
-    real = session.file.close
-    monkeypatch.setattr(session.file, "close", lambda: (real(), broken()))
+    assert session.stored is not None
+    real = session.stored.close
+    monkeypatch.setattr(session.stored, "close", lambda: (real(), broken()))
     engine.sessions.park(session)
     assert "cannot be closed" in caplog.text and not engine.sessions.memory
     engine.close()

@@ -21,8 +21,8 @@ import pytest
 from answering import small
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
+from kvkeep.blocks.store import Store
 from kvkeep.cli.serve.address import Address, https
-from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine, Finished
@@ -68,9 +68,9 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
             keys_given(str(file))
         assert sentence in str(found.value) and "ключ" not in str(found.value)
     monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
-    with pytest.raises(UsageError, match="Sessions cannot be saved in .* is not a folder"):
-        SessionStore(file / "chats").check_folder()
-    SessionStore(tmp_path / "not" / "yet").check_folder()
+    with pytest.raises(UsageError, match="Nothing can be saved in .* is not a folder"):
+        Store(file / "chats").check_writable()
+    Store(tmp_path / "not" / "yet").check_writable()
     file.write_text("one two\n")
     with pytest.raises(UsageError, match="contains a space"):
         keys_given(str(file))

@@ -21,11 +21,10 @@ from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
+from kvkeep.blocks.store import QUOTA, Store
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.ray_serve import serve_replicas
-from kvkeep.decode.session_store import SessionStore
-from kvkeep.decode.shared_journal import TAKEN
-from kvkeep.errors import KvkeepError, SessionBusy, UsageError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
@@ -167,7 +166,7 @@ def test_figures_of_several_replicas_have_their_names() -> None:
 
 def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: Path) -> None:
     """Also with what they have in memory, and never with what another one has followed."""
-    store = SessionStore(tmp_path, shared=True)
+    store = Store(tmp_path, shared=True)
     servers = [Engine(small(), 10**8, store=store, method="h2o", budget=24) for _ in range(2)]
     alone, ids, read = Alone(small(), method="h2o", budget=24), text(40, 1), 0
     for turn, server in enumerate([servers[number] for number in (0, 0, 1, 1, 0, 1, 0)]):
@@ -176,29 +175,30 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
         assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
         read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
     first, second = servers
-    assert first.sessions.files.restored == 2 and second.sessions.files.restored == 2  # else what is in memory counts
+    assert (
+        first.sessions.storage.restored == 2 and second.sessions.storage.restored == 2
+    )  # else what is in memory counts
 
     begun = Client(first, ids, name=("me", "talk"))
     while not begun.events:
         first.step()
-    refused = Client(second, ids, name=("me", "talk"))
-    run(second)
-    assert isinstance(refused.events[-1], SessionBusy)
     session = first.sessions.memory[("me", "talk")]
-    assert session.file is not None
-    os.rename(session.file.path, tmp_path / "me" / TAKEN / "talk.session.0")  # as a server does whom no lock stops
-    client = Client(second, ids, name=("me", "talk"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
-        run(second)
+    client = Client(second, ids, name=("me", "talk"))  # at the same time
+    run(second)
     run(first)
     assert [*begun.ended.tokens] == [*client.ended.tokens] == alone.answer(ids, NEW)
-    assert session.lost and "taken over" in str(session.unsaved) and not first.sessions.memory
-    with store.read("me/talk") as file:
-        assert file.turns == 8 and file.stored["session.ids"].shape == (1, len(ids) + NEW - 1)
+    assert session.followed and "was continued by another program" in str(session.unsaved)
+    assert str(tmp_path) not in str(session.unsaved) and not first.sessions.memory
+    info = store.info("me/talk")
+    assert (info.turns, info.tokens, info.problem) == (8, len(ids) + NEW - 1, None)
+    ids = [*ids, *client.ended.tokens, 7]
+    after = Client(first, ids, name=("me", "talk"))  # it goes on from the turn that is saved
+    run(first)
+    assert after.ended.read == 2 and [*after.ended.tokens] == alone.answer(ids, NEW)
     for server in servers:
         server.close()
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
+    (block,) = tmp_path.rglob("*.block")  # of the last turn
+    assert block.stem == json.loads(next(tmp_path.rglob("*.json")).read_bytes().splitlines()[0])["state"]
 
 
 # -- the command ------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
     given = {"memory": "8MB", "budget": "25%", "sessions": "/chats", "keys": str(tmp_path / "keys"), "quota": None}
     service, scale = app(given)
     assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
-    assert (service.quota, service.age, service.limits.answers, service.logs) == (None, None, 64, False)
+    assert (service.quota, service.age, service.limits.answers, service.logs) == (QUOTA, None, 64, False)
     assert (scale.minimum, scale.maximum, scale.cores, scale.ongoing) == (2, 2, 1, 8)
     given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
     service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})
@@ -450,12 +450,9 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         assert len(talks) == 4 and len(replicas()) == len(held) == 2
 
         # Another server takes a session of the folder, and goes on with it: the replica has to follow.
-        store, (owner,) = SessionStore(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
+        store, (owner,) = Store(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
         body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
         body |= {"kvkeep": {"session": talks[0].name}}
-        with store.open(f"{owner}/{talks[0].name}"):
-            assert (refused := post(running.address, body, path="/v1/completions")).status_code == 409, refused.text
-            assert refused.json()["error"]["code"] == "session_in_use"
         other = post(running.address, body, KEYS[1], "/v1/completions").json()
         assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # another key's session of this name
         assert post(running.address, body, "wrong-key", "/v1/completions").status_code == 401
@@ -481,4 +478,4 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
     kept = {info.name: info for info in store.sessions()}
     assert len(kept) == sum(held.values()) + 1 and not [info for info in kept.values() if info.problem or info.held]
     assert all(kept[f"{owner}/{talk.name}"].tokens == len(talk.ids) - 1 for talk in talks)
-    assert not replicas() and not [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
+    assert not replicas() and not [path for path in folder.rglob("*") if path.is_file() and ".saving-" in path.name]

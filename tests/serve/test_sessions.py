@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from answering import Alone, Client, run, small, text
 from families import tiny
 
-from kvkeep import KeepCache, SessionError, UsageError
-from kvkeep.decode import session_file
+from kvkeep import KeepCache, UsageError
+from kvkeep.blocks import references
+from kvkeep.blocks.references import Reference
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.decode.session import load_session, request_of
-from kvkeep.decode.session_store import SessionStore
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.batch import Batch
-from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
+from kvkeep.errors import KvkeepError, SessionBusy
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import OpenSession
@@ -35,8 +36,13 @@ METHODS: list[dict[str, Any]] = [
 
 
 def serving(folder: Path, memory: int = PLENTY, family: str = "llama", **limits: Any) -> Engine:
-    store = SessionStore(folder, **limits)
+    store = Store(folder, **limits)
     return Engine(small(family), memory, store=store)
+
+
+def full(*given: Any, **own: Any) -> Any:
+    """A write to a full disk."""
+    raise OSError(28, "No space left on device")
 
 
 def turns(number: int, count: int = 3) -> list[list[int]]:
@@ -99,11 +105,11 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             found[number].append([*client.ended.tokens])
     print(max(measured), engine.arbiter.total)
     assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
-    assert engine.sessions.parked > count and engine.sessions.files.restored > count
+    assert engine.sessions.parked > count and engine.sessions.storage.restored > count
     for number in range(count):
         assert found[number] == alone(parts[number], cache[number]), cache[number]
     engine.close()
-    assert not any(info.held or info.problem for info in engine.sessions.files.store.sessions("me"))  # type: ignore[union-attr]
+    assert not any(info.held or info.problem for info in engine.sessions.storage.store.sessions("me"))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
@@ -136,32 +142,48 @@ def test_another_server_goes_on_with_a_folder_but_not_while_the_first_has_the_se
     unbroken.close()
 
 
-@pytest.mark.parametrize("spoilt", ["journal", "page", "content"])
-def test_a_damaged_session_is_read_anew_and_its_file_kept(
+def spoil(path: Path, place: int = -1) -> None:
+    """Change a byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("spoilt", ["reference", "content", "block", "block lost"])
+def test_a_damaged_session_is_read_anew_and_says_so(
     spoilt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts, kind = turns(2), METHODS[2]
     engine = serving(tmp_path)
     one = told(engine, parts[0], "talk", **kind)
     engine.close()
-    path = tmp_path / "me" / "talk.session"
-    data = bytearray(path.read_bytes())
-    if spoilt == "content":
-        with session_file.SessionFile(path, writing=True) as file:
-            tensors = {name: file.tensor(name) for name in file.stored}
-            file.save(tensors | {"session.ids": torch.zeros(1, 3, dtype=torch.int32)}, file.about)
+    (reference,), (block,) = tmp_path.rglob("*.json"), tmp_path.rglob("*.block")
+    if spoilt == "reference":
+        spoil(reference, 9)
+    elif spoilt == "content":
+        about = json.loads(reference.read_bytes().splitlines()[0])
+        about["ids"] = [[0, 0, 0]]
+        with Store(tmp_path).open("me/talk") as opened:
+            opened.commit(about)
+    elif spoilt == "block":
+        spoil(block)
     else:
-        data[len(data) // 2 if spoilt == "page" else 9] ^= 1
-        path.write_bytes(data)
+        block.unlink()
     engine = serving(tmp_path)
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
     two = told(engine, ids, "talk", **kind)
     assert two.ended.cached == 0 and [*two.ended.tokens] == alone([ids], kind)[0]
-    assert "read anew" in engine.sessions.facts("me")["talk"]["note"] and "damaged" in caplog.text
+    note = engine.sessions.facts("me")["talk"]["note"]
+    if spoilt == "reference":
+        assert "read anew" in note and "is damaged" in caplog.text and "damaged-1" in note
+    else:
+        assert "read again" in note and str(tmp_path) not in note
+        assert "A part of the session 'me/talk' is read again:" in caplog.text
     three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
     assert three.ended.cached > 0
     engine.close()
-    assert {info.name for info in SessionStore(tmp_path).sessions()} == {"me/talk", "me/talk.damaged-1"}
+    aside = {"me/talk.damaged-1"} if spoilt == "reference" else set()
+    assert {info.name for info in Store(tmp_path).sessions()} == {"me/talk"} | aside
 
 
 def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
@@ -171,11 +193,8 @@ def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
     one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
 
-    def full(*given: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(session_file.Writer, "commit", full)
+        patch.setattr(references, "_create", full)
         two = told(engine, ids, "talk")
     assert "no space left" in engine.sessions.facts("me")["talk"]["note"]
     ids = [*ids, *two.ended.tokens, *parts[2]]
@@ -192,16 +211,13 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
 ) -> None:
     engine, parts, kind = serving(tmp_path), turns(3), METHODS[2]
 
-    def full(*given: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
     def note() -> Any:
         return engine.sessions.facts("me")["talk"]["note"]
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_file.Writer, "_begin", full)  # no file can be made
+        patch.setattr(Path, "mkdir", full)
         one = told(engine, parts[0], "talk", **kind)
-        assert one.ended.written == NEW and "'talk': no space left" in note()
+        assert one.ended.written == NEW and "'talk' cannot be saved: no space left" in note()
         ids = [*parts[0], *one.ended.tokens, *parts[1]]
         two = told(engine, ids, "talk")
         assert two.ended.cached > 0 and not [*tmp_path.rglob("*.session")]
@@ -210,12 +226,12 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     first, last = engine.sessions.idle()
     assert (first.key[1], last.key[1]) == ("other", "talk")
     engine.sessions.park(last)
-    assert SessionStore(tmp_path).info("me/talk").turns == 1
+    assert Store(tmp_path).info("me/talk").turns == 1
     three = told(engine, ids, "talk")
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
     with monkeypatch.context() as patch:
-        patch.setattr(session_file.Writer, "commit", full)
+        patch.setattr(references, "_create", full)
         four = told(engine, [*ids, *three.ended.tokens, 5], "talk")
         engine.sessions.park(last := engine.sessions.memory[("me", "talk")])
     assert four.ended.written == NEW and last.unsaved and "without its last turn" in caplog.text
@@ -225,16 +241,43 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     engine.close()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_session_on_a_disk_that_became_read_only_is_read_and_answered(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, parts, kind = serving(tmp_path), turns(3), METHODS[2]
+    one = told(engine, parts[0], "talk", **kind)
+    engine.close()
+    if not kept:
+        Store(tmp_path).remove("me/talk")
+    engine = serving(tmp_path)
+
+    def read_only(reference: Reference, *given: Any) -> Any:
+        raise references.unwritable(reference.folder, OSError(30, "Read-only file system"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reference, "_open", read_only)
+        patch.setattr(Reference, "commit", read_only)
+        ids = [*parts[0], *one.ended.tokens, *parts[1]]
+        two = told(engine, ids, "talk", **kind)
+        assert (two.ended.cached > 0) == kept and two.ended.written == NEW
+        assert "read-only" in engine.sessions.facts("me")["talk"]["note"]
+    three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
+    assert three.ended.cached > len(ids) and engine.sessions.facts("me")["talk"]["note"] is None
+    engine.close()
+    assert Store(tmp_path).info("me/talk").tokens == len(ids) + len(parts[2]) + 2 * NEW - 1
+
+
 def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, real = serving(tmp_path), session_file.Writer.commit
+    engine, real = serving(tmp_path), Reference.commit
 
     def slow(*given: Any) -> None:
         time.sleep(0.3)
         real(*given)
 
-    monkeypatch.setattr(session_file.Writer, "commit", slow)
+    monkeypatch.setattr(Reference, "commit", slow)
     other = Client(engine, text(30, 1), 400)
     one = Client(engine, text(40, 2), 2, name=("me", "talk"))
     two = Client(engine, text(50, 2), 2, name=("me", "talk"))  # of the same session
@@ -282,52 +325,54 @@ def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) 
     told(engine, text(20, 1), "talk", method="full")
     engine.close()
     other = serving(tmp_path, family="gpt2")
-    refused = told(other, text(20, 1), "talk")
-    assert isinstance(refused.events[-1], SessionError) and "another model" in str(refused.events[-1])
+    ids, cached = text(20, 1), 0
+    for _ in range(2):
+        anew = told(other, ids, "talk")
+        assert anew.ended.cached == cached
+        ids, cached = [*ids, *anew.ended.tokens, 5], 20 + NEW - 1
+        facts = other.sessions.facts("me")["talk"]
+        assert "read anew" in facts["note"] and "another model" in facts["note"] and facts["turns"] >= 2
     other.close()
     assert len([*tmp_path.rglob("*.session")]) == 1
 
 
 def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
-    engine = serving(tmp_path, quota=150_000)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
+    engine, quota = serving(tmp_path, quota=150_000), 150_000
     for number in range(5):
         told(engine, text(60, number), str(number), method="full")
         time.sleep(0.02)
-    for _ in range(3):  # one to look, one to remove what is over
-        run(engine)
-    kept = SessionStore(tmp_path).sessions()
-    left = {info.name for info in kept}
-    assert "me/4" in left and "me/0" not in left and sum(info.bytes for info in kept) <= 150_000
-    assert {f"me/{name}" for _, name in engine.sessions.memory} == left  # what may stay in the folder does in memory
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 10**9)
+        assert 0 < Store(tmp_path).blocks.count()[1] <= quota
+    engine.close()
+    engine = serving(tmp_path, quota=quota)
+    for number, cached in ((4, 60 + NEW - 1), (0, 0)):  # the oldest made way: it is read again
+        ids = [*text(60, number), *alone([text(60, number)], {"method": "full"})[0], 5]
+        assert told(engine, ids, str(number)).ended.cached == cached, number
+        assert Store(tmp_path).blocks.count()[1] <= quota
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 10**9)
     engine.close()
     old = serving(tmp_path, age=0.0)
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     client = told(old, text(60, 9), "9", method="full")
     assert client.ended.written == NEW
     for _ in range(3):
         run(old)
-    assert not [*tmp_path.rglob("*.session")]
+    assert not [*tmp_path.rglob("*.session")] and Store(tmp_path).blocks.count() == (0, 0)
     old.close()
 
 
 # -- a folder that several servers share ------------------------------------------------------------------
 
 
-def closing_slowly(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let files be closed slowly; how many closes each one began beside, itself included."""
-    real, under_way, found = session_file.SessionFile.close, list[Any](), list[int]()
+def opening_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sessions be opened slowly."""
+    real = StoredSession.__init__
 
-    def close(file: session_file.SessionFile) -> None:
-        under_way.append(file)
-        found.append(len(under_way))
+    def opened(stored: StoredSession, *given: Any, **own: Any) -> None:
         time.sleep(0.05)
-        real(file)
-        under_way.remove(file)
+        real(stored, *given, **own)
 
-    monkeypatch.setattr(session_file.SessionFile, "close", close)
-    return found
+    monkeypatch.setattr(StoredSession, "__init__", opened)
 
 
 def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.MonkeyPatch) -> Client:
@@ -357,7 +402,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)
         client = Client(engine, ids, name=key)
-        while key not in sessions.memory or not sessions.memory[key].exclusive:
+        while key not in sessions.memory or not sessions.memory[key].current:
             engine.step()
     engine._admission._refused = None
     client.job.cancel()
@@ -365,17 +410,21 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("limit", [{"quota": 1}, {"age": 0.0}])
-def test_what_has_no_file_is_not_of_the_folder(
-    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_limits_of_the_store_are_none_of_what_is_in_memory_only(
+    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
+    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
     engine = serving(tmp_path, **limit)
     ids = text(64, 1)
     one = Client(engine, ids, method="full")
     told(engine, text(40, 2), "talk", method="full")
     for _ in range(3):
         run(engine)
-    assert ("me", "talk") not in engine.sessions.memory and not [*tmp_path.rglob("*.session")]
+    assert Store(tmp_path).blocks.count() == (0, 0)
+    if "age" in limit:
+        assert ("me", "talk") not in engine.sessions.memory and not [*tmp_path.rglob("*.session")]
+    else:  # nothing fits into the store
+        assert "does not fit" in engine.sessions.facts("me")["talk"]["note"] and "does not fit" in caplog.text
     two = Client(engine, [*ids, *one.ended.tokens, 5], method="full")
     run(engine)
     assert two.ended.cached == len(ids) + one.ended.written - 1
@@ -388,15 +437,16 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     how: str, away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one waits already, the session is away or in memory, and a third one writes, so that steps do not wait
-    for files."""
+    for the store."""
     engine, parts, kind = serving(tmp_path, shared=True), turns(2), METHODS[0]
     one = told(engine, parts[0], "talk", **kind)
     if away:
         engine.close()
         engine = serving(tmp_path, shared=True)
-    closing_slowly(monkeypatch)
+    opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 120)
-    engine.step()
+    while not engine.running:
+        engine.step()
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
     bad, two = refused(engine, ids, how, monkeypatch), Client(engine, ids, NEW, name=("me", "talk"))
     run(engine)
@@ -404,33 +454,26 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert two.ended.cached == len(ids) - len(parts[1]) - 1
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
-    (info,) = SessionStore(tmp_path, shared=True).sessions()
+    (info,) = Store(tmp_path, shared=True).sessions()
     assert (info.name, info.turns, info.held, info.problem) == ("me/talk", 2, False, None)
     engine.close()
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
+    kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert kinds == {".json", ".block", "bytes", "kvkeep-store"}  # nothing unfinished
 
 
-def test_a_file_that_is_being_closed_is_not_closed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, parts = serving(tmp_path, shared=True), turns(1)
     told(engine, parts[0], "talk", **METHODS[0])
-    begun = closing_slowly(monkeypatch)
+    opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 200)
-    engine.step()
-    refused(engine, parts[0], "of another kind", monkeypatch)
-    while not begun:
+    while not engine.running:
         engine.step()
+    refused(engine, parts[0], "of another kind", monkeypatch)
+    engine.step()
     assert engine.sessions.drop(("me", "talk"))
-    SessionStore(tmp_path, shared=True).remove("me/talk")
+    Store(tmp_path, shared=True).remove("me/talk")
+    run(engine)
+    assert not engine.sessions.memory[("me", "talk")].note
     engine.close()
-    assert len(begun) > 1 and {*begun} == {1}
-
-
-def test_a_closed_file_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
-    engine, path = serving(tmp_path), tmp_path / "me" / "talk.session"
-    told(engine, text(20, 1), "talk", method="full")
-    engine.close()
-    with session_file.SessionFile(path, writing=True) as file:
-        cache = KeepCache(tiny("llama"), request=request_of(file, tiny("llama")))
-    with pytest.raises(SessionError, match="closed while it was read; retry") as error:
-        load_session(file, tiny("llama"), cache=cache)
-    assert not isinstance(error.value, SessionDamaged)
+    (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
+    assert (info.turns, info.method) == (1, "tova")

@@ -20,7 +20,7 @@ from answering import Alone
 from running import TEXT, Program, bearer, figures, post, program, streamed
 
 import kvkeep
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.models.loading import Loaded
 
 KINDS: list[dict[str, Any]] = [
@@ -153,9 +153,9 @@ def test_kills_during_answers_lose_no_finished_turn(model_folder: Path, tmp_path
         for talk in talks:
             talk.found_again(running)
     turns, went_on = sum(talk.turns for talk in talks), sum(talk.went_on for talk in talks)
-    orphans = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
+    orphans = [path for path in folder.rglob("*") if ".saving-" in path.name]
     checkpoints = [path for path in Path(os.environ["KVKEEP_CACHE"], "checkpoints").rglob("*") if path.is_file()]
-    problems = [one for one in SessionStore(folder).sessions() if one.problem or one.held]
+    problems = [one for one in Store(folder).sessions() if one.problem or one.held]
     assert not orphans and not checkpoints and not problems, (orphans, checkpoints, problems)
     assert answering >= kills and turns > kills and went_on > 0
     say(
@@ -206,10 +206,10 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     assert elapsed < 10 and set(reasons) == {"length"}, (elapsed, reasons)
     say.progress(f"gone within {elapsed:.1f} s")
     known = {}
-    for info in SessionStore(tmp_path).sessions():
+    for info in Store(tmp_path).sessions():
         assert not info.problem and not info.held and info.turns == 1
-        with SessionStore(tmp_path).read(info.name) as file:
-            known[int(info.name.rpartition("-")[2])] = file.tensor("session.ids")[0].tolist()
+        with Store(tmp_path).read(info.name) as stored:
+            known[int(info.name.rpartition("-")[2])] = stored.about["ids"][0]  # type: ignore[index]
     assert len(known) == SESSIONS
     cut = read = 0
     with program(*options) as running:

@@ -24,7 +24,7 @@ from kvkeep_lab.process_memory import current_process_memory
 from running import BODY, TEXT, Program, bearer, counting, figures, post, program, raw, serving, within
 
 from kvkeep import KeepCache
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.engine import batch
 from kvkeep.engine.answer import Answer
 from kvkeep.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
     before = objects()  # other tests'
     monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
     monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
-    engine = Engine(small(), int(1.5 * peak_bytes(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
+    engine = Engine(small(), int(1.5 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)
     with serving(engine=engine, limits=limits) as (address, _):

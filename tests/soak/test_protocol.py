@@ -19,8 +19,8 @@ from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, crowded, held, post, se
 
 import kvkeep
 from kvkeep import KeepCache
+from kvkeep.blocks.store import Store
 from kvkeep.decode.prompt import encode
-from kvkeep.decode.session_store import SessionStore
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.engine_request import Limits
@@ -102,7 +102,7 @@ def test_openais_client_gets_correct_answers_and_typed_errors(real: Loaded, say:
 def errors(folder: Path) -> list[str]:
     """Provoke every error that the client has a class for; return their names."""
     found = []
-    engine = Engine(small(), 10**8, waiting=3, store=SessionStore(folder))
+    engine = Engine(small(), 10**8, waiting=3, store=Store(folder))
     with serving(engine=engine, limits=Limits(answers=2)) as (address, _):
 
         def client(key: str = KEYS[0], timeout: float = 30) -> Any:
@@ -118,7 +118,7 @@ def errors(folder: Path) -> list[str]:
         fails(openai.NotFoundError, "model_not_found", client(), model="gpt-4")
         fails(openai.BadRequestError, "invalid_value", client(), n=2)
         fails(openai.BadRequestError, "context_length_exceeded", client(), max_tokens=10**6)
-        other = SessionStore(folder).open(f"{Keys(KEYS).owner(bearer()['Authorization'])}/taken")
+        other = Store(folder).open(f"{Keys(KEYS).owner(bearer()['Authorization'])}/taken")
         fails(openai.ConflictError, "session_in_use", client(), extra_body={"kvkeep": {"session": "taken"}})
         other.close()
         with crowded(engine):
@@ -263,7 +263,7 @@ def of_wrong_types() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_sessions_of_one_key_are_invisible_to_others(say: Any, tmp_path: Path) -> None:
     keys = [f"key-{number}" for number in range(20)]
     names, turns = ["talk", "notes"], 3
-    engine = Engine(small(), 10**8, store=SessionStore(tmp_path))
+    engine = Engine(small(), 10**8, store=Store(tmp_path))
     foreign = reused = probes = 0
     with serving(keys, engine=engine) as (address, _):
         texts: dict[tuple[str, str], list[dict[str, str]]] = {}

@@ -99,7 +99,7 @@ def judged(
     budget = None
     if isinstance(cache, KeepCache) and cache.entries is not None:
         budget = cache.entries * cache.geometry.kv_bytes_per_token
-        budget += sum(  # sliding windows are the model's own, and bounded by it
+        budget += sum(  # sliding windows are bounded by the model, not by the budget
             layer.keys.nbytes + layer.values.nbytes
             for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
             if sliding
@@ -120,8 +120,8 @@ def judged(
 
 @torch.no_grad()
 def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: int) -> tuple[float, float]:
-    """Return the gap by which the stock model prefers token ``place`` of its answer to ``ours``, and the noise: the
-    largest difference of its two largest logits at any token of the answer when it reads all at once."""
+    """Return the gap between the stock model's logits of token ``place`` of its answer and of ``ours``, and the noise:
+    the largest change of its two largest logits at any token of the answer when it reads all at once."""
     text = torch.tensor([[*prompt, *answer[:-1]]], device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
     parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)

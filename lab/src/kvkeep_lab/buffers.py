@@ -1,4 +1,4 @@
-"""Tensors in a place, warm or cold, and the roofline of the machine: the lower bounds of times by its matrix rate and
+"""Tensors in a place, warm or cold, and the roofline of the machine: lower bounds of times from its matrix rate and
 bandwidths.
 
 Warm: the source was read immediately before, and the target was written before. Cold: the source is in none of the
@@ -48,7 +48,7 @@ class Storage:
             file = tempfile.TemporaryFile(dir=self.home.folder)  # noqa: SIM115 - open until clear()
             file.write(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
             file.flush()
-            os.fsync(file.fileno())  # a page that is not yet written cannot be dropped
+            os.fsync(file.fileno())  # an unwritten page cannot be dropped
             mapped = mmap.mmap(file.fileno(), tensor.nbytes)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
@@ -60,11 +60,11 @@ class Storage:
         """Drop the files from memory, if the system supports it."""
         for file, mapped in self._files:
             if hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fadvise"):
-                mapped.madvise(mmap.MADV_DONTNEED)  # a mapped page would stay
+                mapped.madvise(mmap.MADV_DONTNEED)  # a mapped page would stay in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def clear(self) -> None:
-        """Forget the files; the kernel frees each with its last tensor."""
+        """Close the files. The kernel frees each file with its last tensor."""
         for file, _ in self._files:
             file.close()
         self._files.clear()
@@ -80,24 +80,24 @@ class Sweep:
             self._buffers.append(torch.zeros(SWEEP_BYTES, dtype=torch.uint8, device=device))
         try:
             self._trim: Any = ctypes.CDLL(None).malloc_trim
-        except (OSError, AttributeError, TypeError):  # not glibc: freed memory may be given out again, still mapped
+        except (OSError, AttributeError, TypeError):  # without glibc, freed memory may stay mapped
             self._trim = lambda pad: 0
 
     def run(self) -> None:
-        """Read the buffers, and return freed memory to the system."""
+        """Read the buffers and return freed memory to the system."""
         for buffer in self._buffers:
             buffer.add_(1)
         self._trim(0)
 
 
 def faults() -> tuple[int, int]:
-    """Return the counts of this process so far: page faults without reading, and bytes read from block devices."""
+    """Return this process's total counts of page faults without reading and of bytes read from block devices."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, 512 * usage.ru_inblock
 
 
-COPY_BYTES = 64 << 20  # of a copy: more than fits the caches
-PRODUCT_ROWS = 2048  # of a product
+COPY_BYTES = 64 << 20  # bytes of a copy; larger than the CPU's caches
+PRODUCT_ROWS = 2048  # rows of a product
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class Roofline:
     """Measured rates of the machine."""
 
     flops: float
-    """Operations a second of a product with the layer's widths."""
+    """Operations per second of a product with the layer's widths."""
     bandwidth: dict[str, float]
-    """Bytes a second read from each place and written to the device, from cold sources to allocated buffers."""
+    """Bytes per second read from each place and written to the device, from cold sources to allocated buffers."""
 
     def recompute_s(self, place: str, n: int, hidden: int, width: int, itemsize: int) -> float:
-        """Return the seconds to fetch ``n`` residuals and to project them to keys and values (``width`` elements a
-        token)."""
+        """Return the seconds to fetch ``n`` residuals and to project them to keys and values of ``width`` elements per
+        token."""
         return n * hidden * itemsize / self.bandwidth[place] + 2 * n * hidden * width / self.flops
 
     def read_s(self, place: str, n: int, width: int, itemsize: int) -> float:
@@ -119,8 +119,8 @@ class Roofline:
         return n * width * itemsize / self.bandwidth[place]
 
     def break_even(self, hidden: int, itemsize: int) -> float:
-        """Return the bytes a second below which fetching entries takes longer than projecting residuals that are on the
-        device: ``2 d / flops`` seconds an element against ``b / bandwidth``."""
+        """Return the bytes per second below which fetching entries takes longer than projecting residuals that are on
+        the device. An element takes ``b / bandwidth`` or ``2 d / flops`` seconds."""
         return itemsize * self.flops / (2 * hidden)
 
 
@@ -160,4 +160,4 @@ def _seconds(action: Callable[[], object], device: torch.device, prepare: Callab
         action()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return min(seconds)  # a bound: what else the machine does is no part of it
+    return min(seconds)  # the minimum excludes other work of the machine

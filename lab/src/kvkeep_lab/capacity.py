@@ -1,5 +1,5 @@
-"""The capacity of a machine: sessions that fit in its memory, tokens a second, and the cost of fetching a session from
-another place."""
+"""The capacity of a machine: sessions that fit in its memory, tokens per second, and the cost of fetching a session
+from another place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import Sizes, grant, sizes
 
 GBIT = 1e9 / 8
-"""Bytes a second."""
+"""Bytes per second of 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sessions of one length in one kind of cache, on one machine. Bytes on the host count where its memory is the
-    device's."""
+    """Sessions of one length in one kind of cache, on one machine. Bytes on the host count if host and device share
+    memory."""
 
     candidate: Candidate
     sizes: Sizes
@@ -41,7 +41,7 @@ class Capacity:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all sessions together."""
+        """Tokens per second of all sessions."""
         return self.sessions / self.shared.step if self.shared is not None else 0.0
 
     @property
@@ -52,15 +52,15 @@ class Capacity:
 
     @property
     def pays_from(self) -> float:
-        """Bytes a second above which fetching the session is faster than reading its text again."""
+        """Bytes per second above which fetching the session is faster than reading its text again."""
         return self.sizes.total / self.single.prefill
 
     def fetched(self, rate: float) -> float:
-        """Return the seconds to fetch the session at ``rate`` bytes a second."""
+        """Return the seconds to fetch the session at ``rate`` bytes per second."""
         return self.sizes.total / rate
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as plain types: bytes, seconds, tokens a second."""
+        """Return the figures as plain types: bytes, seconds, tokens per second."""
         return {
             "cache": str(self.candidate),
             "class": str(self.candidate.method.exactness),
@@ -110,7 +110,7 @@ def capacities(
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[Capacity]:
     """Yield the capacity of ``machine`` for each cache, with ``memory`` bytes for sessions of ``context`` tokens,
-    answer included.
+    including the answer.
 
     budget: budget of each session. tell: called with the reason for each cache that is left out, because the budget is
     too small for it or holds the complete context. Raises UsageError for a context without a prompt, or beyond the

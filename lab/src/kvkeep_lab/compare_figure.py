@@ -12,7 +12,7 @@ from kvkeep.errors import UsageError
 from kvkeep_lab.comparisons import Comparisons, MethodAtBudget
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 
-_LOWEST = -9  # the decade (nats) below which no axis goes that shows methods which are not exact
+_LOWEST = -9  # lowest decade (nats) of an axis with lossy methods
 
 
 def draw_comparisons(found: Comparisons, path: FilePath, *, title: str) -> None:
@@ -84,7 +84,7 @@ def _reach(
 def _lines(figure: Any, lines: Sequence[MethodAtBudget], budgets: Sequence[str], floor: float) -> None:
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(line.method for line in lines))
-    apart = 0.03 if any(len(line.rows) > 1 for line in lines) else 0.0  # so that intervals lie side by side
+    apart = 0.03 if any(len(line.rows) > 1 for line in lines) else 0.0  # separates the intervals
     for number, name in enumerate(names):
         mine = sorted((line for line in lines if line.method == name), key=lambda line: line.held_bytes)
         megabytes = [line.held_bytes / 1e6 * math.exp(apart * (number - (len(names) - 1) / 2)) for line in mine]
@@ -139,7 +139,7 @@ def _bars(left: Any, right: Any, lines: Sequence[MethodAtBudget], floor: float) 
     dress(left, "Match, free-running (%)", "blue: methods that call themselves exact", grid="x")
     dress(right, "Mean KL, forced (nats)", x="log", grid="x")
     right.set_xlim(floor, max(10 * floor, *divergences) * 30)
-    left.invert_yaxis()  # shared: the first row on top
+    left.invert_yaxis()  # first row on top; both panels share the axis
 
 
 def _positions(pair: Any, lines: Sequence[MethodAtBudget], floor: float, where: str = "") -> None:

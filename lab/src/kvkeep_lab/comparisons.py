@@ -13,7 +13,8 @@ from kvkeep_lab.reference import Comparison, ReferenceCase, ReferenceRow
 from kvkeep_lab.statistics import Estimate, estimate
 
 MEASURES = ("match", "kl_free_mean", "kl_mean", "top1", "perplexity")
-"""Fields of a row that have a mean and an interval over passages; for perplexity, of its logarithm."""
+"""Fields of a row that have a mean and an interval over passages. Those of perplexity are computed from its logarithm.
+"""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Comparisons:
 
     @property
     def measured(self) -> str:
-        """A description of what was read and generated, with the number of passages that were planned."""
+        """Description of the tokens read and generated, with the number of planned passages."""
         low, high = self.sizes
         read = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         if self.single:

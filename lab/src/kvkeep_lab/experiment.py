@@ -19,7 +19,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
 from kvkeep_lab.reading import takes
-from kvkeep_lab.store import Store, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import BudgetText, MethodName
 from kvkeep_lab.tasks import TASKS, Task
@@ -51,13 +51,12 @@ def _dumped(one: Task | Study) -> dict[str, Any]:
 
 
 class ExperimentBase(BaseModel, ABC):
-    """What every experiment has. It is measured for each of ``models`` and ``seeds``. smoke: changes for a run that
-    only shows that everything works, in the form of the file."""
+    """An experiment, measured for each of ``models`` and ``seeds``."""
 
     model_config = STRICT
 
     WITH_METHODS: ClassVar[bool]
-    """Whether its numbers are of methods, so that claims have to name some."""
+    """Whether its numbers belong to methods. Claims must then name methods."""
 
     name: Text
     title: Text
@@ -65,10 +64,11 @@ class ExperimentBase(BaseModel, ABC):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     weights: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"] = Field(
         "float32",
-        validation_alias=AliasChoices("weights", "dtype"),  # as stores of 0.1 call it
+        validation_alias=AliasChoices("weights", "dtype"),  # its name in stores of kvkeep 0.1
     )
     paper: ComparedPaper | None = None
     smoke: dict[str, Any] = {}
+    """Changes for a short run that checks that everything works, in the form of the file."""
 
     @property
     @abstractmethod
@@ -77,12 +77,12 @@ class ExperimentBase(BaseModel, ABC):
 
     @property
     def steps(self) -> int:
-        """Steps of a cell's work, for progress: samples, or percent."""
+        """Number of steps of a cell, for progress: samples, or percent."""
         return self.subject.samples if isinstance(self.subject, Task) else 100
 
     @abstractmethod
     def _setting(self) -> dict[str, Any]:
-        """Return the hashed fields besides the name, the weights and the data."""
+        """Return the hashed fields, without the name, the weights and the data."""
 
     @abstractmethod
     def _variants(self, model: str) -> Iterator[dict[str, Any]]:
@@ -108,7 +108,7 @@ class ExperimentBase(BaseModel, ABC):
         return () if self.paper is None else self.paper.claims
 
     def cells(self, digest: str) -> list[Cell]:
-        """Return all cells; cells with the same prompt are adjacent. ``digest``: of the source files."""
+        """Return all cells; cells with the same prompt are adjacent. ``digest``: digest of the source files."""
         common = {"experiment": self.name, "dtype": self.weights, "data": digest, **self._setting()}
         setting, listed = hashed(common), []
         for model, seed in product(self.models, self.seeds):
@@ -122,9 +122,9 @@ class ExperimentBase(BaseModel, ABC):
         return _validated(type(self), {**self.model_dump(mode="json"), **changes}, f"experiment '{self.name}'")
 
     def smoked(self) -> Self:
-        """Return the smoke version."""
+        """Return the experiment with the changes of :attr:`smoke`."""
         changed = _merged(self.model_dump(mode="json"), self.smoke)
-        if (tune := changed.get("tune")) is not None:  # for the methods that are left
+        if (tune := changed.get("tune")) is not None:  # only for the remaining methods
             tune["candidates"] = {
                 name: candidates for name, candidates in tune["candidates"].items() if name in changed["methods"]
             }
@@ -142,11 +142,7 @@ class ExperimentBase(BaseModel, ABC):
 
 
 class Experiment(ExperimentBase):
-    """A task: every method at every budget, for every model, seed and point of the task's axes.
-
-    baseline: the method that differences are taken from; it is measured first, whether ``methods`` names it or not.
-    tune: how parameters of methods are chosen first; chosen: what was.
-    """
+    """A task: every method at every budget, for every model, seed and point of the task's axes."""
 
     WITH_METHODS = True
 
@@ -154,9 +150,12 @@ class Experiment(ExperimentBase):
     methods: Annotated[tuple[MethodName, ...], Field(min_length=1)]
     budgets: Annotated[tuple[BudgetText, ...], Field(min_length=1)]
     baseline: MethodName = "full"
+    """Method to which differences are computed. It is measured first, even if ``methods`` does not name it."""
     chunk: Annotated[int, Field(ge=1)] | None = None
     tune: Tuning | None = None
+    """The search for parameters of methods that precedes the measurement."""
     chosen: Chosen = {}
+    """The parameters that the search chose."""
 
     @model_validator(mode="after")
     def _tunable(self) -> Self:
@@ -207,9 +206,9 @@ class Experiment(ExperimentBase):
             chunk=self.chunk,
         )
 
-    def tuned(self, store: Store, digest: str) -> Self:
-        """Return the experiment with parameters chosen by the search's records in ``store``; ``digest``: of its source
-        files."""
+    def tuned(self, store: ResultFile, digest: str) -> Self:
+        """Return the experiment with the parameters chosen by the search's records in ``store``. ``digest``: digest of
+        the search's source files."""
         assert self.tune is not None
         keys = {cell.key for cell in self.tuning().cells(digest)}
         records = [one for one in store.records if isinstance(one, TaskRecord) and one.cell in keys]

@@ -23,7 +23,7 @@ FilePath = str | os.PathLike[str]
 
 
 def check_figure(path: FilePath) -> None:
-    """Raise UsageError or StoreError if a figure could not be written, before anything is measured for it."""
+    """Raise UsageError or StoreError if a figure cannot be written to ``path``. It is called before a measurement."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise UsageError(f"The figure '{target}' has to end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
@@ -44,8 +44,8 @@ def blank(height: float) -> Any:
 
 @contextmanager
 def panels(path: FilePath, title: str, count: int = 1, height: float = 4.4, **layout: Any) -> Iterator[list[Any]]:
-    """Yield ``count`` axes side by side, to be drawn into and :func:`dress`-ed; the figure is written to ``path`` at
-    the end of the block. layout: as for ``Figure.subplots``. Raises StoreError if the file cannot be written."""
+    """Yield ``count`` axes side by side, for drawing and :func:`dress`. The figure is written to ``path`` at the end of
+    the block. layout: options of ``Figure.subplots``. Raises StoreError if the file cannot be written."""
     figure = blank(height)
     yield list(figure.subplots(1, count, squeeze=False, **layout)[0])
     figure.suptitle(title, fontsize=11)
@@ -55,9 +55,9 @@ def panels(path: FilePath, title: str, count: int = 1, height: float = 4.4, **la
 def dress(
     axes: Any, title: str, across: str = "", *, x: Any = None, y: Any = None, legend: bool = False, grid: str = "both"
 ) -> None:
-    """Give axes a title, the name of the horizontal axis, scales, a grid and a legend.
+    """Set the title of axes, the name of the horizontal axis, scales, a grid and a legend.
 
-    x, y: a scale's name ("log", "log2") or None for a linear one; y may be a number: the least that is shown.
+    x, y: a scale's name ("log", "log2"); None for a linear scale. y may also be a number: the lower limit.
     """
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(across)
@@ -72,13 +72,13 @@ def dress(
 
 
 def styled(number: int, label: str | None = None, size: float | None = 4) -> dict[str, Any]:
-    """Return the colour and marker of a figure's line with this number; size: of the marker, None is matplotlib's."""
+    """Return the colour and marker of a figure's line by its number. size: marker size; None for matplotlib's."""
     style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
     return style | ({"label": label} if label else {}) | ({"markersize": size} if size else {})
 
 
 def save(figure: Any, path: FilePath) -> None:
-    """Write ``figure`` to ``path``; raises StoreError."""
+    """Write ``figure`` to ``path``. Raises StoreError if the file cannot be written."""
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -86,7 +86,7 @@ def save(figure: Any, path: FilePath) -> None:
 
 
 def plain(axes: Any, grid: Any) -> None:
-    """Leave out the frame's top and right, and draw a light grid along ``grid`` ("x", "y" or "both")."""
+    """Remove the top and right of the frame, and draw a light grid along ``grid`` ("x", "y" or "both")."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9")
     axes.set_axisbelow(True)

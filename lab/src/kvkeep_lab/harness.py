@@ -32,14 +32,14 @@ Request = tuple[Any, list[int], list[int]]
 
 @register_model("kvkeep")
 class KeepLM(TemplateLM):
-    """A subject of the lab, asked in the harness's words.
+    """A subject of the lab with the harness's interface for models.
 
-    A context is read by the method within its budget, once for all continuations of it that come one after the other,
-    and those are scored token by token as decoding would (:meth:`kvkeep_lab.subject.Subject.weigh`). Texts that have
-    more tokens than the model has positions lose their beginning, as with the harness's own ``hf``.
+    The method reads a context within its budget, once for all consecutive requests with this context. Continuations are
+    scored token by token, as in decoding (:meth:`kvkeep_lab.subject.Subject.weigh`). Texts that exceed the model's
+    positions are truncated at the start, as with the harness's model ``hf``.
 
-    subject: the model, method and budget. max_length: tokens of a context with what follows; by default the model's
-    positions. costs: what each reading took, in order.
+    subject: the model, method and budget. max_length: maximum tokens of a context and its continuation; by default the
+    model's positions. costs: the cost of each reading, in order.
     """
 
     backend = "causal"
@@ -54,18 +54,18 @@ class KeepLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KeepLM:
-        """Return the model that ``--model_args pretrained=smollm2,method=snapkv,budget=25%`` means; see
+        """Return the model for arguments such as ``--model_args pretrained=smollm2,method=snapkv,budget=25%``; see
         :meth:`create_from_arg_obj`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KeepLM:
-        """Return the model that these arguments mean.
+        """Return the model for these arguments.
 
-        pretrained: as :func:`kvkeep.load` names models. method, budget, chunk: of the cache ("full"). weights:
-        "float32" by default. device, max_length: see there and the class. The harness adds a batch size, which does
-        not matter here: continuations of one context are a batch. Raises UsageError for anything else, and as loading
-        does.
+        pretrained: name of a model as in :func:`kvkeep.load`. method, budget, chunk: options of the cache ("full" by
+        default). weights: "float32" by default. device: as in :func:`kvkeep.load`. max_length: as in the class. The
+        harness's batch size is ignored, because the continuations of one context are a batch. Raises UsageError for
+        other arguments, and the errors of loading a model.
         """
         device = (additional_config or {}).get("device")
         if not torch.cuda.is_available() and str(device).startswith("cuda"):
@@ -89,7 +89,7 @@ class KeepLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the beginning of text, or else its end."""
+        """The token before a text without context: the beginning-of-text token, or else the end-of-text token."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
@@ -104,7 +104,7 @@ class KeepLM(TemplateLM):
         return self.subject.loaded.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return tokens, the special ones as the tokenizer adds them unless ``string`` begins with the first."""
+        """Return tokens. The tokenizer adds special tokens by default, unless ``string`` begins with the first one."""
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         first = self.tokenizer.bos_token
         if add_special_tokens is None and first and string.startswith(first):
@@ -141,7 +141,7 @@ class KeepLM(TemplateLM):
                     "Every context and continuation needs at least one token, and the task has an empty one; "
                     "mend the task."
                 )
-            longest = self.max_length + 1 - len(tokens)  # the last token is not read
+            longest = self.max_length + 1 - len(tokens)  # the last token is only predicted
             if longest < 1:
                 raise UsageError(
                     f"The text to score has {len(tokens)} tokens, but the model's context has {self.max_length}; "

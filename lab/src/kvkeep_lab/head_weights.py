@@ -53,8 +53,8 @@ class HeadWeights:
 
 @torch.no_grad()
 def head_weights(model: Any) -> list[HeadWeights]:
-    """Return the weights of every layer of ``model`` in order. Raises UnsupportedModelError, by name, for a family
-    whose heads have no such weights, or whose layout is not known."""
+    """Return the weights of every layer of ``model`` in order. Raises UnsupportedModelError for a family whose heads
+    have no such weights, or with an unknown layout."""
     adapter = bind(model)
     geometry = ModelGeometry.from_config(model.config)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
@@ -114,7 +114,7 @@ def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
     """Return a layer's projections: the fused one, or those of query, key and value. A layer that reads another layer's
     keys has only a query projection; a layer whose values are its keys has no value projection."""
     attention = next((part for name in _ATTENTION if (part := getattr(layer, name, None)) is not None), None)
-    while (inner := getattr(attention, "attention", None)) is not None:  # GPT-Neo's has one within
+    while (inner := getattr(attention, "attention", None)) is not None:  # GPT-Neo nests its attention module
         attention = inner
     fused = [part for name in _FUSED if (part := getattr(attention, name, None)) is not None]
     if fused:
@@ -150,7 +150,7 @@ def _read(
     for split in _layouts(heads, kv_heads, key_dim, value_dim):
         try:
             value = split(torch.cat(rows))[2]
-        except RuntimeError:  # other numbers of rows
+        except RuntimeError:  # the layout needs another number of rows
             continue
         made, given = value.transpose(1, 2), attended.value[0]
         if made.shape == given.shape and bool((torch.cosine_similarity(made, given.float(), -1) > 0.999).all()):

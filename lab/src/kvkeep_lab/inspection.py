@@ -75,7 +75,7 @@ class Inspection:
 
 
 class Recorder:
-    """Records the changes in a cache whenever it has grown. Batches of one row."""
+    """Records the changes in a cache of one row whenever it has grown."""
 
     def __init__(self, cache: KeepCache) -> None:
         self.cache = cache
@@ -93,7 +93,7 @@ class Recorder:
             self.heads = [layer.shape[0] for layer in layers]
             self._state = now.new_zeros(len(now), 0)
         self.steps.append(RecordedStep(now.shape[1], encoded(arrived(self._state, now.shape[1]), now)))
-        self._state = now.clone()  # the cache may hand out the same tensor again
+        self._state = now.clone()  # the cache may return the same tensor again
 
     def trace(self) -> Trace:
         """Return the recorded trace."""
@@ -118,9 +118,10 @@ def arrived(state: Tensor, tokens: int) -> Tensor:
 def encoded(before: Tensor, now: Tensor) -> bytes:
     """Return the differences of two states of one shape (lanes, tokens) int8, as runs of slots with one new code.
 
-    A run stays within one lane. It is two numbers: the unchanged entries since the end of the last run (lane after
-    lane), and ``(length - 1) * 8 + code``. Numbers are LEB128: seven bits a byte, the lowest first; the eighth bit says
-    that more bytes follow. A short run near the last takes two bytes. New tokens that stay resident need no run.
+    A run stays within one lane. It has two numbers: the unchanged entries since the end of the last run (lane after
+    lane), and ``(length - 1) * 8 + code``. Numbers are LEB128: seven bits per byte, the lowest first; the eighth bit
+    marks that more bytes follow. A short run near the previous one takes two bytes. New tokens that stay resident need
+    no run.
     """
     at = (before != now).flatten().nonzero().squeeze(-1)
     if not len(at):
@@ -153,8 +154,8 @@ def inspect(
     interrupted: Callable[[], bool] | None = None,
     **options: Any,
 ) -> Inspection:
-    """Continue ``prompt`` greedily and record what becomes of its tokens; the arguments and ``options`` are those of
-    ``generate``. budget: what was asked for, to be shown. Raises UsageError for one of transformers' own caches."""
+    """Continue ``prompt`` greedily and record the states of its tokens. The arguments and ``options`` are those of
+    ``generate``. budget: the requested budget, for display. Raises UsageError for a cache of transformers."""
     if not isinstance(cache, KeepCache):
         raise UsageError(
             "transformers' own cache ('stock') keeps every entry, so there is nothing to inspect; use method "

@@ -1,4 +1,4 @@
-"""Tables as LaTeX, for papers: with the rules of the package booktabs."""
+"""Tables as LaTeX for papers, with the rules of the package booktabs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def escaped(text: str) -> str:
 
 
 def booktabs(table: Table, caption: str, label: str, grouped: Sequence[str] = ()) -> str:
-    """Return a table in LaTeX that floats, and needs ``\\usepackage{booktabs}``: the caption above, the columns that
-    name a row to the left, the others to the right. caption: plain text. grouped: a word for each row; where it
-    changes, there is space between the rows. Cells are as in Markdown: ``code`` and **bold**."""
+    """Return a floating LaTeX table, which needs ``\\usepackage{booktabs}``. The caption is above the table. Columns
+    that identify a row are left-aligned, the others right-aligned. caption: plain text. grouped: a word for each row;
+    rows with different words are separated by space. Cells are Markdown with ``code`` and **bold**."""
     numbers = len(table.headings) - table.named
     lines = [
         "% needs \\usepackage{booktabs}",
@@ -54,7 +54,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(markdown: str) -> str:
-    """Return a cell; an interval, in brackets behind a number, is set smaller."""
+    """Return a cell. An interval, in brackets after a number, has a smaller font."""
     if bold := re.fullmatch(r"\*\*(.+)\*\*", markdown):
         return f"\\textbf{{{_cell(bold[1])}}}"
     if interval := re.fullmatch(r"(\S+) (\[[^\]]+\])(.*)", markdown):
@@ -65,5 +65,5 @@ def _cell(markdown: str) -> str:
 
 
 def _number(text: str) -> str:
-    """Return plain text as LaTeX, with powers of ten where numbers have some."""
+    """Return plain text as LaTeX, with exponents of numbers as powers of ten."""
     return re.sub(r"(\d)e([+-]?)0*(\d+)", r"\1$\\cdot10^{\2\3}$", escaped(text)).replace("^{+", "^{")

@@ -12,14 +12,14 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.stock import memory_of
 
 RATE_BYTES = 512 << 20
-"""Bytes read to measure the rate: several times a processor's largest cache."""
+"""Bytes read to measure the rate; several times a processor's largest cache."""
 
 _TRIES = 5
 
 
 @torch.inference_mode()
 def memory_rate(device: torch.device) -> float:
-    """Return the maximum bytes a second that ``device`` reads from a written tensor, with the current number of
+    """Return the maximum bytes per second that ``device`` reads from a written tensor, with the current number of
     threads."""
     tensor = torch.ones(RATE_BYTES // 4, device=device)
     ways = (lambda: tensor.dot(tensor), tensor.sum, tensor.amax)
@@ -48,20 +48,20 @@ def weight_bytes(model: Any) -> int | None:
 
 def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
     """Return the bytes of keys and values that attention reads in a step after ``tokens`` tokens in each row. An exact
-    cache reads all tokens, including rebuilt ones; another cache reads at most what it holds for attention, in full or
+    cache reads all tokens, including rebuilt ones; another cache reads at most the entries that it holds, in full or
     compressed."""
     memory = memory_of(cache)
     held_bytes = memory.resident_bytes + memory.compressed_bytes
     if not isinstance(cache, KeepCache):
         return held_bytes
     geometry = cache.geometry
-    everything = rows * (tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens))
+    everything = rows * (tokens * geometry.full_bytes_per_token + geometry.fixed_bytes(tokens))
     return everything if cache.exactness is Exactness.EXACT else min(everything, held_bytes)
 
 
 def step_limit_ms(weights: int | None, entries: int | None, rate: float | None) -> float | None:
-    """Return the milliseconds to read ``weights`` and ``entries`` bytes at ``rate`` bytes a second; None if one of them
-    is unknown."""
+    """Return the milliseconds to read ``weights`` and ``entries`` bytes at ``rate`` bytes per second; None if one of
+    them is unknown."""
     if weights is None or entries is None or not rate:
         return None
     return 1e3 * (weights + entries) / rate

@@ -38,7 +38,7 @@ def render(inspection: Inspection) -> str:
         "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
     }
     template = resources.files("kvkeep_lab").joinpath("inspection.html").read_text(encoding="utf-8")
-    # In one pass, so that nothing within a value is taken for a place to fill in.
+    # One pass, so that placeholders within a value are not replaced.
     return re.sub(r"@@([A-Z]+)@@", lambda place: values[place[1]], template)
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from kvkeep.errors import KvkeepError
 
 _PAGEOUT = 21  # MADV_PAGEOUT, of Linux 5.4
-_SYNC = 4  # MS_SYNC: a page that is not yet written cannot be dropped
+_SYNC = 4  # MS_SYNC; an unwritten page cannot be dropped
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+s \S+ \S+ \d+ +(/.*) \(deleted\)")
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapped file without a name: its address and its bytes, whole pages."""
+    """A mapped file without a name: its address and its size in bytes, a multiple of the page size."""
 
     address: int
     size: int

@@ -14,8 +14,8 @@ STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class PaperValue(BaseModel):
-    """A number that the paper prints, in the metric's unit (shares from 0 to 1). It is shown beside the measurement and
-    not judged, because it is of the paper's model and prompts."""
+    """A number that the paper prints, in the metric's unit (shares from 0 to 1). The report shows it beside the
+    measurement without a verdict, because the paper has another model and other prompts."""
 
     model_config = STRICT
 
@@ -30,30 +30,33 @@ class PaperValue(BaseModel):
 
 
 class Claim(BaseModel):
-    """A sentence of the paper, and the numbers that stand for it. Without a metric none does.
+    """A sentence of the paper, and the numbers that decide it.
 
-    metric: the metric whose mean is compared. methods: the claim is about each of them, at each of ``budgets`` (none:
-    every budget of the experiment). at_least, at_most: the paper's own limits, in the metric's unit; a sentence that
-    says only "better" or "longer" has the limit where both are equal. Without any the paper names none. than: other
-    methods; the limits are then of the difference from each of them at the same budget.
-
-    of: what the sentence is about: any "method" of its kind, the paper's "model" or its "machine". unlike: how the
-    measurement here differs from the paper's, where it does. There is a verdict only on limits of the paper, measured
-    as it measured, and, where the sentence is of a model, on one of :attr:`ComparedPaper.models`; on a machine there is
-    none.
+    A verdict requires limits of the paper and a measurement like the paper's. A claim about a model also requires one
+    of :attr:`ComparedPaper.models`. Claims about a machine have no verdict.
     """
 
     model_config = STRICT
 
     says: Text
+    """The paper's sentence."""
     metric: Text | None = None
+    """Metric whose mean is compared; None: no number decides the claim."""
     methods: tuple[MethodName, ...] = ()
+    """Methods, for each of which the claim is made."""
     budgets: tuple[BudgetText, ...] = ()
+    """Budgets, for each of which the claim is made; (): every budget of the experiment."""
     than: tuple[MethodName, ...] = ()
+    """Other methods. The limits then apply to the difference from each of them at the same budget."""
     at_least: float | None = None
+    """The paper's lower limit, in the metric's unit. A sentence that only says "better" or "longer" has equality as its
+    limit."""
     at_most: float | None = None
+    """The paper's upper limit, in the metric's unit."""
     of: Literal["method", "model", "machine"] = "method"
+    """Subject of the sentence: any "method" of its kind, the paper's "model", or its "machine"."""
     unlike: str = ""
+    """Difference of this measurement from the paper's; "" for none."""
 
     @model_validator(mode="after")
     def _decidable(self) -> Claim:
@@ -83,7 +86,7 @@ class ComparedPaper(BaseModel):
     models: tuple[Text, ...] = ()
     """The paper's models among those that an experiment may use."""
     claims: tuple[Claim, ...] = ()
-    """Its claims; a string is a claim that no number decides."""
+    """Its claims. A string is a claim that no number decides."""
     values: tuple[PaperValue, ...] = ()
 
     @field_validator("claims", mode="before")

@@ -1,4 +1,4 @@
-"""Keeps the results of measurements that end early."""
+"""Partial results of measurements that end early."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.plugins import first_line
 
 INTERRUPTED = "interrupted before it was measured"
-"""Error of a row that an interruption left without figures."""
+"""Error of a row without figures because of an interruption."""
 
 
 def reason(error: Exception) -> str:
-    """Return a row's sentence about the error that left it without figures. The error is a refusal, or a fault of one
-    method, perhaps from a plugin; the other rows are measured."""
+    """Return the sentence about ``error`` in a row without figures. The error is a refusal, or a fault of one method,
+    which may be a plugin's. The other rows are measured nevertheless."""
     return str(error) if isinstance(error, KvkeepError) else f"{first_line(error)}."
 
 
 class Interruption(KeyboardInterrupt):
-    """Ctrl-C during a measurement; ``found``: the results so far."""
+    """Ctrl-C during a measurement. ``found``: the partial results."""
 
     def __init__(self, found: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Interruption(KeyboardInterrupt):
 
 
 class Ending(UsageError):
-    """A refusal during a measurement; ``found``: the results so far."""
+    """A refusal during a measurement. ``found``: the partial results."""
 
     def __init__(self, reason: str, found: Any) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class Ending(UsageError):
 
 @contextmanager
 def keeping(found: Any, rows: Sequence[Any]) -> Iterator[None]:
-    """Attach ``found`` to an interruption or a refusal within the block, if ``rows`` is not empty by then."""
+    """Attach ``found`` to an interruption or a refusal within the block, if ``rows`` is not empty at that time."""
     try:
         yield
     except KeyboardInterrupt:

@@ -30,9 +30,9 @@ class Checked:
     context: int
     budget: int | None
     predicted_bytes: int
-    """Resident, compressed and checkpoint bytes together."""
+    """Sum of resident, compressed and checkpoint bytes."""
     measured_bytes: int
-    """Resident, compressed and checkpoint bytes together."""
+    """Sum of resident, compressed and checkpoint bytes."""
     predicted_step_s: float
     measured_step_s: float | None
     predicted_prefill_s: float
@@ -68,7 +68,7 @@ def check(
     steps: int = 8,
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Checked]:
-    """Predict and measure every candidate whose label is ``wanted``, with this budget, at each context."""
+    """Predict and measure every candidate whose label is ``wanted``, with ``budget``, at each context."""
     planned: list[tuple[Candidate, int, int | None]] = []
     for context in contexts:
         share = Budget.parse(budget).entries(shape.geometry, context=context)
@@ -88,7 +88,7 @@ def check(
     checked = []
     for (candidate, context, entries), row in zip(planned, rows, strict=True):
         try:
-            # The bench counts what is held after its steps, and times steps that are on the mean half of them later.
+            # The bench counts bytes after its steps. Its timed steps have on average half of them before.
             holding = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
             after = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared, steps=steps)
             costs = cost(shape, candidate, holding, machine, ACCEPTANCE)

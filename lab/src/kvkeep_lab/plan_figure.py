@@ -44,7 +44,7 @@ def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: st
         if not rows:
             continue
         axes.scatter(*_points(rows, value), s=14, color=colour, alpha=0.35, linewidths=0)
-        # What is not exact is also told apart by what it still reads, so no line joins the best of it.
+        # Lossy rows also differ in the entries that they read, so no line joins the best ones.
         style = {"marker": "os"[not exact], "linestyle": "-" if exact else "", "markersize": 4, "label": label}
         axes.plot(*_points(best, value), color=colour, **style)
         if named:

@@ -1,8 +1,8 @@
-"""``kvpress``: the scores of a press of NVIDIA's kvpress package (https://github.com/NVIDIA/kvpress) say who stays.
+"""``kvpress``: evicts by the scores of a press of NVIDIA's kvpress package (https://github.com/NVIDIA/kvpress).
 
-A press with a ``score`` method looks at one layer's keys and values, in order, and at the hidden states of the tokens
-that were just read, and gives every entry a number. Here these numbers drive kvkeep's own eviction: the budget is hard,
-prompts come in chunks, and evicted entries may have any fate.
+A press with a ``score`` method receives one layer's keys and values, in order, and the hidden states of the tokens that
+were just read, and returns a score for every entry. kvkeep evicts by these scores: the budget is hard, prompts are read
+in chunks, and evicted entries may have any fate.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ PACKAGE = "kvpress"
 class KVPress(Scored):
     """Those that a press of the kvpress package scores highest.
 
-    The press scores the entries at the end of every chunk of a prompt, resident and new ones in the order of the text,
-    as the package scores a prompt at its end. Entries keep their scores. Entries without a score stay; the lowest score
-    is evicted first, and after all scored entries the oldest. Decoded tokens get no score: a press is made for prompts,
-    and would read all keys at every step. Nor does a chunk no longer than the press' ``window_size`` or ``n_sink``,
-    until the next longer chunk scores it.
+    The press scores resident and new entries at the end of every chunk of a prompt, in the order of the text, as the
+    package scores a prompt at its end. Entries keep their scores. The lowest score is evicted first. Entries without a
+    score are evicted after all scored entries, the oldest first.
+
+    Decoded tokens have no score, because a press is designed for prompts and would read all keys at every step. A chunk
+    that is not longer than the press' ``window_size`` or ``n_sink`` has no scores until the next longer chunk.
 
     Presses that need attention weights, or a query for every key, are refused, and so are rows of different length.
     """
@@ -55,7 +56,7 @@ class KVPress(Scored):
     press: str
     """A class of the package with a ``score`` method, or its short name ("SnapKVPress", "snapkv")."""
     options: str = ""
-    """The press' own parameters ("window_size=32,kernel_size=7"); the budget gives its ``compression_ratio``."""
+    """Parameters of the press ("window_size=32,kernel_size=7"). The budget determines its ``compression_ratio``."""
 
     @classmethod
     def from_spec(cls, text: str) -> KVPress:
@@ -64,17 +65,18 @@ class KVPress(Scored):
         return cls(press.removeprefix("press="), options)
 
     def __post_init__(self) -> None:
-        # Every cache has its own: presses learn from the model they are used with.
+        # Each cache has a separate press, because presses store properties of the model.
         object.__setattr__(self, "_scorer", _made(self.press, self.options))
 
     @property
     def observation_window(self) -> int:
-        """The last query's attention, which is not used: this is when scores are made, with what was held at hand."""
+        """Request the last query's attention. The attention is ignored, but the call computes the scores while all
+        entries are available."""
         return 1
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return ``entries`` for every layer. Presses also see what attention modules are called with, so the model
-        is hooked, once."""
+        """Return ``entries`` for every layer. The first call adds hooks to the model, because presses also read the
+        inputs of attention modules."""
         scorer: Any = self._scorer  # type: ignore[attr-defined]
         with _explained(scorer, "learn what it needs from this model"):
             getattr(scorer, "post_init_from_model", lambda model: None)(model)
@@ -82,7 +84,7 @@ class KVPress(Scored):
         return super().budgets(model, geometry, entries)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return the press' scores at the end of a chunk, else the scores as they are."""
+        """Return the press' scores at the end of a chunk; otherwise return the current scores."""
         scorer: Any = self._scorer  # type: ignore[attr-defined]
         assert entries.scores is not None
         if entries.new <= max(1, *(getattr(scorer, name, 0) or 0 for name in ("window_size", "n_sink"))):
@@ -90,21 +92,22 @@ class KVPress(Scored):
         if isinstance(entries.first, Tensor):
             raise UsageError("Scores of kvpress ignore padding; pass rows of the same length, or one row at a time.")
         if (running := _running.get()) is None:
-            if current_attender() is None:  # what a round accepts after its pass has no scores of its own
+            if current_attender() is None:  # accepted drafts have no scores
                 return entries.scores
             raise UnsupportedModelError(
                 "This model calls its attention modules in a way that hooks cannot observe; use another model."
             )
         module, hidden, kwargs = running
         assert entries.keys is not None and entries.values is not None
-        # After a rollback some lanes may have lost more than others: the oldest that not all have keep their scores.
+        # After a rollback, lanes may have different numbers of entries. The oldest ones that some lanes lack keep their
+        # scores.
         empty = int((entries.slots < 0).sum(1).max())
         order = entries.slots.argsort(1)[:, empty:]
         keys, values = (
             part.gather(1, order[..., None].expand(-1, -1, part.shape[2])).unflatten(0, (-1, entries.heads))
             for part in (entries.keys, entries.values)
         )
-        # Presses that choose by themselves take int(n * (1 - ratio)): half an entry more, so that it is the budget.
+        # Some presses keep int(n * (1 - ratio)) entries. Half an entry is added so that this is the budget.
         scorer.compression_ratio = max(0.0, 1 - (entries.budget + 0.5) / order.shape[1])
         _offset.set(entries.length - entries.new)
         with _explained(scorer, f"score {order.shape[1]} entries by {entries.new} queries in layer {entries.layer}"):
@@ -124,7 +127,7 @@ def presses() -> dict[str, Any]:
             f"kvpress is not installed, or not all it imports ({error}): "
             "pip install --no-deps kvpress, and pip install cachetools datasets fire."
         ) from None
-    # kvpress wraps all attention functions known to transformers, and hands what is inside a dropout by position.
+    # kvpress wraps all attention functions of transformers and passes dropout to them by position.
     ALL_ATTENTION_FUNCTIONS[binding.NAME] = binding.attention_forward
     found = {name: getattr(package, name) for name in dir(package) if name.endswith("Press") and name != "ScorerPress"}
     return {_short(name): press for name, press in found.items() if inspect.isclass(press) and hasattr(press, "score")}
@@ -135,7 +138,7 @@ def _short(name: str) -> str:
 
 
 def _made(name: str, options: str) -> Any:
-    """Return the press ``name``. Raises UsageError for names and values that are not its own."""
+    """Return the press ``name``. Raises UsageError for an unknown name, parameter or value."""
     known = presses()
     if not name:
         raise UsageError(f"Method 'kvpress' needs the name of a press (kvpress:snapkv): {', '.join(known)}.")
@@ -158,7 +161,7 @@ def _made(name: str, options: str) -> Any:
 
 
 def _value(text: str, default: Any) -> Any:
-    """Return what ``text`` says, as the kind of thing that ``default`` is."""
+    """Return the value of ``text`` in the type of ``default``."""
     try:
         value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
     except (ValueError, SyntaxError):
@@ -172,7 +175,7 @@ def _value(text: str, default: Any) -> Any:
 
 @contextmanager
 def _explained(scorer: Any, doing: str) -> Any:
-    """Turn whatever a press raises into a sentence: it is written for a few families, and for whole prompts."""
+    """Convert any error of a press to a sentence. Presses are written for a few families, and for complete prompts."""
     try:
         yield
     except KvkeepError:
@@ -186,14 +189,14 @@ def _explained(scorer: Any, doing: str) -> Any:
 # -- what attention modules are called with -----------------------------------------------------------
 
 _hooked: WeakSet[nn.Module] = WeakSet()
-# The attention module at work in this context, its input (batch, new, hidden_size), and what else it was given.
+# The running attention module of this context, its input (batch, new, hidden_size), and its other arguments.
 _running: ContextVar[tuple[nn.Module, Tensor, dict[str, Any]] | None] = ContextVar("kvkeep_kvpress", default=None)
-# Tokens before the chunk at work.
+# Number of tokens before the current chunk.
 _offset: ContextVar[int] = ContextVar("kvkeep_kvpress_offset", default=0)
 
 
 def _hook(model: Any) -> None:
-    """Let every attention module of ``model`` say what it is called with, and know its rotary embedding."""
+    """Make every attention module of ``model`` record its arguments, and give it its rotary embedding."""
     if model in _hooked:
         return
     decoder = decoder_of(model)
@@ -207,19 +210,19 @@ def _hook(model: Any) -> None:
         if rotary is not None and not hasattr(module, "rotary_emb"):
             typed = "layer_type" in inspect.signature(rotary.forward).parameters
             own = partial(rotary, layer_type=decoder.config.layer_types[index]) if typed else rotary
-            module.__dict__["rotary_emb"] = partial(_ahead, own)  # not a submodule: the model has it already
+            module.__dict__["rotary_emb"] = partial(_ahead, own)  # not registered as a submodule a second time
     _hooked.add(model)
 
 
 def _ahead(rotary: Any, rows: Tensor, positions: Tensor, *args: Any) -> Any:
-    """Presses count positions from the first token they are shown, which is a chunk's."""
+    """Shift the positions that a press counts from the start of the chunk to those of the text."""
     return rotary(rows, positions + _offset.get(), *args)
 
 
 def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Layers that are run to rebuild entries are handed other caches; nobody scores by them.
+    # Layers that run to rebuild entries have other caches and need no scores.
     if getattr(kwargs.get("cache"), "stream", None) is not None:
-        given = kwargs | {"past_key_values": kwargs["cache"]}  # its name in the transformers that kvpress asks for
+        given = kwargs | {"past_key_values": kwargs["cache"]}  # the name in older transformers, which kvpress uses
         _running.set((module, (args[0] if args else kwargs["hidden_states"]).detach(), given))
 
 

@@ -42,7 +42,7 @@ class InProcess:
     resident_bytes: int = 0
     """Resident bytes that the cache reports."""
     elsewhere_bytes: int = 0
-    """Bytes in other places that the cache reports."""
+    """Bytes that the cache reports in other places."""
     step_ms: float | None = None
     """Mean milliseconds of a new token."""
     dropped_ms: float | None = None
@@ -96,8 +96,8 @@ def _stayed(rows: Sequence[InProcess]) -> str:
 def measure_each(
     loaded: Loaded, listed: Sequence[TimingCase], steps: int, progress: Callable[[str, float, float], None]
 ) -> list[InProcess]:
-    """Measure every case in a new process, which loads the model by its name. Raises :class:`Interruption` with the
-    rows, when it is interrupted after the first."""
+    """Measure every case in a new process, which loads the model by its name. An interrupt after the first case raises
+    :class:`Interruption` with the rows."""
     about = loaded.name, weights_of(loaded), str(loaded.model.device), torch.get_num_threads()
     rows: list[InProcess] = []
     try:

@@ -62,9 +62,9 @@ def prompts(
     """Return ``count`` prompts from different places of ``text``, which alternate between kinds and ``lengths``
     (tokens).
 
-    A *question* asks for a number in the first half of the text, which is evicted by then; a *chat* is several turns
-    about consecutive pieces; a *continuation* is the text without a template. Raises UsageError for a text that is too
-    short.
+    A *question* asks for a number in the first half of the text, which is evicted at that time. A *chat* has several
+    turns about consecutive pieces. A *continuation* is the text without a template. Raises UsageError for a text that
+    is too short.
     """
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(tokens) < max(lengths):

@@ -17,7 +17,7 @@ def commit() -> str | None:
     installed release."""
     folder = Path(kvkeep.__file__).parent
     tracked = _git(folder, "ls-files", "--error-unmatch", Path(kvkeep.__file__).name)
-    if tracked is not None:  # not a repository that only happens to be around an environment
+    if tracked is not None:  # excludes a repository that only contains the environment
         return _git(folder, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*")
     try:
         source = json.loads(distribution("kvkeep").read_text("direct_url.json") or "{}")  # PEP 610

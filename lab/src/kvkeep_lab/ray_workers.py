@@ -18,20 +18,20 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
 from kvkeep.ray_cluster import connected
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked
 
 Files = dict[str, bytes]
 """Contents by path relative to the common folder."""
 
 
-def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], None]) -> None:
-    """Let tasks on a cluster work on a job, and return when none has anything left to do.
+def work_on_ray(job: WorkerJob, store: ResultFile, address: str, poll: Callable[[], None]) -> None:
+    """Run a job's workers as tasks on a cluster, and return when all of them have ended.
 
-    address: of the cluster, ``auto`` for the one that this machine is part of, ``local`` starts one here and ends it.
-    ``job.workers`` of 0 is one for each GPU or, where there are none, for each machine. Workers share the cores, and
-    the GPUs where those are fewer. poll: called now and then. Raises what a worker raises, UsageError where Ray is
-    missing or has too few cores, KvkeepError where there is no cluster.
+    address: address of the cluster; ``auto`` for the cluster of this machine; ``local`` starts a cluster here and ends
+    it. ``job.workers`` 0 means one worker per GPU, or per machine without GPUs. Workers share the cores, and the GPUs
+    if there are fewer. poll: called at intervals. Raises a worker's error, UsageError if Ray is missing or has too few
+    cores, and KvkeepError without a cluster.
     """
     try:
         import ray
@@ -47,7 +47,7 @@ def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], N
         count = job.workers or gpus or len(machines)
         order = packed(ray.cloudpickle.dumps, replace(job, workers=count, sources=()))
         shipped, here = ray.put(files), ray.get_runtime_context().get_node_id()
-        actor = ray.remote(Store).options(
+        actor = ray.remote(ResultFile).options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
         )
         task = ray.remote(_work).options(
@@ -61,7 +61,7 @@ def work_on_ray(job: WorkerJob, store: Store, address: str, poll: Callable[[], N
         try:
             _wait(running, poll)
         finally:
-            for one in running:  # not those that ended: Ray may still be at it, and takes the process down with it
+            for one in running:  # only running tasks: cancelling an ended one may end this process
                 ray.cancel(one, force=True)
             ray.kill(keeper)
             store.forget(job.cells)
@@ -79,7 +79,7 @@ def _wait(running: list[Any], poll: Callable[[], None]) -> None:
             ray.get(ended)
         except RayError as error:
             cause: BaseException = error
-            while isinstance(cause, RayTaskError):  # the store's own error comes by way of the worker's
+            while isinstance(cause, RayTaskError):  # the store's error is nested in the worker's
                 cause = cause.cause
             if isinstance(cause, RayError):
                 reason = str(cause).partition("\n")[0].rstrip(".")

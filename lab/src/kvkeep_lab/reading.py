@@ -45,7 +45,7 @@ def whole_bytes(model: Any, context: int) -> int:
     """Return the bytes of an unbounded cache in bfloat16 for ``context`` tokens, independent of the dtype of the
     model."""
     geometry = ModelGeometry.from_config(model.config, 2)
-    return context * geometry.full_bytes_per_token + geometry.sliding_bytes(context)
+    return context * geometry.full_bytes_per_token + geometry.fixed_bytes(context)
 
 
 @torch.no_grad()
@@ -101,10 +101,11 @@ def continued(
     model: Any, ids: Tensor, cache: Any, continuations: Sequence[Sequence[int]], at_once: bool
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield logits (continuations, vocabulary) in float32, and seconds, for each position after ``ids`` (1, tokens) up
-    to the longest continuation's; the first is the same for all and pays for the prompt, which is read once.
+    to the end of the longest continuation. The prompt is read once; the first seconds include it, and the first logits
+    are the same for all continuations.
 
-    From then on the continuations are rows of a batch: token by token as decoding would, or many ``at_once``, which
-    comes to the same where the cache is exact. Logits of a row beyond its end mean nothing.
+    The continuations are rows of a batch. They are read token by token, as in decoding, or many tokens ``at_once``,
+    which is equivalent for an exact cache. Logits of a row after its end have no meaning.
     """
     start = time.perf_counter()
     output = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
@@ -125,12 +126,12 @@ def continued(
 
 @torch.no_grad()
 def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterator[tuple[list[float], float]]:
-    """Yield ln p of the tokens of ``ids`` (1, tokens) from number ``first`` on (1 or more), and seconds.
+    """Yield ln p of the tokens of ``ids`` (1, tokens) from index ``first`` (at least 1) on, and seconds.
 
-    All before ``first`` is read at once, as a prompt, and yields that token's; then ``step`` tokens are read at a time,
-    and yield those of the tokens after each of them.
+    The tokens before ``first`` are read at once, as a prompt, which yields ln p of token ``first``. Then ``step``
+    tokens are read at a time, which yields ln p of the token after each of them.
     """
-    last = ids.shape[1] - 1  # is only predicted
+    last = ids.shape[1] - 1  # only predicted
     place = 0
     for stop in dict.fromkeys([*range(first, last, step), last]):
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Times the ways to get exact keys and values of N evicted tokens in one layer: projected from residuals, read, or
-attended in place; from every place, with warm and cold buffers (:mod:`kvkeep_lab.buffers`), and with the roofline of
-arithmetic."""
+"""Times the ways to get exact keys and values of N evicted tokens in one layer: projecting residuals, reading entries,
+or attending in place. Each is measured from every place, with warm and cold buffers (:mod:`kvkeep_lab.buffers`), and
+compared with the roofline."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def run(
 ) -> RecallReport:
     """Measure ``model`` (called ``name``) at every N of ``counts``, in three layers, ``rounds`` times, interleaved.
 
-    slow: also recall that runs whole layers ("tokens", "residual:4"), up to N = ``SLOW_TO`` and in at most two rounds.
-    folder: for files. Raises :class:`Interruption` with the report when it is interrupted, UnsupportedModelError where
-    residuals cannot be projected, StoreError where files cannot be written.
+    slow: also measure recall that runs complete layers ("tokens", "residual:4"), up to N = ``SLOW_TO`` and in at most
+    two rounds. folder: folder for files. An interrupt raises :class:`Interruption` with the report. Raises
+    UnsupportedModelError if residuals cannot be projected, StoreError if files cannot be written.
     """
     bench = _Bench(model, counts, folder)
     samples: dict[_Case, list[tuple[float, int, int]]] = {}
@@ -140,7 +140,7 @@ class _Operands:
     entries: list[Tensor]
     """Keys and values, (1, kv_heads, n, dim) each."""
     apart: list[list[Tensor]]
-    """The same keys and values, a tensor for each entry."""
+    """The same keys and values, with a tensor for each entry."""
     targets: list[Tensor]
     """Buffers of their shapes on the device."""
     positions: Tensor
@@ -251,7 +251,7 @@ class _Bench:
             total = len(self.geometry.layers)
             first = stride if stride < total else 0
             group = range(first, min(first + stride, total))
-            kept.begin_forward(True, count)  # drops what the last pass rebuilt
+            kept.begin_forward(True, count)  # drops the entries that the last pass rebuilt
 
             def recall(kept: Any = kept, group: range = group) -> None:
                 for layer in group:

@@ -1,8 +1,8 @@
-"""Receipts: digests of what a model computes for fixed prompts, equal on every processor.
+"""Receipts: digests of a model's results for fixed prompts, equal on every processor.
 
 The native library gives the same bits on every processor, so a digest of logits is enough to show that another machine
 gives the same answers. A receipt has one row for each method: a digest of logits and tokens, and a digest of the saved
-session. docs/receipts.md says what is hashed, in which order.
+session. docs/receipts.md specifies the hashed data and their order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.bits import row_independent
-from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.fingerprint import sampled_fingerprint
 from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import library
@@ -38,7 +38,8 @@ from kvkeep_lab.answers import AnswerCase
 from kvkeep_lab.reading import takes
 
 LENGTHS = (40, 560)
-"""Tokens of the prompts: one within every budget, and one that outgrows it and a block of the attention kernel."""
+"""Tokens of the prompts: one is within every budget; the other exceeds every budget and a block of the attention
+kernel."""
 NEW_TOKENS = 12
 """Tokens of each answer."""
 CHUNK = 128
@@ -151,7 +152,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "Qwen 2, Qwen 3 or Gemma 3."
         )
     ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
-    return Receipt(family, weights_of(loaded), fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
+    return Receipt(family, weights_of(loaded), sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
 
 
 def rows(

@@ -1,17 +1,17 @@
 """The quality of every method on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
 
-The reference is an unbounded cache (:func:`unbounded`): its N greedy tokens r_i after the prompt, ends of text ignored,
-and its distributions p_i. Each method and budget is measured twice, because either alone misleads. Both give a share of
-equal tokens and KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, position by position:
+The reference is an unbounded cache (:func:`unbounded`): its N greedy tokens r_i after the prompt, with ends of text
+ignored, and its distributions p_i. Each method and budget is measured in two ways, because each way alone can mislead.
+Both give a share of equal tokens and KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats at each position:
 
-*teacher-forced*: q_i is given r_0, r_1, ... one by one, so both distributions are of the same text. Top-1 is the share
-of positions where the largest q_i is r_i; there is a perplexity, exp(-mean ln q_i(r_i)), too.
-*free-running*: q_i is given the tokens that the method chose itself. Match is the share of positions where its token
-is r_i. One early difference may cost all later ones: from there on p_i and q_i are of different texts, and their KL is
-that of any two texts, however good both are.
+*teacher-forced*: q_i receives r_0, r_1, ... one by one, so both distributions have the same text. Top-1 is the share of
+positions where r_i has the largest q_i. The perplexity is exp(-mean ln q_i(r_i)).
+*free-running*: q_i receives the tokens that the method chose. Match is the share of positions where its token is r_i.
+After a difference, p_i and q_i have different texts. One early difference can therefore change all later tokens, and
+the KL after it does not measure the method's quality.
 
-A free run that chose r_0 ... r_{N-2} answers both, and the second pass is left out. Logits are float32, distributions
-float64, so that a KL of 0 means the same logits and 1e-11 is a figure rather than rounding.
+A free run that chose r_0 ... r_{N-2} also gives the teacher-forced figures, and the second pass is skipped. Logits are
+float32 and distributions float64, so that a KL of 0 means equal logits, and 1e-11 is not a rounding error.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def compare(
     prompt beyond the model's positions.
     """
     progress("the reference", 0.0, 1.0)
-    reference = Reference.of(model, prompt, new, chunk)
+    reference = ReferenceAnswer.of(model, prompt, new, chunk)
     measured(reference.row)
     rows: list[ReferenceRow] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
@@ -205,8 +205,8 @@ def compare(
 
 
 def unbounded(model: Any) -> str:
-    """Return the cache of the reference: transformers' cache in float32, kvkeep's ``full`` in 16 bits. In 16 bits
-    transformers' attention sums in another order than kvkeep's, which changes every distribution more than a good
+    """Return the cache of the reference: transformers' cache in float32, kvkeep's ``full`` in 16 bits. In 16 bits,
+    transformers' attention sums in another order than kvkeep's, and this changes every distribution more than a good
     method does."""
     return STOCK if model.dtype.itemsize > 2 else "full"
 
@@ -215,7 +215,7 @@ def judge(expected: Tensor, got: Tensor, token: int) -> Position:
     """Compare two distributions, given as logits (vocabulary,), at a position whose reference token is ``token``."""
     p, q = (logits.double().log_softmax(-1) for logits in (expected, got))
     kl = float((p.exp() * (p - q)).sum())
-    return Position(max(kl, 0.0), -float(q[token]), int(got.argmax()) == token)  # below 0 there is only rounding
+    return Position(max(kl, 0.0), -float(q[token]), int(got.argmax()) == token)  # negative values are rounding errors
 
 
 def check_fits(model: Any, prompt_tokens: int, new: int) -> None:
@@ -239,7 +239,7 @@ def _free(
     seconds: Sequence[float],
     cache: Any,
 ) -> ReferenceRow:
-    """Return the results of a free run, bytes included."""
+    """Return the results of a free run, including bytes."""
     divergences = [position.kl for position in judged]
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
     recall = cache.certificate() if isinstance(cache, KeepCache) else []
@@ -278,7 +278,7 @@ def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceAnswer:
     """The answer of the unbounded cache to one prompt, with which all cases are compared."""
 
     model: Any
@@ -293,7 +293,7 @@ class Reference:
     """Tokens of the prompt that a case reads at a time."""
 
     @classmethod
-    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
+    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> ReferenceAnswer:
         """Read ``prompt`` (token ids) and generate ``new`` tokens. Raises UsageError if the model has too few
         positions."""
         check_fits(model, len(prompt), new)

@@ -23,8 +23,8 @@ from kvkeep.native.library import path
 from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
-from kvkeep_lab.reference import Reference
-from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
+from kvkeep_lab.reference import ReferenceAnswer
+from kvkeep_lab.store import Record, ResultFile, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
@@ -45,13 +45,13 @@ class Runner:
     notify: Callable[[str], None] = lambda text: None
     """Called with a description of each slow operation."""
     _loaded: Loaded | None = None
-    _prepared: object = None  # what the samples and references are of
+    _prepared: object = None  # model, point and seed of the samples and references
     _samples: list[Sample] = field(default_factory=list)
-    _references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+    _references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
 
     def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Record:
-        """Measure one cell; ``step`` gets the steps done. An error becomes the record's sentence. Raises as loading a
-        model does, and KeyboardInterrupt."""
+        """Measure one cell. ``step`` receives the number of finished steps. An error of the measurement is stored in
+        the record. Raises the errors of loading a model, and KeyboardInterrupt."""
         loaded = self._model(cell.model)
         started, start = _now(), time.perf_counter()
         found: dict[str, Any]
@@ -59,7 +59,7 @@ class Runner:
             found = {"status": "done", **self._found(loaded, cell, step)}
         except KvkeepError as error:
             found = {"status": "failed", "error": str(error)}
-        except Exception as error:  # a fault of a method or a model must not end hours of work
+        except Exception as error:  # a fault of a method or a model must not end the run
             lines = str(error).strip().splitlines()
             found = {"status": "failed", "error": f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"}
         machine = _machine(loaded) | {"workers": self.workers}
@@ -79,7 +79,7 @@ class Runner:
         return TaskRecord(method=cell.method, budget=cell.budget, point=cell.point, **common)
 
     def _found(self, loaded: Loaded, cell: Cell, step: Callable[[int], None]) -> dict[str, Any]:
-        """Return the fields that only a study's or a task's record has."""
+        """Return the fields that are specific to the record of a study or a task."""
         if isinstance(self.experiment, StudyExperiment):
             study, steps = self.experiment.study, self.experiment.steps
 
@@ -129,7 +129,7 @@ class Tally:
 
 def run(
     experiment: Experiment | StudyExperiment,
-    store: Store,
+    store: ResultFile,
     data: Path | None = None,
     *,
     only: Sequence[str] = (),
@@ -140,16 +140,16 @@ def run(
     progress: RunProgress = lambda label, done, total: None,
     notify: Callable[[str], None] = lambda text: None,
 ) -> Tally:
-    """Measure the cells that ``store`` does not have, those that failed before among them.
+    """Measure the cells that ``store`` lacks, including those that failed before.
 
-    An experiment with a search (``tune``) runs that first, in the same store, and then the chosen methods.
+    An experiment with a search (``tune``) runs the search first, in the same store, and then the chosen methods.
 
-    only: measure these methods of a task (and nothing else). fresh: measure what was measured before again; a report
-    takes the newest. workers: processes that measure side by side; None is one, this one. ray: the address of a Ray
-    cluster, ``auto`` or ``local``: the workers run there, None being as many as it has GPUs or, without any, machines.
-    An interrupt is raised on: what was measured until then is in the store. Raises UsageError for data that is missing,
-    StoreError where nothing can be written, KvkeepError while another run is at the search, and as loading a model
-    does.
+    only: measure only these methods of a task. fresh: measure cells again that have results; a report uses the newest.
+    workers: number of processes that measure at the same time; None: only this process. ray: address of a Ray cluster,
+    ``auto`` or ``local``. The workers then run there; ``workers`` None means one per GPU, or per machine without GPUs.
+
+    An interrupt is re-raised; the store has the results until then. Raises UsageError for missing data, StoreError if
+    the store cannot be written, KvkeepError while another run is searching, and the errors of loading a model.
     """
     sources = tuple(experiment.sources(data))
     measure = partial(
@@ -173,7 +173,7 @@ def run(
 
 
 def _run(
-    store: Store,
+    store: ResultFile,
     experiment: Experiment | StudyExperiment,
     sources: tuple[Path, ...],
     only: Sequence[str],
@@ -185,18 +185,18 @@ def _run(
     progress: RunProgress,
     notify: Callable[[str], None],
 ) -> Tally:
-    """Measure the cells of ``sources`` that ``store`` does not have."""
+    """Measure the cells with ``sources`` that ``store`` lacks."""
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
     store.refresh()
     if cells:
         store.define(cells[0].setting, experiment.model_dump(mode="json"))
     before = store.done()
     todo = tuple(cell for cell in cells if fresh or cell.key not in before)
-    since = Store(store.path, store.end)
+    since = ResultFile(store.path, store.end)
     job = WorkerJob(partial(Runner, experiment), sources, todo, experiment.steps, device, workers or 1)
 
     def poll() -> None:
-        """Report how far other processes are."""
+        """Report the progress of other processes."""
         since.refresh()
         found = list(_latest(since, todo).values())
         progress(found[-1].label if found else "", len(found) * job.steps, len(todo) * job.steps)
@@ -215,7 +215,7 @@ def _run(
     return Tally(len(found) - len(failed), len(cells) - len(todo), len(todo) - len(found), failed)
 
 
-def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
+def _latest(store: ResultFile, cells: Sequence[Cell]) -> dict[str, Record]:
     """Return the newest record of each of ``cells``, in the order of the records."""
     keys = {cell.key for cell in cells}
     return {record.cell: record for record in store.records if record.cell in keys}

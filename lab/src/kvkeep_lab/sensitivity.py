@@ -18,8 +18,7 @@ from kvkeep.policies.fates.kvslimmer import best_share, diagonal, mixed
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Sensitivities of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries,
-    1)."""
+    """Sensitivities of every query and pair: g_ij = E . c_ij, and the norms of the c_ij."""
 
     g11: Tensor
     g12: Tensor
@@ -28,6 +27,7 @@ class Sensitivity:
     norm12: Tensor
     norm22: Tensor
     external: Tensor
+    """|E|, (..., queries, 1)."""
 
     @property
     def cosines(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +73,7 @@ def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Te
 
 def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return r_i . r_i, (..., queries, tokens), and r_m . r_m+1, (..., queries, tokens - 1)."""
-    shift = values.mean(-2, keepdim=True)  # residuals do not change, and less cancels
+    shift = values.mean(-2, keepdim=True)  # leaves residuals unchanged and reduces cancellation
     values, outputs = values - shift, outputs - shift
     squares = outputs.square().sum(-1, keepdim=True)
     met = outputs @ values.transpose(-1, -2)

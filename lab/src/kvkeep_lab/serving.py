@@ -37,9 +37,9 @@ class Served:
     """Approximate tokens of a prompt."""
     sessions: int
     tokens_s: float | None = None
-    """Tokens a second of all answers, over the time of prompts and answers."""
+    """Tokens per second of all answers, over the time of prompts and answers."""
     writing_s: float | None = None
-    """Tokens a second while all answers are being generated; None if there is no such time."""
+    """Tokens per second while all answers are being generated; None if there is no such time."""
     first_s: float | None = None
     """Median seconds from a request to its first token."""
     between_s: float | None = None
@@ -61,7 +61,7 @@ class StreamedAnswer:
     times: list[float]
     """Times of the pieces."""
     tokens: int
-    """Number of tokens."""
+    """Number of tokens of the answer."""
 
 
 def measure_servers(
@@ -98,7 +98,7 @@ def measure_servers(
             before = len(rows)
             try:
                 with server.running() as running:
-                    _answers(server, running, 16, 1, 2)  # what it does at first only
+                    _answers(server, running, 16, 1, 2)  # excludes the server's first-time work
                     for context, count in cases:
                         rows.append(_measured(server, running, context, count, steps, memory))
             except Exception as error:
@@ -133,8 +133,8 @@ def _measured(server: Server, running: Running, context: int, count: int, steps:
 
 
 def writing_rate(streams: Sequence[StreamedAnswer]) -> float | None:
-    """Return the tokens a second between the last first token and the first last token; None if an answer ended before
-    another began."""
+    """Return the tokens per second between the last answer's first token and the first answer's last token; None if an
+    answer ended before another began."""
     begin, end = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
     if end <= begin:
         return None
@@ -148,7 +148,7 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
     is unknown."""
     if not isinstance(server, Ours):
         return None
-    cache = KeepCache(server.loaded.model, server.method, server.requested_budget)  # as it is started
+    cache = KeepCache(server.loaded.model, server.method, server.requested_budget)  # the server's options
     return Arbiter(bytes_of(memory)).fitting(cache, tokens)
 
 

@@ -94,10 +94,11 @@ class TaskRecord(Record):
 
 
 class StudyRecord(Record):
-    """One cell of a study. data: its result, as :meth:`~kvkeep_lab.studies.base.Study.plain` returns it."""
+    """One cell of a study."""
 
     kind: Literal["study"] = "study"
     data: Any = None
+    """Its result, as :meth:`~kvkeep_lab.studies.base.Study.plain` returns it."""
 
 
 _LINE: TypeAdapter[Definition | TaskRecord | StudyRecord] = TypeAdapter(
@@ -105,13 +106,13 @@ _LINE: TypeAdapter[Definition | TaskRecord | StudyRecord] = TypeAdapter(
 )
 
 
-class Store:
-    """One file of results, and the results read from it so far. start: the byte at which reading begins, at the
-    beginning of a line. torn: invalid lines."""
+class ResultFile:
+    """One file of results, and the results read from it. start: byte at which reading begins, the beginning of a line.
+    torn: number of invalid lines."""
 
     def __init__(self, path: str | os.PathLike[str], start: int = 0) -> None:
         self.path = Path(path)
-        self.start = self.end = start  # end: the byte after the last whole line that was read
+        self.start = self.end = start  # end: the byte after the last complete line
         self.records: list[TaskRecord | StudyRecord] = []
         self.definitions: list[Definition] = []
         self.torn = 0
@@ -133,7 +134,7 @@ class Store:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the file, as far as it was read, ends within a line that no process will complete."""
+        """Whether the file, as far as it was read, ends with an incomplete line, which no process completes."""
         return self.path.exists() and self.path.stat().st_size > self.end
 
     def done(self) -> set[str]:
@@ -174,9 +175,9 @@ class Store:
             self._free(*self._locks.pop(worker))
 
     def forget(self, cells: Iterable[Cell]) -> None:
-        """Remove the marks of begun cells, except cells that are being measured. Used after their workers were ended on
-        purpose."""
-        for cell in cells:  # a worker killed before it began one leaves the lock's file
+        """Remove the marks of begun cells, except cells that are being measured. It is called after this process has
+        ended their workers."""
+        for cell in cells:  # a worker killed before it began a cell leaves its lock file
             left = self._begun(cell).exists() or self._lock_file(cell).exists()
             if left and (lock := self._locked(cell)) is not None:
                 self._free(cell, lock)
@@ -197,7 +198,7 @@ class Store:
         return None
 
     def _free(self, cell: Cell, lock: FileLock) -> None:
-        with suppress(OSError):  # Windows removes no open file; an empty one stays there
+        with suppress(OSError):  # Windows cannot remove an open file; it stays, empty
             self._begun(cell).unlink(missing_ok=True)
             os.unlink(lock.lock_file)
         lock.release()
@@ -206,7 +207,7 @@ class Store:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Timeout:  # an OSError, and no fault of the disk
+        except Timeout:  # Timeout is an OSError, but no fault of the disk
             raise
         except OSError as error:
             raise _unwritable(self.path, error) from error
@@ -242,7 +243,7 @@ def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
         return [], start
     except OSError as error:
         raise StoreError(f"The results '{path}' cannot be read: {_reason(error)}.") from error
-    data = data[: data.rfind(b"\n") + 1]  # what follows may still be on its way
+    data = data[: data.rfind(b"\n") + 1]  # the last line may be incomplete
     return [line for line in data.splitlines() if line.strip()], start + len(data)
 
 

@@ -16,7 +16,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.reading import cache_for, continued, read, scores, whole_bytes
-from kvkeep_lab.reference import Reference, ReferenceCase, ReferenceRow
+from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Subject:
     """The budget as the user wrote it; a share is of prompt and answer together. None for methods without a budget."""
     chunk: int | None = None
     """Tokens of a prompt read at a time."""
-    references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+    references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
     """Answers of the unbounded cache, shared with later subjects."""
 
     @property
@@ -121,7 +121,7 @@ class Subject:
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
         """Return ln p of each token from index ``first`` on. Earlier tokens are read as a prompt, the others ``step``
-        at a time. Each attends to the entries that the cache holds of earlier steps, and to its step."""
+        at a time. Each token attends to the cached entries of earlier steps, and to its step."""
         cache = self._full(len(ids))
         passed = list(scores(self.loaded.model, self._tensor(ids), cache, first, step))
         logs = [log for found, _ in passed for log in found]
@@ -158,7 +158,7 @@ class Subject:
         """Return the comparison of ``new`` tokens after the prompt with the unbounded cache's tokens."""
         key = (*ids, new)
         if key not in self.references:
-            self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
+            self.references[key] = ReferenceAnswer.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
     def _cost(self, cache: Any, prompt_tokens: int, context: int, seconds: Sequence[float]) -> AnswerCost:

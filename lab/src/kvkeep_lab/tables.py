@@ -40,7 +40,7 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int =
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return records (one at least) with the same fields as CSV, with a line of headings; None is empty."""
+    """Return records (at least one) with the same fields as CSV, with a line of headings. None is an empty field."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
@@ -61,7 +61,7 @@ def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> 
 
 
 def _row(cells: Iterable[str]) -> str:
-    # Labels of a report are escaped already, method names ("a|b") are not.
+    # Labels of a report are already escaped, but method names ("a|b") are not.
     plain = (re.sub(r"(?<!\\)\|", r"\|", cell) for cell in cells)
     return f"| {' | '.join(plain)} |"
 

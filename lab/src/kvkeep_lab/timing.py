@@ -58,7 +58,8 @@ class TimingCase:
 
 @dataclass(frozen=True)
 class Timed:
-    """The figures of one case. Seconds are medians; ratios are to the rival at the same context (below 1 is faster)."""
+    """The figures of one case. Seconds are medians. Ratios are relative to the rival at the same context (below 1 is
+    faster)."""
 
     label: str
     context: int
@@ -98,7 +99,7 @@ _Figures = tuple[float | None, float | None, float | None, float | None]
 
 @dataclass
 class _Taken:
-    """The samples of one case so far, in seconds."""
+    """The samples of one case, in seconds."""
 
     prefills: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -123,11 +124,12 @@ def run(
     clock: str = "wall",
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Timed]:
-    """Measure every case ``rounds`` times, interleaved. A case takes ``steps`` steps a round, fewer (one at least) once
-    ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds.
-    clock: one of :data:`CLOCKS`; raises UsageError for "processor" where the model is on a GPU.
+    """Measure every case ``rounds`` times, interleaved. In a round, a case has ``steps`` steps, or fewer (at least one)
+    after they have taken ``patience_s`` seconds. A case whose prompts and steps have taken four times ``patience_s`` in
+    total skips later rounds. clock: one of :data:`CLOCKS`.
 
-    Raises :class:`Interruption` with the rows, when it is interrupted.
+    Raises UsageError for the clock "processor" with a model on a GPU. An interrupt raises :class:`Interruption` with
+    the rows.
     """
     if clock != "wall" and next(model.parameters()).device.type != "cpu":
         raise UsageError("The processor clock cannot time a GPU; leave out --clock, or give --device cpu.")
@@ -171,7 +173,7 @@ def _rows(listed: Sequence[TimingCase], taken: Sequence[_Taken]) -> list[Timed]:
     return rows
 
 
-@torch.no_grad()  # as transformers' own generate runs
+@torch.no_grad()  # like transformers' generate
 def _measure(
     model: Any, case: TimingCase, samples: _Taken, steps: int, patience_s: float, clock: Callable[[], float]
 ) -> None:
@@ -229,7 +231,7 @@ def random_ids(model: Any, length: int, batch: int = 1, seed: int = 0) -> Tensor
 
 def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds by ``clock`` of a pass over ``ids`` (batch, tokens), including its last logits."""
-    synchronize(ids.device)  # what earlier steps left running is not this one's
+    synchronize(ids.device)  # excludes the device's earlier work
     start = clock()
     logits = model(ids, cache=cache, use_cache=cache is not None, logits_to_keep=1).logits
     logits[0, -1, 0].item()  # waits for the device

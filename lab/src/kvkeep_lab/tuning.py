@@ -64,7 +64,7 @@ class Tuning(BaseModel):
         return tuple(found[-self.files :])
 
     def chosen(self, records: Sequence[TaskRecord], methods: Sequence[str]) -> Chosen:
-        """Return the best of each of ``methods`` that the newest of ``records``, which are of the search, know of."""
+        """Return the best candidate of each of ``methods`` by the newest of ``records``, the records of the search."""
         found: dict[tuple[str, str], dict[str, float]] = {}
         for record in records:
             if record.status == "done" and record.budget is not None:

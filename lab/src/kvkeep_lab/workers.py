@@ -21,7 +21,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep_lab.store import Record, Store
+from kvkeep_lab.store import Record, ResultFile
 
 if TYPE_CHECKING:  # a worker imports torch when it has a job
     from kvkeep_lab.cell import Cell
@@ -33,7 +33,7 @@ POLL = 0.5
 """Seconds between two reads of the store."""
 
 RunProgress = Callable[[str, int, int], None]
-"""Called with the current cell, the steps done and all steps, without cells that were done before the run."""
+"""Called with the current cell, the finished steps and all steps, without cells that were finished before the run."""
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -42,7 +42,7 @@ class CellRunner(Protocol):
     """Measures cells: a :class:`~kvkeep_lab.runner.Runner`."""
 
     def measure(self, cell: Cell, step: Callable[[int], None]) -> Record:
-        """Measure a cell and return its record. step: gets the number of steps done."""
+        """Measure a cell and return its record. step: receives the number of finished steps."""
 
     def lost(self, cell: Cell) -> Record:
         """Return the record of a cell that repeatedly killed its process."""
@@ -50,28 +50,28 @@ class CellRunner(Protocol):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the workers of one run have in common.
-
-    make: makes what measures, of ``sources`` (the files that prompts are made of), ``device``, ``workers`` (how many
-    there are) and ``notify``. steps: of each cell.
-    """
+    """The common settings of the workers of one run."""
 
     make: Callable[..., CellRunner]
+    """Creates a runner from ``sources``, ``device``, ``workers`` and ``notify``."""
     sources: tuple[Path, ...]
+    """Source files of the prompts."""
     cells: tuple[Cell, ...]
     steps: int = 1
+    """Number of steps of each cell."""
     device: str | None = None
     workers: int = 1
+    """Number of workers."""
 
     def work(
         self,
-        store: Store,
+        store: ResultFile,
         number: int = 0,
         *,
         progress: RunProgress = lambda label, done, total: None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Measure what is free, as worker ``number``. Raises as loading a model does."""
+        """Measure free cells as worker ``number``. Raises the errors of loading a model."""
         runner = self.make(self.sources, device=self.device, workers=self.workers, notify=notify)
         total = len(self.cells) * self.steps
         for place, cell in enumerate(self.order(number)):
@@ -98,12 +98,12 @@ class WorkerJob:
             yield from group
 
 
-def work_in_processes(job: WorkerJob, store: Store, poll: Callable[[], None]) -> None:
-    """Let ``job.workers`` processes work on a job, and return when none has anything left to do.
+def work_in_processes(job: WorkerJob, store: ResultFile, poll: Callable[[], None]) -> None:
+    """Run ``job.workers`` worker processes, and return when all of them have ended.
 
-    They share the cores, unless OMP_NUM_THREADS says how many threads each has, and take GPUs in turn, unless the job
-    names a device. poll: called now and then. Raises what a worker raises, UsageError for a job that cannot be sent to
-    another process, and KvkeepError where one cannot be started.
+    Workers share the cores, unless OMP_NUM_THREADS sets the threads of each. They use the GPUs in turn, unless the job
+    has a device. poll: called at intervals. Raises a worker's error, UsageError for a job that cannot be pickled, and
+    KvkeepError if a process cannot start.
     """
     orders = [packed(pickle.dumps, replace(job, device=device)) for device in devices(job.device, job.workers)]
     running: list[_Worker] = []
@@ -145,16 +145,16 @@ def unpacked(order: bytes) -> WorkerJob:
     try:
         job: WorkerJob = pickle.loads(order)
         return job
-    except Exception as error:  # whatever importing a user's module raises
+    except Exception as error:  # importing a user's module may raise anything
         raise _not_importable(error) from error
 
 
-def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> None:
+def _start(running: list[_Worker], order: bytes, number: int, store: ResultFile) -> None:
     """Start a worker. Ctrl-C is blocked until the worker is in ``running``, and permanently in its process: the parent
     ends it."""
     before = None
     if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # as it starts, it unblocks the signal
+        resource_tracker.ensure_running()  # its start unblocks the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         running.append(_Worker(order, number, store))
@@ -164,9 +164,9 @@ def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> N
 
 
 class _Worker:
-    """A process, and what it has sent: None when it begins, and the error that ended it."""
+    """A process and its messages: None when it begins, and the error that ended it."""
 
-    def __init__(self, order: bytes, number: int, store: Store) -> None:
+    def __init__(self, order: bytes, number: int, store: ResultFile) -> None:
         self.order, self.number = order, number
         self._messages, sending = _SPAWN.Pipe(duplex=False)
         self.process = _SPAWN.Process(target=_work, args=(sending, order, number, store.path, store.start))
@@ -174,8 +174,8 @@ class _Worker:
         sending.close()
 
     def died(self) -> bool:
-        """Return whether a process ended while it worked, by a signal or for lack of memory. Raises the error that it
-        sent, and KvkeepError if it never began."""
+        """Return whether the process was killed while it worked, by a signal or for lack of memory. Raises the error
+        that it sent, and KvkeepError if it did not begin."""
         self.process.join()
         sent: list[KvkeepError | None] = []
         with suppress(EOFError):
@@ -200,10 +200,10 @@ def _work(messages: Connection, order: bytes, number: int, path: Path, start: in
 
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
         messages.send(None)
-        job.work(Store(path, start), number)
+        job.work(ResultFile(path, start), number)
     except KvkeepError as error:
         messages.send(error)
-    except Exception as error:  # which might not be pickled
+    except Exception as error:  # the error may not be picklable
         messages.send(KvkeepError(f"A worker failed ({type(error).__name__}: {error})."))
 
 

@@ -5,8 +5,8 @@ Softmax attention over a set of keys can be taken over any partition of that set
 
     o = sum_i exp(lse_i - lse) o_i,    lse = log sum_i exp(lse_i)
 
-which is the identity FlashAttention (Dao et al., 2022) is built on. So a page of recalled keys
-can be rebuilt, used and freed, and the result is the attention over all of them.
+FlashAttention (Dao et al., 2022) uses the same identity. So a page of recalled keys
+can be rebuilt, used and freed, and the result is the attention over all pages.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def attend(
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
-    ``before``: output and log-sum-exp of entries already attended. origin: (batch,) ints, the first entry of each row
-    that is not padding, where segments are all entries in the order of the text: by the native library
-    (:mod:`kvkeep.step.native`), the result then has the same bits for any padding, chunk and segments.
+
+    before: output and log-sum-exp of entries already attended. origin: (batch,) ints, the first entry of each row
+    that is not padding. It is given where the segments are all entries in the order of the text. The native library
+    (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and segments.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
     run = native.CollectedAttention(query, scaling, origin)
@@ -74,8 +75,8 @@ def attend_scored(
     """Return attention of a single query over segments, and the weights of each segment's entries: the mean over heads,
     or with ``reduce`` "max" the maximum.
 
-    query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1, value_dim) and
-    (batch, entries) float32 each.
+    query: (batch, heads, 1, key_dim). segments: tensors or codes, each for all rows. Returns (batch, heads, 1,
+    value_dim), and for each segment (batch, entries) float32.
     """
     executor = native if all(native.can_join(query, segment) for segment in segments) else plain
     return executor.scored(query, segments, scaling, reduce)
@@ -88,10 +89,11 @@ def received(
     over heads; with ``reduce`` "max", the maximum over queries and heads.
 
     Attention kernels return no weights, but the weight of one entry for one query is exp(score - lse). So only the
-    queries in a selector's observation window are multiplied with the keys again, and only sums are kept. query:
-    (batch, heads, queries, key_dim) and lse: (batch, heads, queries) as :func:`attend` took and returned them, ``lse``
-    over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries) float32, the
-    batch being the segment's.
+    queries in a selector's observation window are multiplied with the keys again, and only sums are kept.
+
+    query: (batch, heads, queries, key_dim), the argument of :func:`attend`. lse: (batch, heads, queries), its result,
+    over all entries attended; a query whose lse is inf has the weight 0. Returns (batch, entries) float32, with the
+    batch of the segment.
     """
     executor = native if native.can_join(query, segment) else plain
     return executor.received(query, segment, lse, scaling, last, reduce)

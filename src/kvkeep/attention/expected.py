@@ -23,8 +23,8 @@ def statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 def expected(mean: Tensor, covariance: Tensor, keys: Tensor, seen: Tensor, scaling: float) -> Tensor:
     """Return the expected share of attention of each key among those ``seen``, mean over heads: (lanes, n) float32.
 
-    mean: (lanes, heads, dim) and covariance: (lanes, heads, dim, dim), as of :func:`statistics`. keys: (lanes, n, dim).
-    seen: (lanes, n) bool; a lane that sees none gets nan.
+    mean: (lanes, heads, dim) and covariance: (lanes, heads, dim, dim), from :func:`statistics`. keys: (lanes, n, dim).
+    seen: (lanes, n) bool; a lane that sees no key gets nan.
     """
     keys = keys.float()[:, None]
     scores = scaling * (keys @ mean[..., None]).squeeze(-1)

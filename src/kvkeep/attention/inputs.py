@@ -18,24 +18,27 @@ from kvkeep.step.plan import Segment
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The attention of one layer over new entries and its past.
-
-    module: the layer's attention module. query (lanes, heads of the group, queries, key_dim). key, value (lanes, heads,
-    new, dim): new entries only, as attention multiplies them. mask: over the new entries, or over past and new ones:
-    (lanes or 1, 1, queries, entries), bool or additive; None: causal. heads: KV heads of a row, as cached.
-    brings_entries: the module writes the new entries; later modules may read the same ones. last: no module reads them
-    after it.
-    """
+    """The attention of one layer over new entries and its past."""
 
     module: Any
+    """The layer's attention module."""
     query: Tensor
+    """(lanes, heads of the group, queries, key_dim)"""
     key: Tensor
+    """(lanes, heads, new, key_dim), new entries only, as attention multiplies them."""
     value: Tensor
+    """(lanes, heads, new, value_dim), new entries only."""
     mask: Tensor | None
+    """(lanes or 1, 1, queries, entries), bool or additive, over the new entries, or over past and new ones; None:
+    causal."""
     scaling: float
+    """The factor of products with keys."""
     heads: int
+    """KV heads of a row, as cached."""
     brings_entries: bool
+    """The module writes the new entries; later modules may read them."""
     last: bool
+    """The module is the last one that reads the new entries."""
 
     @classmethod
     def of(
@@ -71,19 +74,18 @@ class AttentionInputs:
         return output.reshape(-1, self.heads * output.shape[1], *output.shape[2:])
 
     def wide(self, past: int) -> Tensor | None:
-        """Return the mask by lane, (lanes, 1, queries, past + new), if the caller gave one over ``past`` and new
-        entries."""
+        """Return the mask by lane, (lanes, 1, queries, past + new); None if it is not over ``past`` and new entries."""
         if self.mask is None or self.mask.shape[-1] == self.new or self.mask.shape[-1] != past + self.new:
             return None
         return self.mask.expand(len(self.query), -1, self.queries, -1)
 
     def arriving(self) -> Segment:
-        """Return the segment of the step's new entries."""
+        """Return the new entries as a segment."""
         if self.mask is not None:
             return Segment(self.key, self.value, self.mask[..., -self.new :])
         if self.queries == self.new:
             return Segment(self.key, self.value, causal=True)
-        # Queries of the last tokens only.
+        # The queries are those of the last tokens.
         rows = torch.arange(self.new - self.queries, self.new, device=self.query.device)
         seen = torch.arange(self.new, device=self.query.device)[None, :] <= rows[:, None]
         return Segment(self.key, self.value, seen[None, None])

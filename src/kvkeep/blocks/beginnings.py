@@ -6,76 +6,122 @@ blocks (:mod:`~kvkeep.blocks.names`), so nobody has to name a session.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS
-from kvkeep.blocks.names import chain, origin
+from kvkeep.blocks.names import chain, origin, state_key, tail_key
 from kvkeep.blocks.text import Block, TextRows, entry_forms
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.decode.cached_text import common_prefix
 from kvkeep.errors import StoreError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK
-from kvkeep.stores.dynamic import DynamicLayer
 
 log = logging.getLogger(__name__)
 
+ENDS = 2
+"""The number of block ends at which windows and recurrent states are kept until they are stored."""
+
 
 def begins(cache: KeepCache) -> bool:
-    """Return whether a cache of this kind can begin with blocks: it is exact, and made of the entries of full layers
-    alone."""
+    """Return whether a cache of this kind can begin with blocks: it is exact, and made of entries, windows and
+    recurrent states."""
     if cache.exactness is not Exactness.EXACT or cache.reading or cache.positions is not None:
         return False
-    if any(layer.kind not in ("full", "shared") for layer in cache.geometry.layers):
-        return False
-    return cache.checkpoint is None or not cache.checkpoint.by_token
+    return not cache.geometry.unbounded_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
 
 
-def names_of(cache: KeepCache, space: str, ids: Sequence[int]) -> list[BlockName]:
-    """Return the names of the whole blocks of a text in a cache like ``cache``; none if it cannot begin with blocks."""
-    if not begins(cache):
-        return []
-    first = origin(cache, entry_forms(cache.geometry, next(cache.model.parameters()).dtype))
-    return [] if first is None else [BlockName(space, key) for key in chain(first, ids)]
+def watch(cache: KeepCache) -> None:
+    """Keep what windows and recurrent states hold at the end of a block, while the cache reads a prompt and an answer:
+    :func:`keep` stores it, because a text can be continued nowhere else. Other caches need nothing of this."""
+    if cache.stream.moving and begins(cache):
+        cache.stream.on_block = partial(_keep_end, cache)
+
+
+def _keep_end(cache: KeepCache, length: int) -> None:
+    ends = cache.stream.block_ends
+    ends[length] = {name: tensor.clone() for name, tensor in transfer.last_token_state(cache).items()}
+    for earlier in sorted(ends)[:-ENDS]:
+        del ends[earlier]
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:
-    """Return the blocks in ``folder`` with which ``cache``, which is empty, can begin ``prompt``; they leave at least
-    one token to read."""
-    names = names_of(cache, space, prompt[:-1])
-    return names[: folder.use(names)]
+    """Return the blocks in ``folder`` with which ``cache``, which is empty, can begin ``prompt``, and perhaps a tail
+    after them."""
+    if (first := _first(cache)) is None:
+        return []
+    names = [BlockName(space, key) for key in chain(first, prompt[:-1])]
+    names = names[: folder.use(names)]
+    tail = BlockName(space, tail_key(names[-1].key if names else first.hex()))
+    return [*names, tail] if folder.use([tail]) else names
 
 
-def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], ids: Sequence[int]) -> int:
-    """Fill ``cache``, which is empty, with the tokens ``ids`` of blocks; return how many. A block that is missing or
-    damaged ends them."""
+def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], prompt: Sequence[int]) -> int:
+    """Fill ``cache``, which is empty, with the first tokens of ``prompt`` from blocks; return how many. One token at
+    least is left to read. A block that is missing or damaged ends them."""
+    found, error = folder.read_first(names)
+    if error is not None:
+        log.warning("A prompt is read from token %d on: %s", len(found) * BLOCK, error)
     blocks: list[Block] = []
-    for number, name in enumerate(names):
-        try:
-            block = folder.read(name)
-        except StoreError as error:
-            log.warning("A prompt is read from token %d on: %s", number * BLOCK, error)
+    for number, block in enumerate(fitting(cache, found)):
+        ids = block[NAME_OF_IDS][0].tolist()
+        count = common_prefix(ids, prompt[number * BLOCK : -1])
+        if count == len(ids):
+            blocks.append(block)
+        elif count and len(ids) < BLOCK and not cache.stream.moving:  # a tail may have other tokens than the prompt
+            blocks.append({name: rows[:, :count] for name, rows in block.items()})
+        if count < BLOCK:
             break
-        if block[NAME_OF_IDS][0].tolist() != [*ids[number * BLOCK :][:BLOCK]]:
-            log.warning("A prompt is read from token %d on: block %s is of another text.", number * BLOCK, name.key)
-            break
-        blocks.append(block)
-    fill(cache, blocks)
-    return len(blocks) * BLOCK
+    state = _last_state(folder, names, blocks) if cache.stream.moving else {}
+    fill(cache, blocks, state)
+    return cache.get_seq_length()
+
+
+def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
+    """Return the first ``blocks`` that have the entries of one row of ``cache``."""
+    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+
+    def fits(block: Block) -> bool:
+        rows = 0 if (ids := block.get(NAME_OF_IDS)) is None else ids.shape[-1]
+        expected: dict[str, object] = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
+        expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
+        found = {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()}
+        return expected == {name: form for name, form in found.items() if not name.startswith("layer.")}
+
+    return [*itertools.takewhile(fits, blocks)]
+
+
+def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Block]) -> dict[str, Tensor]:
+    """Return what windows and recurrent states held after ``blocks``; remove the last ones until that is stored."""
+    while blocks:
+        if len(blocks[-1][NAME_OF_IDS][0]) < BLOCK:
+            return {name: tensor for name, tensor in blocks[-1].items() if name.startswith("layer.")}
+        name = names[len(blocks) - 1]
+        with suppress(StoreError):
+            return folder.read(BlockName(name.space, state_key(name.key)))
+        blocks.pop()
+    return {}
 
 
 @outside_inference_mode
-def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
-    """Fill ``cache``, which is empty and :func:`begins`, with ``blocks`` in order."""
+def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) -> None:
+    """Fill ``cache``, which is empty and :func:`begins`, with ``blocks`` in order. state: what windows and recurrent
+    states held after them."""
     if not blocks:
         return
-    length, device = len(blocks) * BLOCK, cache.made.device
+    device = cache.made.device
     ids = torch.cat([block[NAME_OF_IDS] for block in blocks], 1)[..., None].to(device)
+    length = ids.shape[1]
     positions = torch.arange(length, dtype=torch.int32, device=device)[None, :, None]
     cache.ledger.restore(length, 1, ids, positions, None)
     for layer in cache.geometry.full_layers:
@@ -83,26 +129,40 @@ def fill(cache: KeepCache, blocks: Sequence[Block]) -> None:
         keys, values = (
             [block[f"{kind}.{layer.index}"][None].to(device) for block in blocks] for kind in ("keys", "values")
         )
-        if isinstance(target, DynamicLayer):
-            target.adopt(keys, values)
-            continue
-        for pair in zip(keys, values, strict=True):
-            target.take(*pair)
-            target.settle()
+        target.adopt(keys, values)
+    transfer.restore_last(cache, state, length)
 
 
-def keep(folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int]) -> int:
-    """Store the whole blocks of the text ``ids`` that ``cache`` has read; return the number of new ones. Raises
-    StoreError."""
-    names = names_of(cache, space, ids)
-    known = folder.use(names)
-    if known == len(names):
-        return 0
+def keep(
+    folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. stop: called before
+    each of them; if it returns True, no more are stored. Raises StoreError."""
+    if (first := _first(cache)) is None:
+        return
     text = TextRows(cache, transfer.parts(cache))
     if text.forms != entry_forms(cache.geometry, next(cache.model.parameters()).dtype):
-        return 0
-    write(folder, names[known:], text, [ids], known)
-    return len(names) - known
+        return
+    names = [BlockName(space, key) for key in chain(first, ids)]
+    known = folder.use(names)
+    for number in range(known, len(names)):
+        if stop():
+            return
+        write(folder, names[number : number + 1], text, [ids], number)
+    for length, state in cache.stream.block_ends.items():
+        end = names[length // BLOCK - 1]
+        folder.write(BlockName(space, state_key(end.key)), state)
+    if not stop() and (tail := text.tail()):
+        tail |= transfer.last_token_state(cache)
+        tail[NAME_OF_IDS] = torch.tensor([ids[text.tokens_in_blocks :]], dtype=torch.int32)
+        folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)
+
+
+def _first(cache: KeepCache) -> bytes | None:
+    """Return the digest that the first block of a text follows; None if ``cache`` cannot begin with blocks."""
+    if not begins(cache):
+        return None
+    return origin(cache, entry_forms(cache.geometry, next(cache.model.parameters()).dtype))
 
 
 def write(

@@ -7,6 +7,7 @@ another name is refused, and for every tensor its dtype, shape, offset and CRC-3
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -27,6 +28,8 @@ MAGIC = b"kvblock2"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
+_POPULATE_READ = 22
+"""Linux's advice to read a whole mapping. A disk's error is then one of this call, and no signal later."""
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -65,42 +68,57 @@ def decode(path: Path, name: str, mappings: Mappings) -> dict[str, Tensor]:
     Writing to a tensor changes this process's copy and never the file. Raises OSError if the file cannot be read, and
     BlockDamaged if its bytes differ from those that were written under ``name``."""
     if (known := mappings.get(path)) is not None:
-        return _tensors(known, name, check=False)
+        return parse(known, name, check=False)
     mapped = _mapped(path)
-    tensors = _tensors(mapped, name, check=True)
+    tensors = parse(mapped, name)
     mappings[path] = mapped
     return tensors
 
 
 def _mapped(path: Path) -> mmap.mmap:
     with open(path, "rb", opener=_open_nonblocking) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < HEADER.size:
+        if not os.fstat(file.fileno()).st_size:  # mmap refuses it
             raise BlockDamaged("is truncated")
         lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
-        buffer = memoryview(bytearray(min(size, 1 << 20)))
-        while file.readinto(buffer):
-            pass  # a disk's error is raised here; in the mapping it would end the program
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # A disk's error is raised here; later, in the mapping, it would end the program.
+        try:
+            _populate(mapped)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            buffer = bytearray(1 << 20)  # the system is older than Linux 5.14
+            while file.readinto(buffer):
+                pass
+        return mapped
 
 
-def _tensors(mapped: mmap.mmap, name: str, check: bool) -> dict[str, Tensor]:
+def _populate(mapped: mmap.mmap) -> None:
+    """Read a mapped file into memory. Raises OSError."""
+    mapped.madvise(_POPULATE_READ)
+
+
+def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of the content of a block's file, as views of it. check: compare checksums. Raises
+    BlockDamaged."""
+    if len(mapped) < HEADER.size:
+        raise BlockDamaged("is truncated")
     magic, length, digest = HEADER.unpack_from(mapped)
     description = mapped[HEADER.size : HEADER.size + length]
     if magic != MAGIC or len(description) != length or zlib.crc32(description) != digest:
         raise BlockDamaged("has another header than kvkeep writes")
     try:
         return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def _described(mapped: mmap.mmap, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
+def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
     if about["name"] != name:
         raise BlockDamaged(f"is that of the block '{about['name']}'")
     if len(mapped) != start + about["bytes"]:
         raise BlockDamaged("is truncated")
-    tensors = {}
+    tensors, content = {}, memoryview(mapped)
     for key, (dtype, shape, place, digest) in about["tensors"].items():
         count = math.prod(shape)
         if min(shape, default=0) < 0 or not 0 <= place <= len(mapped) - start:
@@ -109,7 +127,7 @@ def _described(mapped: mmap.mmap, about: Any, name: str, start: int, check: bool
             tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
             continue
         tensor = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
-        if check and zlib.crc32(_bytes(tensor)) != digest:
+        if check and zlib.crc32(content[start + place : start + place + tensor.nbytes]) != digest:
             raise BlockDamaged(f"has other bytes than were written (tensor '{key}')")
         tensors[key] = tensor
     return tensors

@@ -1,33 +1,34 @@
-"""A bucket (S3) behind the local folder of a store, so that replicas on several machines share it.
+"""A store in a bucket (S3), so that servers on machines that share no folder continue each other's sessions.
 
-The bucket has the blocks and generations of the store, under the names of their files. Blocks are written to the local
-folder first, and copied to the bucket by a thread; a block that the local folder lacks is fetched. A generation is
-created in the bucket first, on the condition that its number is free, and the bucket's generations count.
-
-The quota holds for the local folder. How long the bucket keeps blocks is a rule of the bucket's own (lifecycle).
+The bucket has the blocks and the references of sessions, under the names of their files. A reference is created on the
+condition that its number is free. A local folder has copies of blocks, for which quota and age hold; a block that it
+lacks is fetched. How long the bucket keeps what it has is a rule of its own (lifecycle).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import tempfile
-import threading
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvkeep.blocks.block_file import decode
-from kvkeep.blocks.folder import SUFFIX, BlockFolder, BlockName
-from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, UsageError
+from kvkeep.blocks.block_file import encode, parse
+from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.references import Reference
+from kvkeep.blocks.store import MARKER, VERSION, Store
+from kvkeep.errors import BlockDamaged, BlockMissing, SessionUnwritable, StoreError, UsageError
 from kvkeep.extras import optional
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WAITS = {"connect_timeout": 2, "read_timeout": 20, "retries": {"max_attempts": 0}}
 """Seconds that a request to S3 waits; s3fs repeats it after a lost connection."""
@@ -35,106 +36,111 @@ PAUSE_S = 60.0
 """Seconds for which blocks are neither fetched nor copied after an error of the bucket."""
 
 
-class Bucket:
-    """The objects whose keys begin with ``url`` (``s3://BUCKET/PREFIX``). options: of its file system in fsspec.
+class BucketPath(PurePosixPath):
+    """The key of an object, with the methods of a Path that a store needs. A folder exists while it has objects."""
 
-    The operations raise OSError. Raises UsageError for an unknown kind of url.
-    """
+    files: Any
+    """The file system of fsspec."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        fsspec = optional("fsspec", "s3")
-        if url.startswith("s3:"):
-            optional("s3fs", "s3")
-            options = {"config_kwargs": WAITS} | options
+    def read_bytes(self) -> bytes:
+        """Return the content. Raises OSError, as all methods do."""
+        with _reported():
+            return bytes(self.files.cat_file(str(self)))
+
+    def write_bytes(self, data: bytes, mode: str = "overwrite") -> None:
+        """Create or replace the object."""
+        with _reported():
+            if "s3" not in self.files.protocol:  # there a folder needs no creation, and would be taken for a bucket
+                self.files.makedirs(str(self.parent), exist_ok=True)
+            self.files.pipe_file(str(self), data, mode=mode)
+
+    def create(self, data: bytes) -> None:
+        """Create the object. Raises FileExistsError if it exists with other content."""
         try:
-            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
-        except ValueError as error:
-            raise UsageError(f"'{url}' is not a bucket that kvkeep knows; give s3://BUCKET/PREFIX.") from error
-        self.url = url
+            self.write_bytes(data, "create")
+        except FileExistsError:
+            if self.read_bytes() != data:  # a request that is repeated after a lost answer finds its own object
+                raise
 
-    def get(self, key: str) -> bytes | None:
-        """Return the content of an object; None if it does not exist."""
-        with self._reported():
-            try:
-                return bytes(self._files.cat_file(self._path(key)))
-            except FileNotFoundError:
-                return None
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove the object, if it exists."""
+        with _reported(), suppress(FileNotFoundError):
+            self.files.rm_file(str(self))
 
-    def put(self, key: str, data: bytes) -> None:
-        """Create or replace an object."""
-        with self._reported():
-            self._files.pipe_file(self._prepared(key), data)
+    def iterdir(self) -> Iterator[BucketPath]:
+        """Yield all objects below."""
+        with _reported(), suppress(FileNotFoundError):
+            yield from [type(self)(path) for path in self.files.find(str(self))]
 
-    def create(self, key: str, data: bytes) -> None:
-        """Create an object. Raises FileExistsError if it exists with other content."""
-        with self._reported():
-            try:
-                self._files.pipe_file(self._prepared(key), data, mode="create")
-            except FileExistsError:
-                if self.get(key) != data:  # a request that is repeated after a lost answer finds its own object
-                    raise
+    def glob(self, pattern: str) -> Iterator[BucketPath]:
+        """Yield the folders that match."""
+        folders, depth = {path.parent for path in self.iterdir()}, len((self / pattern).parts)
+        yield from (folder for folder in folders if len(folder.parts) == depth and folder.match(pattern))
 
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys of all objects in the folder ``prefix``, relative to it."""
-        with self._reported():
-            folder = self._path(prefix)
-            try:
-                return sorted(os.path.relpath(path, folder) for path in self._files.find(folder))
-            except FileNotFoundError:
-                return []
+    def is_dir(self) -> bool:
+        """Return whether there are objects below."""
+        return any(self.iterdir())
 
-    def remove(self, key: str) -> None:
-        """Remove an object, if it exists."""
-        with self._reported():
-            try:
-                self._files.rm_file(self._path(key))
-            except FileNotFoundError:
-                return
+    exists = is_dir
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+    def mkdir(self, **_: Any) -> None:
+        """Raise OSError if the bucket cannot be used."""
+        self.is_dir()
 
-    def _prepared(self, key: str) -> str:
-        path = self._path(key)
-        if "s3" not in self._files.protocol:  # there a folder needs no creation, and would be taken for a bucket
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        return path
+    def rmdir(self) -> None:
+        """Do nothing."""
 
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            raise
-        except Exception as error:  # of many kinds: no network, no credentials
-            raise OSError(f"the bucket '{self.url}' does not answer ({error})") from error
+    def absolute(self) -> BucketPath:
+        """Return this path."""
+        return self
+
+    def open(self, *_: Any) -> Any:
+        """There are no locks."""
+        raise FileNotFoundError
+
+    def stat(self) -> Any:
+        """Return the time of the last change."""
+        with _reported():
+            return SimpleNamespace(st_mtime=self.files.modified(str(self)).timestamp())
+
+    def rename(self, target: BucketPath) -> None:
+        """Give a folder another name."""
+        for path in self.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+            path.unlink()
+
+
+class BucketError(OSError, SessionUnwritable):
+    """The bucket cannot be used."""
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except Exception as error:  # of many kinds: no network, no credentials
+        raise BucketError(f"The bucket cannot be used: {str(error).rstrip('.')}") from error
 
 
 class BucketFolder(BlockFolder):
-    """Blocks in a local folder within ``quota``, and in a bucket below ``prefix``."""
+    """Blocks in the bucket below ``root``, and copies of the last used ones in a local folder, within ``quota``."""
 
-    def __init__(self, folder: Path, quota: int | None, bucket: Bucket, prefix: str = "blocks") -> None:
+    def __init__(self, folder: Path, quota: int | None, root: BucketPath) -> None:
         super().__init__(folder, quota)
-        self.bucket, self.prefix = bucket, prefix
-        self._copies: queue.Queue[BlockName] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._known: set[str] = set()  # keys of blocks that the bucket has
+        self.root = root
         self._paused = 0.0  # until then
 
-    def has(self, name: BlockName) -> bool:
-        """Return whether the block has a file, here or in the bucket; it is fetched."""
-        return super().has(name) or self._fetch(name)
-
     def use(self, names: Sequence[BlockName], when: int | None = None) -> int:
-        """Fetch blocks up to the first that does not exist, and record their use in the local folder; return how many
-        of the first ones exist."""
+        """As :meth:`BlockFolder.use`; blocks are fetched, up to the first that does not exist."""
         for name in names:
-            if not self.has(name):
+            if not super().use([name], when) and not self._fetch(name):
                 break
         return super().use(names, when)
 
     def read(self, name: BlockName) -> dict[str, Tensor]:
-        """Return a block's tensors, as :meth:`BlockFolder.read`; a file that is missing or damaged is fetched."""
+        """As :meth:`BlockFolder.read`; a block that is missing or damaged is fetched."""
         try:
             return super().read(name)
         except (BlockMissing, BlockDamaged):
@@ -142,89 +148,93 @@ class BucketFolder(BlockFolder):
                 raise
         return super().read(name)
 
-    def write(self, name: BlockName, tensors: Mapping[str, Tensor]) -> int:
-        """Write a block to the local folder, and let a thread copy it to the bucket."""
-        gone = super().write(name, tensors)
-        self.copy(name)
-        return gone
+    def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
+        """As :meth:`BlockFolder.write`, to the bucket first."""
+        if replace or not self.has(name):
+            data = b"".join(encode(name.key, tensors)[1])
+            self._ask(lambda: self._key(name).write_bytes(data))
+        return super().write(name, tensors, replace)
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, here and in the bucket."""
         super().remove(name)
-        self._known.discard(self._key(name))
-        try:
-            self.bucket.remove(self._key(name))
-        except OSError as error:
-            log.warning("A block stays in the bucket: %s", error)
+        with suppress(StoreError):
+            self._ask(self._key(name).unlink)
 
-    def copy(self, name: BlockName) -> None:
-        """Let a thread copy a block to the bucket."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvkeep-bucket", daemon=True)
-            self._thread.start()
-        self._copies.put(name)
-
-    def flush(self) -> None:
-        """Wait until all blocks are copied, or could not be."""
-        self._copies.join()
-
-    def _key(self, name: BlockName) -> str:
-        return f"{self.prefix}/{self.path(name).relative_to(self.folder).as_posix()}"
-
-    def _run(self) -> None:
-        self._compare()
-        while True:
-            name = self._copies.get()
-            try:
-                self._copy(name)
-            except OSError as error:
-                log.warning("A block is not copied to the bucket: %s", error)
-                self._paused = time.monotonic() + PAUSE_S
-            except Exception:  # otherwise no later block would be copied
-                log.exception("A block is not copied to the bucket.")
-            finally:
-                self._copies.task_done()
-
-    def _compare(self) -> None:
-        """List the bucket's blocks, and queue the local ones that it lacks: an earlier program was killed before it
-        copied them."""
-        try:
-            self._known |= {f"{self.prefix}/{key}" for key in self.bucket.keys(self.prefix)}
-        except OSError as error:
-            log.warning("Blocks of earlier runs are not copied to the bucket: %s", error)
-            return
-        for name in self.names():
-            self._copies.put(name)
-
-    def _copy(self, name: BlockName) -> None:
-        key = self._key(name)
-        if key in self._known or time.monotonic() < self._paused:
-            return
-        try:
-            data = self.path(name).read_bytes()
-        except FileNotFoundError:  # removed meanwhile
-            return
-        self.bucket.put(key, data)
-        self._known.add(key)
+    def _key(self, name: BlockName) -> BucketPath:
+        return self.root / self.path(name).relative_to(self.folder).as_posix()
 
     def _fetch(self, name: BlockName) -> bool:
-        """Copy a block from the bucket to the local folder; return whether there is one."""
-        if time.monotonic() < self._paused:
-            return False
-        try:
-            data = self.bucket.get(self._key(name))
-            if data is None:
+        """Copy a block from the bucket to the folder; return whether there is one."""
+        with suppress(StoreError):
+            if (data := self._ask(self._key(name).read_bytes)) is None:
                 return False
-            with tempfile.TemporaryDirectory(prefix="kvkeep-") as scratch:
-                file = Path(scratch, f"block{SUFFIX}")
-                file.write_bytes(data)
-                super().write(name, decode(file, name.key, {}))
-            self._known.add(self._key(name))
-            return True
-        except BlockDamaged as error:
-            log.warning("A block is removed from the bucket '%s': its file %s.", self.bucket.url, error)
-            self.remove(name)
-        except (OSError, ValueError, StoreError) as error:
-            log.warning("A block is not fetched: %s", error)
-            self._paused = time.monotonic() + PAUSE_S
+            try:
+                super().write(name, parse(bytearray(data), name.key))
+                return True
+            except BlockDamaged:
+                log.warning("A damaged block is removed from the bucket; its text is read again.")
+                self.remove(name)
         return False
+
+    def _ask(self, request: Callable[[], T]) -> T | None:
+        """Return the answer; None if there is no such object. Raises StoreError if the bucket cannot be used, or could
+        not lately."""
+        if time.monotonic() < self._paused:
+            raise StoreError("The bucket could not be used a moment ago.")
+        try:
+            return request()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._paused = time.monotonic() + PAUSE_S
+            log.warning("Blocks of the bucket are not used for %g s: %s", PAUSE_S, error)
+            raise StoreError(f"{error}.") from error
+
+
+class _Reference(Reference):
+    def _create(self, target: Any, data: bytes) -> None:
+        target.create(data)
+
+
+class BucketStore(Store):
+    """A store in the bucket ``url`` (``s3://BUCKET/PREFIX``; ``file://FOLDER`` in tests), with blocks in ``folder``.
+
+    Raises UsageError for another url, without the package for it, and if the bucket cannot be used.
+    """
+
+    def __init__(self, folder: Path | str, url: str, *, quota: int | None = None, age: float | None = None) -> None:
+        super().__init__(folder, quota=quota, age=age, shared=True)
+        if not re.fullmatch(r"(s3://|file:///)[^/].*", url):
+            raise UsageError(f"'{url}' is not a bucket; give s3://BUCKET/PREFIX.")
+        options = {}
+        if url.startswith("s3:"):
+            optional("s3fs", "s3")
+            options = {"config_kwargs": WAITS}
+        files, root = optional("fsspec", "s3").core.url_to_fs(url, use_listings_cache=False, **options)
+        self.root = type("BucketPath", (BucketPath,), {"files": files})(root)
+        local = self.folder / "buckets" / blake2b(url.encode(), digest_size=8).hexdigest()
+        self.blocks = BucketFolder(local, quota, self.root / "blocks")
+        self._sessions: Any = self.root / "sessions"
+        try:
+            (self.root / MARKER).create(f"{VERSION}\n".encode())
+        except FileExistsError as error:
+            raise UsageError(f"'{url}' is of another version of kvkeep; name another prefix.") from error
+        except OSError as error:
+            raise UsageError(f"Nothing can be stored in '{url}': {error}.") from error
+
+    def evict(self) -> int:
+        """Remove blocks over quota or age from the folder."""
+        self.blocks.evict(self.age)
+        return 0
+
+    def release(self, name: str, keys: set[str]) -> None:
+        """As :meth:`Store.release`. A single key is that of the state before, which no other session has."""
+        if len(keys) > 1:
+            return super().release(name, keys)
+        for key in keys:
+            self.blocks.remove(BlockName(self.space(name), key))
+        return None
+
+    def _reference(self, path: Path, writing: bool) -> Reference:
+        return _Reference(path, writing=writing, shared=True)

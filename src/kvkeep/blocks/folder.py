@@ -11,9 +11,10 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -26,6 +27,8 @@ SUFFIX = ".block"
 LEDGER = "bytes"
 """Name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
+THREADS = 4
+"""Threads that compare checksums."""
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 
@@ -69,6 +72,12 @@ class BlockFolder:
                     return number
         return len(names)
 
+    def idle(self, name: BlockName) -> float:
+        """Return the seconds since a block was used; 0 if it does not exist."""
+        with suppress(OSError):
+            return max(0.0, time.time() - self.path(name).stat().st_mtime)
+        return 0.0
+
     def read(self, name: BlockName) -> dict[str, Tensor]:
         """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
         and BlockDamaged, after removing the file, if its bytes are not those that were written."""
@@ -82,9 +91,21 @@ class BlockFolder:
             BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
 
-    def write(self, name: BlockName, tensors: Mapping[str, Tensor]) -> int:
-        """Write a block unless it exists; return the number of blocks removed for it. Raises StoreError if it cannot be
-        written, also for a block larger than the quota."""
+    def read_first(self, names: Sequence[BlockName]) -> tuple[list[dict[str, Tensor]], StoreError | None]:
+        """Return the tensors of the first blocks that can be read, and the error of the next one. Several threads
+        compare checksums."""
+        blocks: list[dict[str, Tensor]] = []
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            for future in [threads.submit(self.read, name) for name in names]:
+                try:
+                    blocks.append(future.result())
+                except StoreError as error:
+                    return blocks, error
+        return blocks, None
+
+    def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
+        """Write a block unless it exists; return the number of blocks removed for it. replace: replace one that exists.
+        Raises StoreError if it cannot be written, also for a block larger than the quota."""
         path = self.path(name)
         size, pieces = encode(name.key, tensors)
         if self.quota is not None and size > self.quota:
@@ -95,15 +116,20 @@ class BlockFolder:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._ledger() as ledger:
                 if path.exists():
-                    return 0
+                    if not replace:
+                        return 0
+                    self._unlink(path, ledger)
                 total = _total(ledger)
                 if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
                     self._counted = True
+                if self.quota is not None and total + size > self.quota:
+                    _set_total(ledger, total)
+                    raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
                 _set_total(ledger, total + size)
                 try:
                     content = [*pieces]
-                    write_whole(path, lambda file: file.writelines(content))
+                    write_whole(path, lambda file: _fill(file, content))
                 except BaseException:
                     _set_total(ledger, total)
                     raise
@@ -114,12 +140,15 @@ class BlockFolder:
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, if it exists."""
-        path = self.path(name)
         with suppress(OSError), self._ledger() as ledger:
-            size = path.stat().st_size
-            path.unlink()
-            if (total := _total(ledger)) is not None:
-                _set_total(ledger, max(0, total - size))
+            self._unlink(self.path(name), ledger)
+
+    @staticmethod
+    def _unlink(path: Path, ledger: IO[bytes]) -> None:
+        size = path.stat().st_size
+        path.unlink()
+        if (total := _total(ledger)) is not None:
+            _set_total(ledger, max(0, total - size))
 
     def names(self) -> list[BlockName]:
         """Return the names of all blocks, the least recently used first."""
@@ -139,11 +168,15 @@ class BlockFolder:
 
     def evict(self, age: float | None = None) -> int:
         """Enforce the quota, and remove blocks that were not used for ``age`` seconds; return the number of removed
-        blocks."""
-        with suppress(FileNotFoundError), self._ledger() as ledger:
-            total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
-            _set_total(ledger, total)
-            return gone
+        blocks. Raises StoreError."""
+        try:
+            with suppress(FileNotFoundError), self._ledger() as ledger:
+                total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
+                _set_total(ledger, total)
+                return gone
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason}.") from error
         return 0
 
     def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
@@ -157,8 +190,6 @@ class BlockFolder:
                 break
             if _unlinked(path):
                 total, gone = total - length, gone + 1
-        if quota is not None and total + size > quota:
-            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
         return total, gone
 
     def _by_use(self) -> list[tuple[int, int, str]]:
@@ -177,6 +208,12 @@ class BlockFolder:
         with os.fdopen(handle, "r+b", buffering=0) as file:
             lock(handle, wait=True)  # on a file system without locks each program keeps the quota for itself
             yield file
+
+
+def _fill(file: IO[bytes], content: Sequence[Any]) -> None:
+    with suppress(OSError):  # some file systems have no permissions
+        os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, 0o600)
+    file.writelines(content)
 
 
 def _unlinked(path: str) -> bool:

@@ -21,6 +21,7 @@ from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import Rows
 from kvkeep.models.adapter import decoder_of
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.recurrent import STATE
 
 _OF_LAYER = re.compile(r"layer\.(0|[1-9][0-9]{0,5})\.(.+)")
 _OF_ROWS = re.compile(r"checkpoint\.((keys|values|residual)\.(0|[1-9][0-9]{0,5}))")
@@ -101,6 +102,8 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict
 def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:
     """Check entries of a layer. The part that restores another tensor checks it."""
     layer, state = cache.geometry.layers[number], cache.holdings[number]
+    if name.startswith(STATE) and number in cache.made.states:
+        return
     if isinstance(state, Layer):
         if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
             _check_entries(f"layer.{number}.{name}", one, layer, 3)

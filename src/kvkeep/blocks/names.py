@@ -7,6 +7,7 @@ name stands for a whole text, and equal texts have the same blocks.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -38,6 +39,26 @@ def chain(first: bytes, ids: Sequence[int]) -> list[str]:
         name = blake2b(name + _bytes(rows[start : start + BLOCK]), digest_size=_DIGEST_BYTES).digest()
         names.append(name.hex())
     return names
+
+
+def tail_key(before: str) -> str:
+    """Return the key of the tail after the block ``before``: the last text that followed it and filled no block."""
+    return blake2b(f"{before} tail".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def state_key(before: str) -> str:
+    """Return the key of what windows and recurrent states held at the end of the block ``before``."""
+    return blake2b(f"{before} state".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def session_key() -> str:
+    """Return a new key of a block that no text gives: it belongs to the sessions that name it."""
+    return f"x{secrets.token_hex(_DIGEST_BYTES)[1:]}"
+
+
+def belongs_to_sessions(key: str) -> bool:
+    """Return whether a key is one of :func:`session_key`."""
+    return key.startswith("x")
 
 
 def _bytes(ids: Tensor) -> bytes:

@@ -8,96 +8,35 @@ machine a lock tells a second program earlier that the session is in use.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
-from kvkeep.files import lock, sync_name, temporary_name, write_whole
-
-if TYPE_CHECKING:
-    from kvkeep.blocks.bucket import Bucket
+from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
 _GENERATION = ".json"
+_FOLDER = "folder"
 _CHECK_BYTES = 16
-
-
-class BucketGenerations:
-    """The generations of one session in the bucket, which the local folder follows. key: that of its folder."""
-
-    def __init__(self, bucket: Bucket, folder: Path, key: str) -> None:
-        self.bucket, self.folder, self.key = bucket, folder, key
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the generations. Raises OSError."""
-        return numbered(self.bucket.keys(self.key))
-
-    def pull(self, numbers: Sequence[int] | None = None) -> None:
-        """Make the local folder hold the last generation of the bucket alone. numbers: those in the bucket, if the
-        caller has listed it. Raises OSError."""
-        local = generations(self.folder)
-        for _ in range(9):  # a writer may remove the number that was just found
-            last = max(self.numbers() if numbers is None else numbers, default=0)
-            if not last or last in local:
-                break
-            if (data := self.bucket.get(self._key(last))) is not None:
-                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                write_whole(self.folder / file_name(last), partial(_write, data))
-                break
-            numbers = None
-        else:
-            raise OSError("it changes all the time; retry later")
-        for number in local:
-            if number != last:
-                (self.folder / file_name(number)).unlink(missing_ok=True)
-        if local and not last:  # another machine removed it
-            with suppress(OSError):
-                self.folder.rmdir()
-
-    def create(self, number: int, data: bytes) -> None:
-        """Create a generation. Raises FileExistsError if the number is taken, and OSError."""
-        self.bucket.create(self._key(number), data)
-
-    def remove(self, numbers: Iterable[int] | None = None) -> None:
-        """Remove generations, the highest first; by default all. Raises OSError."""
-        for number in sorted(self.numbers() if numbers is None else numbers, reverse=True):
-            self.bucket.remove(self._key(number))
-
-    def move(self, folder: Path) -> None:
-        """Give the session the name of another local folder. Raises OSError."""
-        for number in self.numbers():
-            if (data := self.bucket.get(self._key(number))) is not None:
-                self.bucket.put(f"{self.key.rpartition('/')[0]}/{folder.name}/{file_name(number)}", data)
-        self.remove()
-
-    def _key(self, number: int) -> str:
-        return f"{self.key}/{file_name(number)}"
-
-
-def _write(data: bytes, file: IO[bytes]) -> None:
-    file.write(data)
+_LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Reference:
     """The reference of one session in ``folder``.
 
     writing: open for writing, which creates a missing session; shared: other machines use the folder, so that no lock
-    is held; bucket: the session's generations in a bucket, which count. Raises SessionError if there is no such
-    session, SessionDamaged if its bytes differ from those written, SessionBusy if another program writes, and
-    SessionUnwritable.
+    is held. Raises SessionError if there is no such session, SessionDamaged if its bytes differ from those written,
+    SessionBusy if another program writes, and SessionUnwritable.
     """
 
-    def __init__(
-        self, folder: Path, *, writing: bool = False, shared: bool = False, bucket: BucketGenerations | None = None
-    ) -> None:
-        self.folder, self.writing, self._bucket = folder, writing, bucket
+    def __init__(self, folder: Path, *, writing: bool = False, shared: bool = False) -> None:
+        self.folder, self.writing = folder, writing
         self.about: dict[str, Any] | None = None
         """The saved data; None before the first save."""
         self.generation = 0
@@ -107,13 +46,8 @@ class Reference:
         self._lock: int | None = None
         self.closed = False
         if writing:
-            self._open(shared or bucket is not None)
+            self._open(shared)
         try:
-            if bucket is not None:
-                try:
-                    bucket.pull()
-                except OSError as error:
-                    raise SessionError(f"The session '{folder}' cannot be read: {error}.") from error
             self._read()
         except BaseException:
             self.close()
@@ -135,8 +69,8 @@ class Reference:
         if self.closed:
             return
         self.closed = True
-        if self.writing and not self.generation and not generations(self.folder):
-            with suppress(OSError):
+        with suppress(OSError):
+            if self.writing and not generations(self.folder):
                 (self.folder / LOCK).unlink(missing_ok=True)
                 self.folder.rmdir()
         if self._lock is not None:
@@ -145,37 +79,25 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data = json.dumps(about, separators=(",", ":")).encode()
-        check = _digest(data)
+        data = encode(about | {_FOLDER: self._name})
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            whole = data + b"\n" + check.encode()
-            if self._bucket is not None:
-                self._bucket.create(self.generation + 1, whole)
-                write_whole(target, lambda file: file.write(whole))
-                last = max(self._bucket.numbers(), default=0)
-            else:
-                _create(target, whole)
-                last = max(generations(self.folder), default=0)
+            self._create(target, data)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        if last > self.generation + 1:  # the number had been used
-            target.unlink(missing_ok=True)
-            if self._bucket is not None:
-                self._bucket.remove([self.generation + 1])
+        if self._overtaken():
+            with suppress(OSError):
+                target.unlink()
             raise self._followed()
-        self.generation, self.mark = last, check
-        # The caller may change its lists afterwards.
-        self.about = json.loads(data)
-        for number in generations(self.folder):
-            if number < self.generation:
-                with suppress(OSError):
+        self.generation, (self.about, self.mark) = self.generation + 1, decode(data)
+        self.about.pop(_FOLDER)
+        with suppress(OSError):
+            for number in generations(self.folder):
+                if number < self.generation:
                     self._path(number).unlink()
-                    if self._bucket is not None:
-                        self._bucket.remove([number])
 
     def follows(self, mark: str) -> bool:
         """Return whether the session is as the program saved it that got ``mark``."""
@@ -183,80 +105,130 @@ class Reference:
 
     def remove(self) -> None:
         """Remove the session, and close it."""
-        if self._bucket is not None:
-            self._bucket.remove()
         remove_folder(self.folder)
         self.close()
 
     def _open(self, shared: bool) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if shared:
-                return
-            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-            if not _lock_patiently(self._lock):
-                os.close(self._lock)
-                raise SessionBusy(
-                    f"The session '{self.folder}' is in use by another program; end that program, or name another "
-                    "session."
-                )
-            os.utime(self.folder / LOCK)
+            while not shared and self._lock is None:
+                self._lock = self._locked()
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
+    def _locked(self) -> int | None:
+        """Return the open file that is locked; None if another program has removed it meanwhile."""
+        path, until = self.folder / LOCK, time.monotonic() + 0.1
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            try:
+                while not lock(handle):  # another process may hold it for a moment to see whether the session is in use
+                    if time.monotonic() > until:
+                        raise SessionBusy(
+                            f"The session '{self.folder}' is in use by another program; end that program, or name "
+                            "another session."
+                        )
+                    time.sleep(0.02)
+                os.utime(path)
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+        return None
+
     def _read(self) -> None:
         for _ in range(9):  # a writer may remove the number that was just found
-            number = max(generations(self.folder), default=0)
-            if not number:
-                if not self.writing:
-                    raise SessionError(f"There is no session at '{self.folder}'.")
-                return
             try:
-                data, _, check = self._path(number).read_bytes().rpartition(b"\n")
+                number = max(generations(self.folder), default=0)
+                if not number:
+                    if not self.writing:
+                        raise SessionError(f"There is no session at '{self.folder}'.")
+                    return
+                data = self._path(number).read_bytes()
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise SessionError(
                     f"The session '{self.folder}' cannot be read: {(error.strerror or str(error)).lower()}."
                 ) from error
-            self.generation, self.mark = number, _digest(data)
-            if self.mark.encode() != check:
-                raise damaged(self.folder)
             try:
-                self.about = json.loads(data)
-            except (ValueError, RecursionError) as error:
+                self.generation, (self.about, self.mark) = number, decode(data)
+            except ValueError as error:
                 raise damaged(self.folder) from error
-            if not isinstance(self.about, dict):
+            if self.about.pop(_FOLDER, None) != self._name:
                 raise damaged(self.folder)
             return
         raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
 
+    @property
+    def _name(self) -> str:
+        """The session's name, so that the file of another session is refused: the last two parts of the path."""
+        return "/".join(self.folder.absolute().parts[-2:])
+
+    def _overtaken(self) -> bool:
+        """Return whether another program has continued or removed the session since this one read or saved it."""
+        with suppress(OSError):  # if that cannot be read, the number was free
+            found = generations(self.folder)
+            if max(found, default=0) > self.generation + 1:  # the number had been used
+                return True
+            if self.generation:
+                return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
+        return False
+
+    def _create(self, target: Path, data: bytes) -> None:
+        """Create a generation. Raises FileExistsError if it exists, and OSError."""
+        _create(target, data, locked=self._lock is not None)
+
     def _path(self, number: int) -> Path:
-        return self.folder / file_name(number)
+        return self.folder / f"{number}{_GENERATION}"
 
     def _followed(self) -> SessionBusy:
         return SessionBusy(
-            f"The session '{self.folder}' was continued by another program, so this turn is not saved; open it again "
-            "to continue from what that program saved."
+            f"The session '{self.folder}' was continued or removed by another program, so this turn is not saved; open "
+            "it again to continue from what that program saved."
         )
 
 
+def encode(about: dict[str, Any]) -> bytes:
+    """Return the content of a reference's file."""
+    data = json.dumps(about, separators=(",", ":")).encode()
+    return data + b"\n" + _digest(data).encode()
+
+
+def decode(content: bytes) -> tuple[dict[str, Any], str]:
+    """Return the data and the mark of a reference's file. Raises ValueError for other bytes than were written."""
+    data, _, check = content.rpartition(b"\n")
+    mark = _digest(data)
+    if mark.encode() != check:
+        raise ValueError("another checksum")
+    try:
+        about = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    if not isinstance(about, dict):
+        raise ValueError("no object")
+    return about, mark
+
+
 def generations(folder: Path) -> list[int]:
-    """Return the numbers of the generations in a session's folder."""
-    with suppress(OSError):
-        return numbered(os.listdir(folder))
-    return []
-
-
-def numbered(names: Iterable[str]) -> list[int]:
-    """Return the numbers of the generations among the names of files."""
-    stems = [name.removesuffix(_GENERATION) for name in names if name.endswith(_GENERATION)]
+    """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+        stems = [name.removesuffix(_GENERATION) for name in names if name.endswith(_GENERATION)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
-def file_name(number: int) -> str:
-    """Return the name of a generation's file."""
-    return f"{number}{_GENERATION}"
+def mentioned(folder: Path) -> bytes:
+    """Return the bytes of a session's reference, of which the names of its blocks are a part. Raises OSError."""
+    while number := max(generations(folder), default=0):
+        with suppress(FileNotFoundError):  # a writer removed the number that was just found
+            return (folder / f"{number}{_GENERATION}").read_bytes()
+    return b""
 
 
 def last_used(folder: Path) -> float:
@@ -271,7 +243,7 @@ def last_used(folder: Path) -> float:
 
 def in_use(folder: Path) -> bool:
     """Return whether a program on this machine has the session open for writing."""
-    with suppress(OSError), open(folder / LOCK, "rb") as file:
+    with suppress(OSError), (folder / LOCK).open("rb") as file:
         return not lock(file.fileno(), shared=True)
     return False
 
@@ -280,8 +252,8 @@ def remove_folder(folder: Path) -> None:
     """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError."""
     for number in reversed(generations(folder)):
         (folder / f"{number}{_GENERATION}").unlink(missing_ok=True)
-    for name in os.listdir(folder) if folder.is_dir() else []:
-        (folder / name).unlink(missing_ok=True)
+    for path in [*folder.iterdir()] if folder.is_dir() else []:
+        path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         folder.rmdir()
 
@@ -297,29 +269,33 @@ def damaged(path: Path) -> SessionDamaged:
     return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Create a file with its content at once. Raises FileExistsError if it exists, and OSError."""
-    temporary = temporary_name(path)
+def _create(path: Path, data: bytes, locked: bool) -> None:
+    """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
+    and OSError."""
+    temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
         with open(temporary, "xb") as file:
             os.chmod(temporary, 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            if temporary.stat().st_nlink < 2:  # else a server of files did so, and its first answer was lost
+                raise
+        except OSError as error:
+            if error.errno not in _LINKS_REFUSED or not locked or path.exists():
+                raise
+            os.rename(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
     sync_name(path)
 
 
-def _lock_patiently(descriptor: int) -> bool:
-    """Lock a file; another process may hold the lock for a moment to see whether the session is in use."""
-    until = time.monotonic() + 0.1
-    while not lock(descriptor):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+def _check_of(path: Path) -> bytes:
+    return path.read_bytes().rpartition(b"\n")[2]
 
 
 def _digest(data: bytes) -> str:

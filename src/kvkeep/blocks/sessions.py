@@ -11,10 +11,10 @@ again. It never gives other entries than those that were saved.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,10 +29,10 @@ from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
-from kvkeep.blocks.names import chain, origin
+from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
-from kvkeep.blocks.store import Store
-from kvkeep.blocks.text import Block, Target, TextRows, entry_forms, pieces
+from kvkeep.blocks.store import ONLY, Store
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -52,9 +52,7 @@ log = logging.getLogger(__name__)
 
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
-_ALONE = "session"
-"""Name of the session in a store that holds one only: a session at a path."""
-_BLOCK = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
@@ -77,7 +75,7 @@ _HEADER: dict[str, tuple[type, ...]] = {
 }
 _PAST: dict[str, tuple[type, ...]] = {
     **{"length": (int,), "rows": (int,), "first": (dict,)},
-    **{"uneven": (bool,), "shares": (list, type(None))},
+    **{"uneven": (bool,), "shares": (list, type(None)), "plain": (bool,)},
 }
 
 
@@ -107,10 +105,10 @@ class StoredSession:
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
         """Return the only session of the store at ``path``."""
         store = Store(path, quota=None)
-        if not writing and not store.path(_ALONE).is_dir():
-            store.check()
+        store.check()
+        if not writing and not store.path(ONLY).is_dir():
             raise SessionError(f"There is no session at '{path}'.")
-        return cls(store, _ALONE, writing=writing)
+        return cls(store, ONLY, writing=writing)
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +117,10 @@ class StoredSession:
         self.close()
 
     def close(self) -> None:
-        """Close the session, so that another program may write to it."""
+        """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
         self.reference.close()
+        if self.name == ONLY and self.reference.writing and not self.turns:
+            self.store.remove_folder()
 
     @property
     def closed(self) -> bool:
@@ -130,7 +130,7 @@ class StoredSession:
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder) if self.name == _ALONE else self.reference.path
+        return str(self.store.folder) if self.name == ONLY else self.reference.path
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class StoredSession:
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        key = secrets.token_hex(16)
+        key = session_key()
         about = {
             "fingerprint": fingerprint(cache.model),
             "tokenizer": session.tokenizer,
@@ -211,15 +211,15 @@ class StoredSession:
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
         """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
-        if not text.whole:
+        if not text.tokens_in_blocks:
             return []
         first, folder = origin(cache, text.forms), self.store.blocks
         if first is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [secrets.token_hex(16) for _ in range(text.whole // BLOCK - len(names))]
-            names = names[: text.whole // BLOCK]
+            names += [session_key() for _ in range(text.tokens_in_blocks // BLOCK - len(names))]
+            names = names[: text.tokens_in_blocks // BLOCK]
         blocks = [self.block(name) for name in names]
         known = folder.use(blocks)
         beginnings.write(folder, blocks[known:], text, ids, known)
@@ -238,13 +238,23 @@ class StoredSession:
         fewer tokens than were saved; ``ids`` are always those that it holds. cache: an empty cache of
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
-            request = _request(self.about, model, tokenizer)
-            assert self.about is not None
-            cache = KeepCache(model, request=request) if cache is None else cache
-            loaded = _Loaded(self, self.about, cache)
-            held = loaded.restore()
-            ids = [row[:held] for row in self.about["ids"]] if held else []
-            return Session(loaded.cache, ids, self.about["notes"], self.about["tokenizer"])
+            while True:
+                request, about = _request(self.about, model, tokenizer), self.about
+                assert about is not None
+                cache = KeepCache(model, request=request) if cache is None else cache
+                count = _Loaded(self, about, cache).restore()
+                if count == about["past"]["length"] or not self._changed():
+                    break
+                cache.reset()
+            ids = [row[:count] for row in about["ids"]] if count else []
+            return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
+
+    def _changed(self) -> bool:
+        """Return whether another program saved the session after this one, which only reads it, did read it."""
+        if self.reference.writing:
+            return False
+        before, self.reference = self.reference.mark, self.store.read(self.name)
+        return self.reference.mark != before
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -286,12 +296,12 @@ def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: 
         session = stored.load(model, tokenizer, cache)
         assert stored.about is not None
         all_ids = stored.about["ids"]
-        held = session.cache.get_seq_length()
-        if all_ids and held < len(all_ids[0]):
+        count = session.cache.get_seq_length()
+        if all_ids and count < len(all_ids[0]):
             if len(all_ids) > 1:
                 raise SessionDamaged(f"The session '{stored.path}' cannot be continued: its blocks are damaged.")
             with torch.no_grad():
-                missing = torch.tensor(all_ids, device=model.device)[:, held:]
+                missing = torch.tensor(all_ids, device=model.device)[:, count:]
                 model(input_ids=missing, cache=session.cache, use_cache=True, logits_to_keep=1)
             session.ids = all_ids
         return session
@@ -303,7 +313,7 @@ def check_savable(cache: Cache) -> None:
         raise SessionError("A session with transformers' own cache cannot be saved; use method 'full'.")
     if (parts := processes(cache.model)) > 1:
         raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
-    if others := cache.geometry.other_layers:
+    if others := cache.geometry.unbounded_layers:
         raise SessionError(
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
             "is not keys and values."
@@ -318,8 +328,7 @@ class _Loaded:
         self.past = about["past"]
 
     def restore(self) -> int:
-        """Return the number of tokens that the cache holds then. A cache that has to be made anew is in ``cache``."""
-        _check_types(self.past, _PAST, "past")
+        """Return the number of tokens that the cache holds then."""
         numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
         if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
             raise _odd("its state has numbers out of range")
@@ -345,26 +354,26 @@ class _Loaded:
                 self.cache.stream.blocks = list(self.about["blocks"])
                 return int(self.past["length"])
             self.cache.reset()
+        if not self.past["plain"]:
+            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
         log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if blocks and beginnings.begins(self.cache) and {*blocks[0]} == _entries(self.cache):
-            beginnings.fill(self.cache, blocks)
-        return self.cache.get_seq_length()
+        if len(self.about["ids"]) > 1:
+            return 0
+        prompt = [*self.about["ids"][0], 0]
+        folder, cache = self.session.store.blocks, self.cache
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
 
     def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
         """Return the session's blocks, and the reason if not all can be read."""
-        found: list[dict[str, Tensor]] = []
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        blocks = [self.session.block(key) for key in self.about["blocks"]]
+        names = [self.session.block(key) for key in self.about["blocks"]]
+        blocks, error = self.session.store.blocks.read_first(names)
         for number, block in enumerate(blocks):
-            try:
-                tensors = self.session.store.blocks.read(block)
-            except StoreError as error:
-                return found, str(error)
-            if not torch.equal(tensors[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
-                return found, "A block is of another text."
-            found.append(tensors)
-        self.session.store.blocks.use(blocks)
-        return found, None
+            found, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
+            if found is None or found.dtype != wanted.dtype or not torch.equal(found, wanted):
+                return blocks[:number], "A block is of another text."
+        self.session.store.blocks.use([*names, self.session.block(self.about["state"])])
+        return blocks, None if error is None else str(error)
 
     def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         cache, past = self.cache, self.past
@@ -385,7 +394,8 @@ class _Loaded:
         forms |= {name: _joined(rows) for name, rows in several.items()}
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
         check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        transfer.restore(cache, set(rest), lambda name: rest[name], past, several)
+        # A cache writes to its own state; a mapped block is shared with other caches.
+        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
         check_restored(cache, forms, known, past)
 
@@ -395,12 +405,6 @@ class _Loaded:
         if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
-
-
-def _entries(cache: KeepCache) -> set[str]:
-    """Return the names of a block's tensors with all entries of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
-    return {NAME_OF_IDS, *(name for name, *_ in forms)}
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:
@@ -420,18 +424,10 @@ def _tensor(part: Tensor | Rows) -> Tensor:
     return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
 
 
-def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
+def check_about(about: Any) -> None:
+    """Check the types and ranges of a reference's data. Raises SessionDamaged."""
     _check_types(about, _HEADER, "header")
-    assert about is not None
-    if about["fingerprint"] != fingerprint(model):
-        raise SessionError(
-            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
-            "that one, or start a new session."
-        )
-    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
-        raise SessionError(
-            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
-        )
+    _check_types(about["past"], _PAST, "past")
     keys = [*about["blocks"], about["state"]]
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
         raise _odd("it has invalid names of blocks")
@@ -443,6 +439,20 @@ def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) ->
         raise _odd("it has invalid token ids")
     if len({len(row) for row in rows}) > 1:
         raise _odd("its rows have different lengths")
+
+
+def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
+    check_about(about)
+    assert about is not None
+    if about["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
+            "that one, or start a new session."
+        )
+    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+        raise SessionError(
+            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
+        )
     try:
         request = Request.parse(about["method"], about["budget"], **about["options"])
     except TypeError as error:

@@ -8,8 +8,10 @@ FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); wit
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,20 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.blocks.bucket import Bucket, BucketFolder
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import (
-    BucketGenerations,
-    Reference,
-    in_use,
-    last_used,
-    numbered,
-    remove_folder,
-    unwritable,
-)
+from kvkeep.blocks.names import belongs_to_sessions
+from kvkeep.blocks.references import Reference, generations, in_use, last_used, mentioned, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
-from kvkeep.files import write_whole
+from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".session"
 MARKER = "kvkeep-store"
@@ -40,10 +36,16 @@ QUOTA = 2 * 10**9
 DAY_S = 86400.0
 LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
+ONLY = "session"
+"""The name of the session in a store that holds one only: a session at a path."""
+_EARLIER = b"kvkeep"
+"""The beginning of a session file of an earlier version."""
+ABANDONED_S = 3600.0
+"""Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
-_NAME = re.compile(rf"({_PART}/)?{_PART}")
+_NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class SessionInfo:
     """Bytes of the session's blocks; other sessions may share them."""
     used: float
     """The time of the last save or opening for writing, in seconds since 1970."""
-    held: bool
+    in_use: bool
     """Whether a program has it open for writing."""
     problem: str | None = None
     """The reason why it cannot be read; the fields below then have their defaults."""
@@ -67,6 +69,8 @@ class SessionInfo:
     """The number of saves."""
     tokens: int = 0
     """Tokens in the cache."""
+    missing: int = 0
+    """The number of blocks that the store does not have any more; their text will be read again."""
     family: str | None = None
     """The model's family."""
     method: str | None = None
@@ -80,15 +84,18 @@ def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
     return data_folder() / "store" if named is None else Path(named)
 
 
+def user_store(named: str | None = None) -> Store:
+    """Return the store in the named folder, without a quota, or this user's default store."""
+    return Store(store_folder(named), quota=QUOTA if named is None else None)
+
+
 class Store:
     """A store in ``folder``, which is created with the first block or session.
 
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
     are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
     session was used; None: no limit. shared: programs on several machines use the folder; its locks need not reach from
-    one machine to another. bucket: a bucket that has the blocks and sessions of several machines
-    (:mod:`kvkeep.blocks.bucket`); the folder is then local. Raises UsageError for a folder that is not a store, and for
-    an invalid name.
+    one machine to another. Raises UsageError for a folder that is not a store, and for an invalid name.
     """
 
     def __init__(
@@ -98,11 +105,9 @@ class Store:
         quota: int | None = QUOTA,
         age: float | None = None,
         shared: bool = False,
-        bucket: Bucket | None = None,
     ) -> None:
-        self.folder, self.age, self.shared, self.bucket = Path(folder), age, shared, bucket
-        place = self.folder / "blocks"
-        self.blocks = BlockFolder(place, quota) if bucket is None else BucketFolder(place, quota, bucket)
+        self.folder, self.age, self.shared = Path(folder), age, shared
+        self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions = self.folder / "sessions"
         self._checked = False
 
@@ -118,13 +123,20 @@ class Store:
         if self._checked:
             return
         folder = self.folder.absolute()
+        if "\0" in str(folder):
+            raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text() if MARKER in found else None
+            version = (folder / MARKER).read_text(errors="replace") if MARKER in found else None
         except FileNotFoundError:
             return self._check_creation(folder)
         except NotADirectoryError as error:
             if folder.is_file():
+                if _begins_with(folder, _EARLIER):
+                    raise UsageError(
+                        f"'{self.folder}' is a session of an earlier version of kvkeep, which this one cannot read; "
+                        "name another."
+                    ) from error
                 raise UsageError(f"'{self.folder}' is a file, not a folder of kvkeep; name another.") from error
             return self._check_creation(folder)
         except OSError as error:
@@ -188,12 +200,14 @@ class Store:
         """Return the session open for writing; create it if missing."""
         path = self.path(name)
         self.create()
-        return Reference(path, writing=True, shared=self.shared, bucket=self._generations(path))
+        return self._reference(path, writing=True)
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        path = self._existing(name)
-        return Reference(path, bucket=self._generations(path))
+        return self._reference(self._existing(name), writing=False)
+
+    def _reference(self, path: Path, writing: bool) -> Reference:
+        return Reference(path, writing=writing, shared=self.shared)
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -203,7 +217,6 @@ class Store:
     def sessions(self, owner: str | None = None) -> list[SessionInfo]:
         """Return all sessions, or those of one owner; the last used first."""
         self.check()
-        self._pull()
         found = []
         for path in self._paths(owner):
             with suppress(FileNotFoundError):  # another program removed it
@@ -221,26 +234,60 @@ class Store:
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> int:
-        """Remove blocks over the quota, and sessions and blocks over the age; return the number of removed sessions."""
+        """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
+        the number of removed sessions."""
         gone = 0
-        self._pull()
         for path in [*self._paths()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - last_used(path) > (self.age or 0):
                     gone += self._removed(path)
         self.blocks.evict(self.age)
+        with suppress(OSError):
+            remove_abandoned(self.folder)
+            self._sweep()
         return gone
 
+    def remove_unused(self) -> None:
+        """Remove the blocks that no session has."""
+        named = {BlockName(self.space(self._name(path)), key) for path in self._paths() for key in _keys(path)}
+        for name in self.blocks.names():
+            if name not in named:
+                self.blocks.remove(name)
+
+    def remove_folder(self) -> None:
+        """Remove the whole store, unless it has a session."""
+        with suppress(OSError):
+            self._sessions.rmdir()
+            shutil.rmtree(self.blocks.folder, ignore_errors=True)
+            (self.folder / MARKER).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _sweep(self) -> None:
+        """Remove the blocks of sessions that no session names. Raises OSError."""
+        left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
+        left = [name for name in left if self.blocks.idle(name) > ABANDONED_S]
+        known = b"".join(mentioned(path) for path in self._paths()) if left else b""
+        for name in left:
+            if name.key.encode() not in known:
+                self.blocks.remove(name)
+
     def release(self, name: str, keys: set[str]) -> None:
-        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other
-        sessions."""
+        """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
+        and what was stored of the text after them."""
+        from kvkeep.blocks.names import state_key, tail_key
+
         space = self.space(name)
-        self._pull()
-        for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
-            if self.space(self._name(path)) == space and self._name(path) != name:
-                keys = keys - _keys(path)
+        try:
+            for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
+                if self.space(self._name(path)) == space and self._name(path) != name:
+                    known = mentioned(path)
+                    keys = {key for key in keys if key.encode() not in known}
+        except OSError as error:  # nobody knows then what other sessions have
+            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
+            return
         for key in keys:
-            self.blocks.remove(BlockName(space, key))
+            for one in (key, tail_key(key), state_key(key)):
+                self.blocks.remove(BlockName(space, one))
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
@@ -249,8 +296,6 @@ class Store:
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
             if not self.path(other).exists():
                 try:
-                    if (generations := self._generations(path)) is not None:
-                        generations.move(self.path(other))
                     path.rename(self.path(other))
                 except OSError as error:
                     raise unwritable(path, error) from error
@@ -260,33 +305,9 @@ class Store:
     def _existing(self, name: str) -> Path:
         path = self.path(name)
         self.check()
-        self._pull(path)
         if not path.is_dir():
-            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
+            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
         return path
-
-    def _generations(self, path: Path) -> BucketGenerations | None:
-        """Return the bucket's generations of the session at ``path``."""
-        return None if self.bucket is None else BucketGenerations(self.bucket, path, self._key(path))
-
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
-
-    def _pull(self, path: Path | None = None) -> None:
-        """Make the folder have the bucket's sessions, or one of them."""
-        if self.bucket is None:
-            return
-        try:
-            if path is None:
-                files: dict[Path, list[str]] = {one: [] for one in self._paths()}
-                for key in self.bucket.keys(self._sessions.name):
-                    files.setdefault(self._sessions / Path(key).parent, []).append(Path(key).name)
-                for one, names in files.items():
-                    BucketGenerations(self.bucket, one, self._key(one)).pull(numbered(names))
-            else:
-                BucketGenerations(self.bucket, path, self._key(path)).pull()
-        except OSError as error:
-            raise SessionError(f"The sessions in '{self.bucket.url}' cannot be read: {error}.") from error
 
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
         """Yield the path of each session."""
@@ -302,29 +323,32 @@ class Store:
     def _info(self, path: Path) -> SessionInfo:
         """Return the facts about the session at ``path``. Raises OSError if it is missing."""
         name = self._name(path)
-        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "held": in_use(path)}
+        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
         try:
             with Reference(path) as reference:
                 about = reference.about
                 assert about is not None
                 blocks = [BlockName(self.space(name), key) for key in (*about["blocks"], about["state"])]
-                size = 0
+                size = missing = 0
                 for block in blocks:
-                    with suppress(OSError):  # it will be read again
+                    try:
                         size += self.blocks.path(block).stat().st_size
+                    except OSError:
+                        missing += 1
                 return SessionInfo(
                     **common,
                     bytes=size,
                     created=float(about["created"]),
                     turns=reference.generation,
                     tokens=about["past"]["rows"] * about["past"]["length"],
+                    missing=missing,
                     family=about["family"],
                     method=about["method"],
                     budget=about["budget"],
                     mark=reference.mark,
                 )
         except SessionError as error:
-            problem = UNSAVED if not any(one.endswith(".json") for one in os.listdir(path)) else str(error)
+            problem = UNSAVED if not generations(path) else str(error)
             return SessionInfo(**common, bytes=0, problem=problem)
         except (LookupError, TypeError, ValueError):
             return SessionInfo(**common, bytes=0, problem="it is not as kvkeep writes it")
@@ -335,8 +359,6 @@ class Store:
             return False
         try:
             keys = _keys(path)
-            if (generations := self._generations(path)) is not None:
-                generations.remove()
             remove_folder(path)
             self.release(self._name(path), keys)
             if path.parent != self._sessions:
@@ -355,6 +377,12 @@ def _keys(path: Path) -> set[str]:
         about = reference.about or {}
         return {*map(str, about["blocks"]), str(about["state"])}
     return set()
+
+
+def _begins_with(path: Path, beginning: bytes) -> bool:
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(len(beginning)) == beginning
+    return False
 
 
 def is_path(name: str) -> bool:

@@ -80,7 +80,7 @@ class TextRows:
                 self.targets[part] = Target(short, 0, self.length)
 
     @property
-    def whole(self) -> int:
+    def tokens_in_blocks(self) -> int:
         """The number of tokens in whole blocks."""
         return self.length // BLOCK * BLOCK if self.sources else 0
 
@@ -96,7 +96,7 @@ class TextRows:
     @property
     def nbytes(self) -> int:
         """Bytes of all whole blocks."""
-        return self.whole * sum(self.read(short, 0, 1).nbytes for short in self.sources)
+        return self.tokens_in_blocks * sum(self.read(short, 0, 1).nbytes for short in self.sources)
 
     def read(self, short: str, start: int, stop: int) -> Tensor:
         """Return the rows ``start`` to ``stop``, (lanes, rows, width)."""
@@ -109,9 +109,9 @@ class TextRows:
         return {short: self.read(short, number * BLOCK, (number + 1) * BLOCK) for short in self.sources}
 
     def tail(self) -> dict[str, Tensor]:
-        """Return the rows after the last whole block that parts of the state need."""
-        ends = {short: max(one.stop for one in self.targets.values() if one.name == short) for short in self.sources}
-        return {short: self.read(short, self.whole, end) for short, end in ends.items() if end > self.whole}
+        """Return the rows after the last whole block."""
+        start = self.tokens_in_blocks
+        return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
 
 
 def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:

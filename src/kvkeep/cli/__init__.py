@@ -22,7 +22,10 @@ COMMANDS = {
         "kvkeep.cli.serve.command:serve",
         "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
     ),
-    "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
+    "cache": (
+        "kvkeep.cli.cache:app",
+        "List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
+    ),
     "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
     "calibrate": (
         "kvkeep.cli.calibrate:calibrate",

@@ -197,7 +197,7 @@ def _combinations() -> Rows:
     names = {type(fate): name for name, fate in fates.items()}
     for preset in PRESETS.values():
         given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
-        if given and preset.fate in names:  # a preset's fate may be unnamed
+        if given and preset.fate in names:  # a preset's fate may have no name
             fates[f"{names[preset.fate]}:{given}"] = preset.fate(**preset.defaults)
     reasons: list[str] = []
 

@@ -74,7 +74,8 @@ Chunk = Annotated[
 ]
 MaxTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")]
 Sessions = Annotated[
-    str | None, Option(metavar="FOLDER", help="Folder of saved sessions.", show_default="$KVKEEP_DATA/sessions")
+    str | None,
+    Option(metavar="FOLDER", help="Folder of saved sessions and their blocks.", show_default="$KVKEEP_DATA/store"),
 ]
 Json = Annotated[bool, Option("--json", help="Print a single JSON object on standard output, nothing else.")]
 

@@ -1,6 +1,6 @@
 """The contracts: the parts of a cache layer, and their promises to each other.
 
-A layer of a full budget needs three answers, and each is a part:
+A full layer within a budget needs three answers. Each comes from one part:
 
 * Which entries are evicted? A :class:`Selector` ranks the resident entries.
 * What is stored of them? A :class:`Fate` makes the layer's :class:`EvictedStore`.

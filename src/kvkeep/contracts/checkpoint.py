@@ -19,21 +19,21 @@ class Checkpoint(ABC):
     spec: Any
     """The requested :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec`."""
     where: str
-    """Where its data is: "device", "host" or "disk"."""
+    """The place of its data: "device", "host" or "disk"."""
     capacity: int | None
-    """Entries it may hold; None: no limit."""
+    """The maximum number of entries; None: no limit."""
     by_token: bool
-    """It stores every token, evicted or not."""
+    """The checkpoint stores every token, evicted or not."""
     copies: bool
-    """A recall copies data at most, and computes nothing."""
+    """A recall computes nothing; at most it copies data."""
     picks: bool
-    """It can return single entries without all earlier ones."""
+    """The checkpoint can return single entries without all earlier ones."""
     replays: bool
-    """It runs layers again, with the model's masks."""
+    """The checkpoint runs layers again, with the model's masks."""
 
     @property
     def reads_ids(self) -> bool:
-        """Whether entries are rebuilt from the ledger's ids, among others."""
+        """Whether entries are rebuilt from the ledger's ids, among other data."""
         return False
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
@@ -45,19 +45,23 @@ class Checkpoint(ABC):
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take entries (lanes, n, dim) of a layer, in order."""
 
+    def adopt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take entries as :meth:`append`, mapped from a file, without a copy where that is possible."""
+        self.append(layer, keys, values)
+
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all of them,
+        """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all entries,
         without a copy."""
 
     def spans(self, layer: int, stop: int) -> Sequence[Span] | None:
-        """Return views of the first ``stop`` entries; the last may be that of :meth:`next_row`. None where attention
-        needs a copy."""
+        """Return views of the first ``stop`` entries; the last entry may be in the row of :meth:`next_row`. None where
+        attention needs a copy."""
         return None
 
     def next_row(self, layer: int) -> Destination | None:
-        """Return where the next entry of each of a layer's lanes is written; None where the checkpoint must see the
-        entry first."""
+        """Return where the next entry of each of a layer's lanes is written; None where the checkpoint needs the entry
+        first (:meth:`append`)."""
         return None
 
     def commit(self, layer: int) -> None:
@@ -65,8 +69,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). None of them may
-        be lost."""
+        """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). All of them must
+        still be stored."""
 
     @abstractmethod
     def first(self, layer: int) -> int:

@@ -55,7 +55,7 @@ class EvictedEntries(NamedTuple):
     slots: Tensor
     """(lanes, n) int, -1 for none."""
     scores: Tensor | None = None
-    """(lanes, n) float32; None where the store asks for none."""
+    """(lanes, n) float32; None where the store needs no scores."""
     extra: Tensor | None = None
     """(lanes, n) float32, the number of further tokens that each entry stands for; None where the store does not merge.
     """

@@ -21,7 +21,7 @@ class Fate(ABC):
     """How evicted entries are stored. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
-    """What the fate does with them, in a word."""
+    """What the fate does with evicted entries, in a word."""
     source: ClassVar[str] = ""
     """The paper."""
     leaves: ClassVar[str] = ""
@@ -37,7 +37,7 @@ class Fate(ABC):
     readings: ClassVar[int] = 1
     """How often a chunk of a prompt is read, backward passes included."""
     predictable: ClassVar[bool] = True
-    """:meth:`holds` returns the bytes that it takes, so that the planner lists its methods."""
+    """:meth:`holds` predicts the bytes of its stores, so the planner lists methods with this fate."""
     keeps: ClassVar[bool] = True
     """:attr:`EvictedStore.keeps` of its stores."""
     merges: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class Fate(ABC):
         return None
 
     def read(self, stored: int) -> int:
-        """Return the entries of a KV head that a step attends to, out of ``stored``. The planner asks."""
+        """Return the number of a KV head's ``stored`` entries that a step attends to. The planner calls this method."""
         return stored
 
     @property
@@ -64,17 +64,17 @@ class Fate(ABC):
         return False
 
     def refuses(self, method: Any) -> str | None:
-        """Return why it cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a sentence, or
-        None."""
+        """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
+        sentence; None where it can."""
         return None
 
     def resident(self, entries: int) -> int:
-        """Return the part of a budget's ``entries`` that is for resident ones."""
+        """Return how many of a budget's ``entries`` are for resident entries."""
         return entries
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
-        """Return the tokens of a prompt to read at a time with a budget of ``entries``: ``chunk``, or fewer unless the
-        user has ``chosen`` that number. Raises BudgetError, for method ``name``, where they do not fit."""
+        """Return the number of prompt tokens to read at a time with a budget of ``entries``: ``chunk``, or fewer unless
+        the user has ``chosen`` that number. Raises BudgetError, for method ``name``, where they do not fit."""
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -99,6 +99,6 @@ class Fate(ABC):
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes that the store of a layer holds within a budget of ``entries``, after every lane has evicted
-        ``left`` entries. The store allocates by the same rule."""
+        """Return the bytes that the store of a layer holds within a budget of ``entries``. left: the number of entries
+        that a lane evicts in each pass. The store allocates by the same rule."""
         return PredictedBytes()

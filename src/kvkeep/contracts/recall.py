@@ -24,10 +24,10 @@ class Reader(Part):
     """How the attention of one layer reads entries that are not resident, and the state that this needs."""
 
     certificate: Any = None
-    """Bounds on the attention left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where nothing is
-    left out."""
+    """Bounds on the attention to entries left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where
+    the reader attends to all entries."""
     waiting: int = 0
-    """Slots received that wait for a decision."""
+    """The number of received slots that wait for a decision."""
 
     @abstractmethod
     def attend(self, layer: Any, step: AttentionInputs) -> Tensor:
@@ -35,15 +35,15 @@ class Reader(Part):
         the layer's last module has read them."""
 
     def arrive(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """Called with the new entries of a step, (lanes, n, dim), before it attends."""
+        """Called with the new entries of a step, (lanes, n, dim), before attention."""
         layer.resident.arrive(keys, values)
 
     def plan(self, layer: Any) -> LayerStep | None:
         """Return the step for one more entry of each of the layer's lanes; None: :meth:`attend` computes it."""
         return None
 
-    def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """Called before the new entries of a step are stored."""
+    def settling(self, layer: Any, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        """Called before the new entries of a step are stored. mapped: they are mapped from a file and never change."""
 
     def commit(self, layer: Any, count: int, agreed: bool) -> None:
         """Keep the first ``count`` of the entries that wait for the round's decision. agreed: all drafts were right."""
@@ -62,7 +62,7 @@ class Reader(Part):
         yield from layer.evicted.pieces(torch.empty(0, device=layer.device), layer.resident, layer.length)
 
     def states(self, layer: Any, evicted: Tensor) -> Tensor:
-        """Return the states of evicted entries, (lanes, slots) codes. evicted: the states that the store gives."""
+        """Return the states of evicted entries, (lanes, slots) codes. evicted: the states from the store."""
         return evicted
 
     def truncate(self, layer: Any, length: int) -> None:
@@ -90,13 +90,13 @@ class Recall(ABC):
     reads_single: ClassVar[bool] = False
     """It brings back single entries, so none may be merged into others."""
     place: ClassVar[str | None] = None
-    """The default place of its checkpoints; None: as for every method."""
+    """The default place of its checkpoints; None: the default of all methods."""
     loses: ClassVar[bool] = False
-    """It still works when a checkpoint of limited capacity has lost entries."""
+    """The recall still works when a checkpoint of limited capacity has lost entries."""
     reads_all: ClassVar[bool] = False
-    """Every step attends to all entries of the checkpoint, so that none has to be resident."""
+    """Every step attends to all entries of the checkpoint, so the budget may be 0."""
     drafts: ClassVar[bool] = False
-    """It decodes in rounds of draft and verify."""
+    """The recall decodes in rounds of draft and verify."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     across_heads: ClassVar[bool] = False
@@ -105,20 +105,20 @@ class Recall(ABC):
     """Parameters that may name files of this machine; a server refuses them in requests."""
 
     def tail(self, entries: int) -> int:
-        """Return the part of a budget's ``entries`` that is for tokens that wait for a decision; 0 where none do."""
+        """Return how many of a budget's ``entries`` are for tokens that wait for a decision; 0 where no tokens wait."""
         return 0
 
     def entries(self, away: int) -> int:
-        """Return the most entries of a KV head that come back for a step, out of ``away`` evicted ones."""
+        """Return the maximum number of a KV head's ``away`` evicted entries that come back for a step."""
         return away
 
     def swapped(self, away: int) -> int:
-        """Return the number of a KV head's ``away`` entries that may replace resident ones after a step."""
+        """Return the number of a KV head's ``away`` evicted entries that may replace resident ones after a step."""
         return 0
 
     def refuses(self, method: Any) -> str | None:
-        """Return why it cannot be the recall of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a sentence,
-        or None."""
+        """Return why this recall cannot be the recall of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
+        sentence; None where it can."""
         return None
 
     def hook(self) -> PassHook | None:
@@ -130,5 +130,5 @@ class Recall(ABC):
         """Return the reader of one layer. round: the cache's rounds of draft and verify, or None."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes that a layer's reader holds for ``tokens`` tokens of a row. away: those not resident."""
+        """Return the bytes that a layer's reader holds for ``tokens`` tokens of a row, ``away`` of them evicted."""
         return PredictedBytes()

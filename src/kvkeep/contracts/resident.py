@@ -25,6 +25,11 @@ class Resident(Part):
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
         """Yield the entries. Without ``ordered`` they may come in any order: the caller masks none of them."""
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Take the entries of a text into this empty part: pieces (lanes, n, dim) in order, mapped from files. Return
+        False, without taking any, where they have to be admitted one piece after the other."""
+        return False
+
     @abstractmethod
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries, whose slots begin at ``first``, within the budget. Return the evicted entries; None where
@@ -64,9 +69,9 @@ class Resident(Part):
         new: tuple[Tensor, Tensor] | None,
         first: int,
     ) -> None:
-        """Score every entry by the attention it received. lse: the log-sum-exp of attention over everything. segments:
-        those of :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on; None after they are
-        settled."""
+        """Score every entry by the attention it received. lse: the log-sum-exp of attention over all entries. segments:
+        the resident entries, from :meth:`pieces`. new: the step's new entries (lanes, n, dim) from slot ``first`` on;
+        None after they are settled."""
 
     @abstractmethod
     def resident_slots(self, unmerged: bool = False) -> Tensor:
@@ -92,11 +97,11 @@ class Resident(Part):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, with the questions that stores may ask."""
+    """Resident entries that a selector chose, with methods for stores."""
 
     selector: Selector
     banks: Any
-    length: int  # slots so far
+    length: int  # slots of the text
 
     @property
     @abstractmethod
@@ -106,7 +111,7 @@ class WorkingSet(Resident):
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         """Return the selector's scores of stored entries, from the attention that they received; (lanes, n) throughout.
-        A selector that reads keys and values does not see those of stored entries, and leaves their scores."""
+        A selector that reads keys and values gets none of stored entries, and returns their scores unchanged."""
 
     @abstractmethod
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Selectors: which entries are evicted. And the inputs of a selector."""
+"""Selectors, which decide which entries are evicted, and their inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Candidates:
     """The entries that a selector ranks. Tensors are (lanes, entries), with the newest last."""
 
     slots: Tensor
-    """int64, -1 where a column is empty (its rank is not used)."""
+    """int64, -1 where a column is empty; the rank of an empty column is ignored."""
     scores: Tensor | None
     """The selector's scores, float32; None before the first."""
     first: Tensor | int
@@ -50,7 +50,7 @@ class Candidates:
     keys: Tensor | None = None
     """(lanes, entries, key_dim) as cached; None for selectors that do not read them (:attr:`Selector.needs_kv`)."""
     values: Tensor | None = None
-    """(lanes, entries, value_dim) as cached; None likewise."""
+    """(lanes, entries, value_dim) as cached; None for selectors that do not read them."""
     asking: Asking | None = None
     """The queries of a step whose entries are new, for selectors that look ahead."""
 
@@ -59,7 +59,7 @@ class ReconstructionPieces(NamedTuple):
     """How a text is read a second time."""
 
     piece: int
-    """Tokens read at a time. Their attention weights are normalised over these tokens and the sinks."""
+    """Tokens read at a time. Attention weights are normalised over these tokens and the sinks."""
     sinks: int
     """The first entries of the text, which take part in the attention of every piece."""
 
@@ -108,7 +108,7 @@ class Selector(ABC):
 
     @property
     def observation_window(self) -> int | None:
-        """The number of a step's last queries whose attention :meth:`observe` receives: 0 none, None all."""
+        """The number of a step's last queries whose attention :meth:`observe` receives; None: all."""
         return 0
 
     @property
@@ -120,13 +120,13 @@ class Selector(ABC):
     @property
     def reconstruction(self) -> ReconstructionPieces | None:
         """How a text is read a second time before any of it is evicted, so that :meth:`shares` can count the entries of
-        each head; None: the text is read once. The first reading is that of ``kv-direct``, and chooses nothing."""
+        each head; None: the text is read once. The first reading is that of ``kv-direct``, before any choice."""
         return None
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
-        """Return the entries of each full layer's lanes, ``entries`` on average over the lanes of one of ``rows``.
-        received: for each layer (lanes, slots) float32, the largest attention weight that each entry received in the
-        reconstruction, which is its score; -inf for padding."""
+        """Return the number of entries of each full layer's lanes, for ``rows`` rows: ``entries`` on average over the
+        lanes of a row. received: for each layer (lanes, slots) float32, the largest attention weight that each entry
+        received in the reconstruction, which is its score; -inf for padding."""
         return [[entries]] * len(received)
 
     @property
@@ -135,8 +135,8 @@ class Selector(ABC):
         return False
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average. A
-        selector that measures them on the model divides evenly where ``model`` is None."""
+        """Return the number of entries of each layer's KV heads (one number: the same for all heads), ``entries`` on
+        average. A selector that measures budgets on the model divides evenly where ``model`` is None."""
         return [(entries,)] * len(geometry.layers)
 
     def sinks_in_cache(self, drops: bool) -> int | None:

@@ -16,12 +16,12 @@ from kvkeep.step.plan import LayerStep, Span
 
 
 class EvictedStore(Part):
-    """The evicted entries of one layer. It knows the layer only through the arguments of its methods."""
+    """The evicted entries of one layer. A store gets data of the layer only through the arguments of its methods."""
 
     keeps: ClassVar[bool] = True
-    """It takes evicted entries; otherwise the layer does not gather them."""
+    """The store takes evicted entries; otherwise the layer does not gather them."""
     listens: ClassVar[bool] = False
-    """It learns the attention that its pieces received, and entries come with their scores."""
+    """The store learns the attention that its pieces received, and evicted entries come with their scores."""
     watches: ClassVar[bool] = False
     """Where the selector does not score by attention, the attention of the last step scores resident entries."""
     merges: ClassVar[bool] = False
@@ -36,22 +36,27 @@ class EvictedStore(Part):
         """Bytes allocated for entries."""
         return 0
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Take the first entries of a text into this empty store: pieces (lanes, n, dim) in order, mapped from files.
+        Return False, without taking any, where entries have to be evicted one piece after the other."""
+        return False
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        """Write into ``step`` where the evicted entry of each lane is copied, if the new entry ``evicts`` one: where
-        :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
+        """If the new entry ``evicts`` one, write into ``step`` where the evicted entry of each lane is copied: to the
+        place where :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else ()
 
     def commit(self, slot: int | None) -> None:
-        """Note that a step of :meth:`plan` that evicts has run. slot: the evicted entry's, in all lanes; None: the step
-        wrote the slots beside the entry."""
+        """Note that a step of :meth:`plan` that evicts has run. slot: the slot of the evicted entry in all lanes; None:
+        the step wrote the slots beside the entry."""
 
     def spans(self) -> Sequence[Span] | None:
-        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them. The
-        objects are the same as long as the tensors are. None where attention needs a copy."""
+        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them. As
+        long as the tensors stay, each call returns the same objects. None where attention needs a copy."""
         return None if self.keeps else ()
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
@@ -87,7 +92,7 @@ class EvictedStore(Part):
         return 0, 0
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return the state of each slot's entry, as if it was evicted: (lanes, ``length``) int8 codes of
+        """Return the state of each slot's entry, as if the entry were evicted: (lanes, ``length``) int8 codes of
         :class:`EntryState`, on the CPU."""
         return torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack, cast
 
 from transformers.cache_utils import Cache
 
-from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, load_session, save_session
+from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import CachedText, common_prefix
@@ -47,7 +48,7 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
-        self.last: Last | None = None  # None also if the messages have changed
+        self.last: Last | None = None  # None after a change of the messages
         self._forgot = False  # whether messages were forgotten after the last save
 
     def __repr__(self) -> str:
@@ -89,22 +90,24 @@ class Conversation:
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
-        """Continue the conversation saved at a path, or in a session open for writing. Raises SessionError, also for a
+        """Continue the conversation saved at a path, or in a session open for writing. If blocks are missing or
+        damaged, the log says so, and the model reads their text before its next answer. Raises SessionError, also for a
         session that is not a conversation."""
-        tokenizer_print = fingerprint_of_tokenizer(tokenizer)
-        session = load_session(where, model, tokenizer_print)
-        path = where.path if isinstance(where, StoredSession) else where
+        with nullcontext(where) if isinstance(where, StoredSession) else StoredSession.at(where) as stored:
+            session = stored.load(model, fingerprint_of_tokenizer(tokenizer))
+            assert stored.about is not None
+            path, saved = stored.path, stored.about["ids"]
         messages = session.notes.get("messages")
-        if session.cache.rows > 1:
+        if len(saved) > 1:
             raise SessionError(
-                f"The session '{path}' holds {session.cache.rows} texts instead of a conversation; name another."
+                f"The session '{path}' holds {len(saved)} texts instead of a conversation; name another."
             )
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
         talk.messages = list(messages)
         talk.past.ids = session.ids[0] if session.ids else []
-        talk.last = _last(session.notes.get("last"), talk.ids)
+        talk.last = _last(session.notes.get("last"), saved[0] if saved else [])
         return talk
 
     def save(self, where: Where) -> None:

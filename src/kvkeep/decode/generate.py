@@ -208,7 +208,7 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples by itself
+    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
         cache,
@@ -286,7 +286,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
         generation_config: GenerationConfig,
         **others: Any,
     ) -> Sampler:
-        known = MaxLengthCriteria, EosTokenCriteria  # an answer checks these itself
+        known = MaxLengthCriteria, EosTokenCriteria  # the answer checks these itself
         caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
         return Sampler(logits_processor, generation_config.do_sample)
 

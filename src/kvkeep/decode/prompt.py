@@ -72,7 +72,7 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
         if spelt:
             return _as_text(tokenizer, messages, spelt)
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template is code from the model and may raise anything
+    except Exception as error:  # a template is the model's code and may raise anything
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         system = any(message["role"] == "system" for message in messages)
         remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"

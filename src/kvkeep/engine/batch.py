@@ -76,8 +76,8 @@ class Batch(Cache):
 
 
 def can_pack(cache: KeepCache) -> bool:
-    """Return whether a cache can share a pass with others. A cache that runs the model itself cannot. A cache whose
-    layers hold a state other than keys and values cannot either."""
+    """Return whether a cache can share a pass with others. It cannot if it runs the model itself, or if its layers hold
+    a state other than keys and values."""
     again = cache.checkpoint is not None and cache.checkpoint.replays
     return not (again or cache.stream.pass_hooks) and not cache.geometry.other_layers
 
@@ -86,7 +86,7 @@ def can_pack(cache: KeepCache) -> bool:
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
     """Run the model once over all ``reads``; return the logits (keep, vocabulary) of each read's last tokens.
 
-    A failed read returns its exception, and its cache is as before. If the model itself runs out of memory or raises
+    A failed read returns its exception, and its cache is restored. If the model itself runs out of memory or raises
     another RuntimeError, every read fails. Other errors of the model are raised; torch.AcceleratorError is always
     raised, because the device is lost.
     """
@@ -112,7 +112,7 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose shared pass failed with ``error``."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
-    why = "there was not enough memory" if short else type(error).__name__  # the message may contain text of a prompt
+    why = "there was not enough memory" if short else type(error).__name__  # a message may contain text of a prompt
     shared = KvkeepError(
         f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry."
     )
@@ -156,4 +156,5 @@ def short_chunk_size(cache: KeepCache) -> int:
     stored = cache.checkpoint
     cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
+    kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
     return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

@@ -31,7 +31,7 @@ class Sampling:
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is all tokens."""
+    """The number of likeliest tokens to sample from; 0: all."""
     min_p: float = 0.0
     repetition: float = 1.0
     presence: float = 0.0

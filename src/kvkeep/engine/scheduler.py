@@ -27,10 +27,9 @@ class ScheduledAnswer:
         self._want(next(self._reads))
 
     def _want(self, read: Read) -> None:
-        """Cut the answer's next read into chunks; the first one takes the remainder."""
-        chunk = chunk_size(read.cache) if self.shared else read.cache.stream.chunk
-        count, rest = divmod(len(read.ids), chunk)
-        self._wanted, self._chunks = read, deque(([rest] if rest else []) + [chunk] * count)
+        """Cut the answer's next read into chunks."""
+        chunk = chunk_size(read.cache) if self.shared else None
+        self._wanted, self._chunks = read, deque(read.cache.stream.chunks(len(read.ids), chunk))
 
     @property
     def writes(self) -> bool:
@@ -90,7 +89,7 @@ class Result:
 class Scheduler:
     """Runs the ``answers`` of one model, in steps.
 
-    packed: answers share a pass where they can. Otherwise each has a separate pass, with chunks of its cache's size.
+    packed: answers share a pass where they can; otherwise each has a separate pass, with chunks of its cache's size.
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:

@@ -27,7 +27,7 @@ class Extent:
 
     def entries(self, keys: Tensor | None, values: Tensor | None, lanes: int | None = None) -> int:
         """Return the number n of entries of keys and values (lanes, n, dim), which must share a floating dtype. lanes:
-        default all."""
+        the number of lanes; None: all."""
         count = keys.shape[1] if keys is not None and keys.ndim == 3 else 0
         lanes = self.lanes if lanes is None else lanes
         fits("keys", keys, (lanes, count, self.key_dim))

@@ -12,7 +12,7 @@ from kvkeep.memory.rows import Buffer
 class Ledger:
     """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    If ``records`` is False, it records only their number, for caches that rebuild nothing.
+    If ``records`` is False, it records only their number, for caches that rebuild no entries.
     """
 
     def __init__(self, records: bool = True) -> None:
@@ -22,12 +22,12 @@ class Ledger:
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
         self.device = torch.device("cpu")  # device of the last tokens
-        # Of the forward pass in progress; None: no padding.
+        # State of the current forward pass; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
         self._padding: list[int] | None = None
-        self._by_lane: dict[int, Tensor] = {}  # by KV heads of a row
-        self._unpadded_tail = 0  # the last slots that are not padding in any row
+        self._by_lane: dict[int, Tensor] = {}  # by number of KV heads per row
+        self._unpadded_tail = 0  # number of last slots without padding in any row
 
     def append(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Return the bytes of the elements of ``tensors`` (None counts nothing)."""
+    """Return the bytes of the elements of ``tensors`` (None: 0 bytes)."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -1,15 +1,15 @@
 """Rows of a tensor that arrive in order: stores of them.
 
 A *row* belongs to one token: keys (batch, heads, **rows**, dim), residuals
-(batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is the last but one throughout, the batch
+(batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is always the last but one, the batch
 axis the first. Rows are numbered by *slot*: their place in the sequence, padding included, from 0.
 
 * :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
 * :class:`PagedRows`: all rows, in pages that are allocated once and never moved.
 
-These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners hold once, share one
-protocol, and one test holds them against a plain tensor.
+These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners share, have one protocol.
+One test compares all of them with a plain tensor.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class Rows(Protocol):
         """Bytes allocated, used or not."""
 
 
-def _selected(data: Tensor, index: Tensor, home: Place | None = None) -> Tensor:
-    """Pick ``index`` along the batch: in place where the shape still fits, else in new memory, of ``home`` if given."""
+def _selected(data: Tensor, index: Tensor, home: Place | None = None, writable: bool = True) -> Tensor:
+    """Pick ``index`` along the batch: in place where the shape still fits and the tensor is ``writable``, else in
+    new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
-    if data.shape == picked.shape:
+    if writable and data.shape == picked.shape:
         return data.copy_(picked)
     return picked if home is None else home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
 
@@ -73,7 +74,7 @@ def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
 
 
 class _OneTensor:
-    """Rows in one tensor, which is allocated with the first of them, in ``home`` if given."""
+    """Rows in one tensor, allocated with the first rows, in ``home`` if given."""
 
     home: Place | None = None
 
@@ -123,7 +124,7 @@ class Buffer(_OneTensor):
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        with torch.inference_mode(False):  # tensors made in it are read-only outside
+        with torch.inference_mode(False):  # tensors created in it are read-only outside
             grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
@@ -203,7 +204,7 @@ class Ring(_OneTensor):
             yield from self._pieces(start, stop)
 
     def everything(self) -> Tensor | None:
-        """Return all rows held as one view when the ring is full (rotated), or from its start; else None.
+        """Return all rows as one view: in the order of the ring when it is full, or where they do not wrap; else None.
 
         Attention without a mask does not depend on the order, so one view replaces two.
         """
@@ -222,8 +223,8 @@ class Ring(_OneTensor):
 
 
 class PagedRows:
-    """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
-    allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
+    """All rows, in pages that are allocated once and never moved. A page holds the appended rows, or an eighth of the
+    rows allocated before, between ``smallest`` and ``largest``. So little memory is unused, and reads are long."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         self.home = home
@@ -302,10 +303,19 @@ class PagedRows:
             self.pages.pop()
             self.starts.pop()
             self.changes += 1
-        self._adopted = min(self._adopted, len(self.pages))
+        if len(self.pages) <= self._adopted:
+            self._adopted = len(self.pages)
+            if self.length < self._allocated:  # other caches read the mapped page, and this one will write to it
+                page = self.pages[-1]
+                self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
+                self.changes += 1
+                self._adopted -= 1
 
     def select(self, index: Tensor) -> None:
-        self.pages = [_selected(page, index, self.home) for page in self.pages]
+        self.pages = [
+            _selected(page, index, self.home, writable=number >= self._adopted)
+            for number, page in enumerate(self.pages)
+        ]
         self.changes += 1
         self._adopted = 0
 
@@ -320,7 +330,7 @@ class PagedRows:
 
 
 class JoinedRows:
-    """The rows of two stores, of which the second continues the first, for reading."""
+    """The rows of two stores, for reading; the second store continues the first."""
 
     def __init__(self, before: Rows | None, after: Rows) -> None:
         self.stores = [after] if before is None else [before, after]

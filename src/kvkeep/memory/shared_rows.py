@@ -13,10 +13,7 @@ from kvkeep.memory.rows import BLOCK, Buffer, concatenated
 
 class SharedRows:
     """Rows (..., **rows**, dim) in two parts: whole blocks that never change, so that several owners can share them,
-    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer.
-
-    head: the unchanging blocks in order, one tensor each. tail: the rows after them.
-    """
+    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer."""
 
     first = 0
 
@@ -24,7 +21,9 @@ class SharedRows:
         self.block = block
         self.length = 0
         self.head: list[Tensor] = []
+        """The unchanging blocks in order, one tensor each."""
         self.tail = Buffer(block, limit)
+        """The rows after the blocks."""
 
     def share(self, other: SharedRows, length: int) -> None:
         """Take over the first ``length`` rows of ``other``; this store must be empty. Whole blocks are shared; the rest
@@ -62,7 +61,7 @@ class SharedRows:
         self.length += rows.shape[-2]
 
     def adopt(self, rows: Tensor) -> None:
-        """Hold ``rows`` themselves as a block that never changes, if they are one; otherwise append them."""
+        """Use ``rows`` itself as an unchanging block if it has the size of a block; otherwise append it."""
         if self.tail.length or self.tail.limit is not None or rows.shape[-2] != self.block:
             return self.append(rows)
         self.head.append(rows)

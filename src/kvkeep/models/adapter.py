@@ -34,10 +34,21 @@ class _Taken(Exception):
 
 
 class _Take:
-    """A cache that raises :class:`_Taken` with the first keys and values it receives."""
+    """A cache that raises :class:`_Taken` with the first keys and values it receives. A hybrid layer may run its
+    recurrence before that, from an empty state; its keys and values do not depend on it."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> None:
         raise _Taken(keys, values)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return states
+
+    update_recurrent_state = update_conv_state
 
 
 class Adapter:
@@ -99,8 +110,8 @@ class Adapter:
         return str(self.config.layer_types[layer_idx]) if self._rotary_by_type else ""
 
     def angles(self, layer_idx: int, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for :meth:`turn`: ``by`` positions (batch, n), negative for earlier, in the dtype of
-        ``like``. Layers of one type share them."""
+        """Return cosines and sines for :meth:`turn`, in the dtype of ``like``. by: the number of positions, (batch, n),
+        negative for earlier ones. Layers of one type share the result."""
         cos, sin = self._position_embeddings(layer_idx, like, by)
         scale = (cos.float().square() + sin.float().square()).sqrt().reciprocal()  # some rotary embeddings also scale
         return (cos * scale).to(like.dtype), (sin * scale).to(like.dtype)
@@ -150,7 +161,7 @@ class Adapter:
         raise UnsupportedModelError(f"'{self.family}' passes no keys and values to a cache at layer {layer_idx}.")
 
     def _project_plain(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without the query's projection, for layers with Llama's layout."""
+        """Return the same result without the query's projection, for layers with Llama's layout."""
         layer = self.layers[layer_idx]
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)

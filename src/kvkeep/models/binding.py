@@ -1,8 +1,8 @@
 """Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
-transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With any
-other cache, one without :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a
-cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an interrupted one is undone.
+transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With a
+cache that has no :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a cache that
+keeps all entries only the forward passes are hooked (:func:`watch`), so that an interrupted pass is undone.
 
 Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -173,7 +175,7 @@ class Binding:
 
 
 def watch(model: Any) -> Binding:
-    """Hook begin and end of forward passes of ``model``; a second call changes nothing."""
+    """Hook the beginning and the end of the forward passes of ``model``; a second call changes nothing."""
     with _LOCK:
         binding = getattr(model, "_kvkeep_binding", None)
         if binding is None:
@@ -223,12 +225,12 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
         if begins and cache.length:
             check_text(cache, input_ids, cut)
-        if begins and cache.length and cut is None:  # the new tokens alone
+        if begins and cache.length and cut is None:  # the input is only the new tokens
             cache.text = None
-        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # else its pass is refused
+        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # otherwise the pass is refused
             cache.text = digest_text(input_ids, None if begins else cache.text)
     prepare = partial(getattr(type(model), PREPARE), model)
-    if cache is not None and model.config.model_type in _DROPS_CACHES:  # what every other family does
+    if cache is not None and model.config.model_type in _DROPS_CACHES:  # uses the function of other families
         prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
     return prepare(input_ids, *args, **kwargs)
 
@@ -271,17 +273,17 @@ def _before_decoder(
     given = dict(zip(names, args, strict=False)) | kwargs
     hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
     if torch.compiler.is_compiling() and (hooks is None or not hooks.streams):
-        return None  # stock caches are compiled as a whole
+        return None  # the stock cache's pass is compiled completely
     return _open(decoder, given, hooks)
 
 
 @torch.compiler.disable
 def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tuple[Any, ...] | None:
     keep = _keep_last.get()
-    _keep_last.set(0)  # used once: an interrupt of this pass leaves nothing behind
+    _keep_last.set(0)  # used once, so that an interrupt leaves no value behind
     if hooks is None:
         if current_probe() is None:
-            set_attender(None)  # an interrupt may have left another cache's pass unclosed
+            set_attender(None)  # an interrupt may have left another cache's pass open
         return None
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     tokens = ids if ids is not None else embeddings
@@ -318,27 +320,26 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
             f"The cache holds a batch of {cache.rows}, and the input is a batch of {len(tokens)}; call reset() before "
             "another batch, or use one cache for each batch."
         )
-    if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
+    if cache.text is not None and cache.text[0] < cache.length + total:  # the text lacks these tokens
         cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []
-    if total > cache.chunk:
-        given = _all_but_last_chunk(decoder, given, cache, total, keep)
+    if total > 1 and len(sizes := cache.chunks(total)) > 1:
+        given = _all_but_last_chunk(decoder, given, cache, sizes, keep)
     cache.last_outputs = 0
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
-        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
+        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys need all queries
     for hook in cache.pass_hooks:
         hook.before(given["cache"], given)
     return given
 
 
 def _all_but_last_chunk(
-    decoder: nn.Module, given: dict[str, Any], cache: Reading, total: int, keep: int
+    decoder: nn.Module, given: dict[str, Any], cache: Reading, sizes: Sequence[int], keep: int
 ) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
-    The first chunk takes the remainder, so that the last queries of a prompt share a chunk. Outputs of earlier chunks
-    that the caller uses are kept on the cache until the last.
+    Outputs of earlier chunks that the caller uses are kept on the cache until the last.
     """
     for wish in _BY_LAYER:
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
@@ -346,8 +347,8 @@ def _all_but_last_chunk(
                 f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
                 "cache a larger chunk."
             )
-    past, earlier = cache.length, []
-    stops = list(range(total, 0, -cache.chunk))[::-1]
+    past, total, earlier = cache.length, sum(sizes), []
+    stops = [*accumulate(sizes)]
     cache.cut = True
     try:
         for start, stop in zip([0, *stops], stops[:-1], strict=False):

@@ -12,7 +12,7 @@ from kvkeep.models.packed import Packed
 from kvkeep.native.library import library
 
 TRIAL_ROWS = (2, 3, 7, 13)
-"""Rows of a trial. Products compute them in other ways than one row: in tiles, or written out first."""
+"""Rows of a trial. Products of several rows work in other ways than those of one: in tiles, or with decoded weights."""
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Matrices as rows of blocks, as GGUF files have them: a weight is ``scale * code + offset``.
+"""Matrices as rows of blocks, as in GGUF files: a weight is ``scale * code + offset``.
 
-A block is 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row, with its scales. The layouts are ggml's. The package gguf
-decodes the kinds that only a GGUF file has. Weights that kvkeep quantises itself become blocks of Q8_0 or Q4_1, and
-weights that it does not quantise are of the kind BF16.
+A block has 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row and their scales. The layouts are ggml's. The package gguf
+decodes the kinds that occur only in GGUF files. kvkeep quantises weights to blocks of Q8_0 or Q4_1. Unquantised weights
+have the kind BF16.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvkeep.errors import ModelError
 from kvkeep.extras import optional
 
 HALF_MAXIMUM = 65504.0
-"""The greatest number in float16, the dtype of scales and offsets."""
+"""Largest float16 number. Scales and offsets are float16."""
 DECODED_ELEMENTS = 1 << 22
-"""Elements that are decoded or quantised at a time: the steps take several times their memory."""
+"""Number of elements that are decoded or quantised at a time. The operations need several times their memory."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Kind:
     bits: int
     """Bits of a code."""
     group: int | None
-    """Elements that share a scale; None without scales."""
+    """Number of elements that share a scale; None without scales."""
     elements: int
-    """Elements of a block."""
+    """Number of elements of a block."""
     size: int
     """Bytes of a block in a file."""
     packed: int
@@ -43,7 +43,7 @@ class Blocks:
 
     kind: str
     rows: Tensor
-    """(outputs, bytes of a row) uint8."""
+    """Rows of blocks, (outputs, bytes of a row) uint8."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,8 +67,8 @@ class Blocks:
 
 def quantised(weight: Tensor, bits: int) -> Blocks:
     """Return ``weight`` (outputs, inputs) in ``bits`` bits: 4 (by minimum and maximum of a group of 32), 8 (by the
-    maximum), or 16 (bfloat16). If a row is not a whole number of groups, the result is in bfloat16 too. Raises
-    ModelError for a group with infinite or NaN weights, or too large ones for a float16 scale or offset."""
+    maximum of the group), or 16 (bfloat16). The result is also in bfloat16 if groups do not divide a row. Raises
+    ModelError for a group with infinite or NaN weights, or with weights too large for a float16 scale or offset."""
     if bits == 16 or weight.shape[1] % GROUP:
         return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
     step, encode = max(1, DECODED_ELEMENTS // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
@@ -77,8 +77,9 @@ def quantised(weight: Tensor, bits: int) -> Blocks:
 
 
 def _finite(rows: Tensor, bits: int) -> Tensor:
-    """Return ``rows``, after a check that their scales and offsets are finite in float16. The spread of a group is at
-    most twice its maximum, and a 4-bit scale is a 15th of the spread. So with 4 bits the offset overflows first."""
+    """Return ``rows`` after a check that their scales and offsets are finite in float16. The range of a group is at
+    most twice its maximum, and a 4-bit scale is a 15th of the range. With 4 bits, the offset therefore overflows first.
+    """
     limit = HALF_MAXIMUM * 127 if bits == 8 else HALF_MAXIMUM
     greatest = rows.abs().amax()
     if not greatest.isfinite():
@@ -133,6 +134,6 @@ KINDS = {
     "Q5_K": Kind(5, 32, 256, 176, 180),
     "Q6_K": Kind(6, 16, 256, 210, 210),
 }
-"""The kinds whose codes are kept. Every other kind becomes bfloat16."""
+"""The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32
-"""Elements that share a scale, where kvkeep quantises."""
+"""Number of elements that share a scale in kvkeep's quantisation."""

@@ -16,7 +16,7 @@ from typing import Any
 from kvkeep.errors import ModelError
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import GgufTable, open_gguf, table
+from kvkeep.models.gguf import GgufTable, open_gguf, parsed_once, table
 from kvkeep.models.matrices import built
 from kvkeep.models.scratch import scratch, unwritable
 from kvkeep.models.silence import silenced
@@ -75,7 +75,7 @@ def _read(gguf: Path, progress: Callable[[str], None]) -> tuple[Any, Any, GgufTa
         reader = open_gguf(gguf)
         _check_header(gguf, reader)
         progress(f"Converting {gguf.name}, once ...")
-        with silenced():
+        with silenced(), parsed_once(gguf, reader):
             config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = built(config, torch.bfloat16)
@@ -125,7 +125,7 @@ def _write(model: Any, tokenizer: Any, tensors_table: GgufTable, folder: Path) -
         model.generation_config.save_pretrained(folder)
         try:
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # its library raises no OSError even when the disk is full
+        except Exception as error:  # the library raises other errors, even if the disk is full
             raise unwritable(folder.parents[1], str(error)) from error
     (folder / TABLE).write_text(json.dumps(tensors_table.to_json()))
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}

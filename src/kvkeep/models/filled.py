@@ -1,8 +1,8 @@
 """The model of a GGUF file: built without memory, then filled tensor by tensor from the file's table.
 
 transformers' loader first compiles the renamings of every checkpoint format, which takes longer than reading a small
-model. Here the names are already the model's. The model computes tensors missing in the file (tables of positions), and
-transformers ties weights.
+model. Here the tensors already have the model's names. The model computes tensors missing in the file (tables of
+positions), and transformers ties weights.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvkeep.models.weights import refuse_incomplete
 
 @torch.no_grad()
 def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor], form: Format) -> Any:
-    """Return the model ``name`` of class ``kind`` with the weights ``tensors``, by the model's own names, in eval mode.
+    """Return the model ``name`` of class ``kind``, in eval mode. tensors: its weights by the model's names.
 
-    Raises ModelError for a weight that is missing, or of another shape than the config says.
+    Raises ModelError for a missing weight, or a weight whose shape differs from the config.
     """
     with without_memory():
         model = kind._from_config(copy.deepcopy(config), dtype=form.dtype)
@@ -68,7 +68,7 @@ def _put(model: nn.Module, name: str, value: Tensor, place: Tensor) -> bool:
 
 
 def _complete(model: Any, missing: set[str]) -> None:
-    """Compute what is in no file: buffers that are not saved, and ties. ``missing``: weights that the file lacks."""
+    """Compute unsaved buffers, and tie weights. missing: weights that the file lacks."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.is_meta:
             module, _, attribute = name.rpartition(".")

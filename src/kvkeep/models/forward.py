@@ -7,7 +7,7 @@ threads (the sessions of a server) apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -24,10 +24,10 @@ class Attender(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries, None to
-        leave it to transformers.
+        """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries. None:
+        transformers computes the attention.
 
-        key, value: the *new* entries only; mask: over the new entries, or over past and new ones.
+        key, value: the *new* entries only. mask: over the new entries, or over past and new ones.
         """
 
 
@@ -46,7 +46,7 @@ class Hooks(Attender, Protocol):
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Record the tokens of a pass; return positions for the model, None for its own."""
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Receive the residual entering a layer, (batch, new, hidden_size)."""
@@ -61,7 +61,7 @@ class Reading(Protocol):
     observes: bool
     """Whether every query may influence the choice of entries."""
     last_outputs: int
-    """The number of last outputs that the caller wants from a decoder that returns all; 0: all."""
+    """The number of last outputs that the caller uses, of a decoder that returns all; 0: all."""
     text: tuple[int, list[int]] | None
     """The number of tokens that transformers' ``generate`` has read and is about to read, and a digest of each row;
     None for other texts."""
@@ -70,7 +70,7 @@ class Reading(Protocol):
     chunk: int
     """Tokens of a chunk."""
     cut: bool
-    """Whether the current chunk is followed by another."""
+    """Whether another chunk follows the current one."""
     earlier_outputs: list[Tensor]
     """Outputs of the chunks before the last."""
     pass_hooks: Any
@@ -87,6 +87,9 @@ class Reading(Protocol):
     @property
     def rows(self) -> int:
         """Rows of the batch in the cache; 0 before the first token."""
+
+    def chunks(self, count: int) -> Sequence[int]:
+        """Return the sizes of the chunks in which ``count`` new tokens are read."""
 
     def admit(self, tokens: int) -> None:
         """Raise if ``tokens`` more do not fit, before any of them is processed."""

@@ -10,6 +10,7 @@ modules are hooked, runs as in transformers.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,11 +46,12 @@ _GATES: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 class FusedNorm:
-    """The forward of an RMSNorm by the kernel. weight: the factors, (width,) float32."""
+    """The forward of an RMSNorm by the kernel."""
 
     def __init__(self, norm: nn.Module, offset: float) -> None:
         self.norm = norm
         self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
+        """The factors, (width,) float32."""
         self.eps = _eps(norm)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,11 +87,11 @@ class FusedLayer:
         if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             raise TypeError("its MLP has biases")
         self.gate = _gate(mlp.act_fn)
-        # A module that is hooked must be called.
+        # A module with hooks must be called.
         inner = [part for part in layer.modules() if part is not layer]
         self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        sandwiched = hasattr(layer, names[0])  # as in Gemma: norms behind attention and MLP as well
+        sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
         norms = {
             "input_norm": layer.input_layernorm,
             "query_norm": getattr(attention, "q_norm", None),
@@ -105,7 +107,7 @@ class FusedLayer:
             raise TypeError("norms differ in their epsilon")
         self._weights = fused
         self._parts = [_joined(projections), [attention.o_proj], _joined([mlp.gate_proj, mlp.up_proj]), [mlp.down_proj]]
-        self.all: FusedLayers | None = None  # the first layer's: what runs all of them
+        self.all: FusedLayers | None = None  # set in the first layer: runs all layers
 
     @functools.cached_property
     def struct(self) -> KvLayer:
@@ -129,7 +131,7 @@ class FusedLayer:
             setattr(struct, name, None if norm is None else norm.weight.data_ptr())
             if norm is not None:
                 struct.eps = norm.eps
-        # What is pointed to lasts as long as the pointers, wherever the modules move.
+        # Keeps the buffers alive as long as the pointers, even if the modules move.
         struct.kept = [buffer for parts in self._parts for part in parts for buffer in part.buffers()]
         return struct
 
@@ -164,7 +166,7 @@ class FusedLayer:
             args
             or interface is None
             or position_embeddings is None
-            or position_embeddings[0].shape[-1] != self.dim  # a part of each head turns
+            or position_embeddings[0].shape[-1] != self.dim  # only a part of each head is rotated
             or not _ours(hidden_states)
             or kwargs.get("output_attentions")
             or any(self._hooks)
@@ -222,7 +224,7 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
-        """Return the layers as one object; None if their layouts differ."""
+        """Return an object that runs ``layers``; None if their layouts differ."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         return cls(layers) if len(shapes) == 1 and ordered else None
@@ -240,7 +242,7 @@ class FusedLayers:
 
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
-        """The layers' addresses, and the scaling of each one's attention."""
+        """The layers' addresses, and the scaling of each layer's attention."""
         return (
             address_table([one.address for one in self.layers]),
             float_table([one.attention.scaling for one in self.layers]),
@@ -270,7 +272,7 @@ def fuse(model: Any, layers: Any) -> int:
         return 0
     replace_rotary(model)
     for module in model.modules():
-        # In this order: a packed matrix writes its weights out when it is asked for them.
+        # The order matters: reading the weight of a packed matrix unpacks it.
         if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
             _fuse_norm(module)
     done: list[FusedLayer] = []
@@ -285,14 +287,13 @@ def fuse(model: Any, layers: Any) -> int:
             done.append(fused)
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done)
-    trim_memory()  # the matrices that were joined
+    trim_memory()  # releases the joined matrices
     return len(done)
 
 
 def library_computes(model: Any, layers: Any) -> bool:
     """Return whether the library computes all ``layers``, every norm of ``model`` and every angle, and the logits are
-    not capped (by torch's tanh). Then torch only rounds single elements, which gives the same result on every
-    processor."""
+    not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
@@ -309,6 +310,8 @@ def library_computes(model: Any, layers: Any) -> bool:
 
 @torch.no_grad()
 def _fuse_norm(norm: Any) -> None:
+    if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
+        return
     width = norm.weight.shape[-1]
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     if norm.weight.ndim != 1 or norm.weight.dtype != torch.bfloat16 or _eps(norm) is None:
@@ -326,7 +329,7 @@ def _gate(function: Any) -> int:
     """Return the number of an MLP's gate. Raises TypeError if the library lacks it."""
     x = torch.linspace(-6, 6, 97)
     for number, gate in _GATES.items():
-        if bool(((function(x) - gate(x)).abs() < 1e-5).all()):  # gelu itself is 4e-4 from that by tanh
+        if bool(((function(x) - gate(x)).abs() < 1e-5).all()):  # gelu differs from its tanh approximation by 4e-4
             return number
     raise TypeError("its MLP has another gate")
 
@@ -336,7 +339,7 @@ def _agrees(fused: FusedLayer) -> bool:
     """Return whether a fused layer and its modules agree on random residuals: in their sums and in their attention
     inputs. The residuals are two rows at near and far positions (some families scale queries at far ones). They are
     small, so that bfloat16 preserves the sums."""
-    if any(fused._hooks):  # its modules would be compared with themselves
+    if any(fused._hooks):  # the comparison would run the same modules twice
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
@@ -344,7 +347,7 @@ def _agrees(fused: FusedLayer) -> bool:
     angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
     before, calls = fused.attention.config._attn_implementation, []
-    trial = f"kvkeep_trial_{id(fused)}"  # two models may be loaded at once
+    trial = f"kvkeep_trial_{id(fused)}"  # a process may load two models
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         calls.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})

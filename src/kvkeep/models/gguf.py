@@ -8,9 +8,12 @@ the values.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ class Entry:
     shape: tuple[int, ...]
     """The shape, rows first."""
     offset: int
-    """Bytes before it in the file."""
+    """Bytes before the tensor in the file."""
     size: int
     """Bytes of the tensor."""
     packs: bool
@@ -67,22 +70,26 @@ class GgufTable:
         return {to: GgufTensor(file, to, tuple(several), family, keep) for to, several in parts.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain lists and dicts."""
+        """Return the table as plain lists and dicts."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> GgufTable:
-        """Return the table that :meth:`to_json` gave."""
+        """Return the table from the result of :meth:`to_json`."""
         made = (Entry(**one | {"shape": tuple(one["shape"])}) for one in data["entries"])
         return GgufTable(data["architecture"], tuple(made))
 
 
 def open_gguf(file: Path) -> Any:
-    """Return a ``gguf.GGUFReader`` of a file. Raises ModelError for a file that ends before its header or its tensors
-    do."""
+    """Return a ``gguf.GGUFReader`` of a file. Raises ModelError for a file that is cut off within its header or its
+    tensors."""
 
     class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
+        data: Any
+
         def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = self.data.view(np.ndarray)  # whose slices take a fifth of the time
             needed = int(offset) + int(count) * np.dtype(dtype).itemsize
             if needed > len(self.data):
                 raise ModelError(
@@ -94,8 +101,25 @@ def open_gguf(file: Path) -> Any:
     return Reader(file)
 
 
+@contextmanager
+def parsed_once(file: Path, reader: Any) -> Iterator[None]:
+    """Let transformers use ``reader`` of ``file`` within the block, and one map of names for all modules. Otherwise it
+    parses the file for the config and again for the tokenizer, and makes the map for each module."""
+    import gguf
+
+    def reader_of(path: Any) -> Any:
+        return reader if os.path.samefile(path, file) else original(path)
+
+    original, map_of = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = reader_of, cache(map_of)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = original, map_of
+
+
 def table(reader: Any, model: Any) -> GgufTable:
-    """Return the tensors of a ``gguf.GGUFReader`` that ``model`` has (on torch's meta device will do)."""
+    """Return the tensors of a ``gguf.GGUFReader`` that ``model`` has. The model may be on torch's meta device."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     architecture = str(reader.fields["general.architecture"].contents())
@@ -105,7 +129,7 @@ def table(reader: Any, model: Any) -> GgufTable:
     found = []
     for tensor in reader.tensors:
         name = str(tensor.name)
-        to = names.get(name) or names.get(name.removesuffix(".weight"))  # those of experts have no suffix
+        to = names.get(name) or names.get(name.removesuffix(".weight"))  # names of experts have no suffix
         if to is not None:
             shape = tuple(int(size) for size in reversed(tensor.shape))
             kind = str(tensor.tensor_type.name)
@@ -116,7 +140,7 @@ def table(reader: Any, model: Any) -> GgufTable:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as transformers' loader takes one: it is read by ``[...]`` and ``to``."""
+    """A tensor for transformers' loader, which reads it by ``[...]`` and ``to``."""
 
     file: Path
     to_name: str
@@ -176,7 +200,7 @@ class _Family:
     """Orders that were found before, by name without the layer's number, and shape."""
 
     def order(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return the order of the file's rows in the model; None if the rows are not just permuted."""
+        """Return the order of the file's rows in the model; None if the processor does more than permute rows."""
         key = re.sub(r"\d+", "", name), shape
         if key not in self.orders:
             self.orders[key] = self._order(name, shape)
@@ -211,7 +235,7 @@ def _values(file: Path, part: Entry) -> NDArray[Any]:
 
 
 def _rows(file: Path, part: Entry) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of some rows after others, (rows, bytes of a row)."""
+    """Yield the bytes of all rows, some rows at a time: (rows, bytes of a row)."""
     count = math.prod(part.shape[:-1])
     width, step = part.size // count, max(1, DECODED_ELEMENTS // part.shape[-1])
     for first in range(0, count, step):

@@ -1,19 +1,21 @@
-"""Importing transformers without what one process that runs a model never uses.
+"""A faster import of transformers, without the parts that a process on the CPU does not use.
 
-``import transformers.modeling_utils`` takes four times as long as ``import torch`` needs, and 200 MB: it brings in
-torch's compiler, its distributed tensors, sympy and scipy, and reads the import structure of all models twice.
-:func:`import_transformers` leaves them out by what Python and transformers provide for packages that are not there:
+``import transformers.modeling_utils`` takes four times as long as ``import torch``, and 200 MB. It imports torch's
+compiler, its distributed tensors, sympy and scipy, and reads the import structure of all models twice.
+:func:`import_transformers` avoids this by the mechanisms of Python and transformers for missing packages:
 
-* optional packages are hidden while transformers looks for them (``sys.modules[name] = None``);
-* ``is_torch_distributed_available()`` is asked once, as in a build of torch without it; transformers keeps the answer;
-* :data:`DEFERRED` and ``torch._dynamo`` are modules whose own code runs when a name of theirs is first used, other
-  than a submodule's (:class:`Deferred`). Until then torch's decorators that only matter to ``torch.compile`` return the
-  function as it is.
+* It hides optional packages while transformers looks for them (``sys.modules[name] = None``).
+* It calls ``is_torch_distributed_available()`` once while torch reports no distributed support. transformers caches the
+  result.
+* It defers :data:`DEFERRED` and ``torch._dynamo`` (:class:`Deferred`): the code of such a module runs when one of its
+  names is first used, except names of submodules. Until then, torch's decorators for ``torch.compile`` return the
+  function unchanged.
 
-kvkeep imports names of transformers from the modules that they are in (``transformers.cache_utils``): the package
-itself would first read the files of all its models, to know what is in which.
+kvkeep imports names of transformers from their modules (``transformers.cache_utils``). An import from the package would
+first read the files of all models.
 
-Only the command line calls it: its process is its own. A program that uses kvkeep as a library gets transformers whole.
+Only the command line calls this function, because it controls its process. A program that uses kvkeep as a library
+imports transformers completely.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ UNUSED = ("scipy", "sklearn")
 """Optional packages that transformers imports for losses and for assisted decoding with several tokenizers."""
 
 DEFERRED = ("transformers", "transformers.models", "transformers.processing_utils")
-"""Modules that read the files of all models. Only typing's Unpack is used from the last one."""
+"""Modules that read the files of all models. Of the last one, only typing's Unpack is used."""
 
 _LOCK = threading.RLock()
 
 
 def import_transformers() -> None:
-    """Import ``transformers.modeling_utils``, without what is unused where a model runs on the CPU."""
+    """Import ``transformers.modeling_utils`` without the parts that a model on the CPU does not use."""
     if "transformers.modeling_utils" in sys.modules:
         return
     import torch
 
-    if torch.cuda.is_available():  # where transformers may compile
+    if torch.cuda.is_available():  # transformers may compile on a GPU
         return
     with _hidden(UNUSED):
         known = {"__version__": version("transformers"), "Unpack": Unpack}
@@ -51,13 +53,13 @@ def import_transformers() -> None:
             defer(name, known)
         _decide_distributed()
         decorators = {name: _undecorated for name in ("allow_in_graph", "assume_constant_result", "disable")}
-        defer("torch._dynamo", decorators, ("_trace_wrapped_higher_order_op",))  # which masks are made with
-        import transformers.modeling_utils  # noqa: F401 - for what it leaves in sys.modules
+        defer("torch._dynamo", decorators, ("_trace_wrapped_higher_order_op",))  # masks use this submodule
+        import transformers.modeling_utils  # noqa: F401 - fills sys.modules
 
 
 def defer(name: str, given: dict[str, Any], parts: tuple[str, ...] | None = None) -> None:
-    """Defer the module ``name``: its code runs when a name other than those ``given`` is first used. parts: the only
-    submodules that can be imported before; None: all."""
+    """Defer the module ``name``: its code runs when a name outside ``given`` is first used. parts: the submodules that
+    can be imported before that; None: all."""
     if name in sys.modules or (spec := find_spec(name)) is None:
         return
     module: ModuleType = module_from_spec(spec)
@@ -71,12 +73,12 @@ def defer(name: str, given: dict[str, Any], parts: tuple[str, ...] | None = None
         for part in parts:
             with suppress(ImportError):
                 import_module(f"{name}.{part}")
-        vars(module).pop("__path__", None)  # for others Python asks for it
+        vars(module).pop("__path__", None)  # Python reads it to import other submodules, which runs the module
 
 
 class Deferred(ModuleType):
-    """A module whose code has not run. :class:`importlib.util.LazyLoader` makes similar modules, but runs a package for
-    each of its submodules."""
+    """A module whose code has not run. :class:`importlib.util.LazyLoader` makes similar modules, but it runs a package
+    when one of its submodules is imported."""
 
     def __getattr__(self, name: str) -> Any:
         package = self.__spec__ is not None and self.__spec__.submodule_search_locations is not None
@@ -101,7 +103,7 @@ class Deferred(ModuleType):
         if (folders := self.__spec__.submodule_search_locations) is not None:
             self.__path__ = list(folders)
         self.__spec__.loader.exec_module(self)
-        made = sys.modules[self.__name__]  # transformers puts a module of its own in its place
+        made = sys.modules[self.__name__]  # transformers replaces its entry in sys.modules
         if made is not self:
             vars(self)["__getattr__"] = lambda name: getattr(made, name)
 
@@ -111,7 +113,7 @@ def _undecorated(function: Any = None, *given: Any, **options: Any) -> Any:
 
 
 def _decide_distributed() -> None:
-    """Make transformers find no distributed torch; it caches the result."""
+    """Make transformers find, and cache, that torch has no distributed support."""
     import torch.distributed
     from transformers.utils.import_utils import is_torch_distributed_available
 
@@ -125,7 +127,7 @@ def _decide_distributed() -> None:
 
 @contextmanager
 def _hidden(names: tuple[str, ...]) -> Iterator[None]:
-    """Within the block the packages ``names`` cannot be imported, unless they were before."""
+    """Within the block, prevent imports of the packages ``names``, unless they are already imported."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: as Python documents
     try:

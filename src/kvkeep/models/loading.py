@@ -98,14 +98,15 @@ def load(
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). weights: auto, float32, bfloat16, float16, int8 or int4; auto keeps the bits of a GGUF file
     (on a CPU), and the bfloat16 of others where products in it are fast (models/formats.py). device: cpu, cuda, cuda:1,
-    mps; by default cuda where there is one. revision: of a hub id. progress: receives a line of text when fetching or
-    converting. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
+    mps; by default cuda where there is one. revision: the revision of a hub id. progress: called with a line of text
+    when a model is fetched or converted. Raises UsageError, ModelError or UnsupportedModelError, each with one
+    sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     requested, target = checked_format(weights), _device(device)
     source = _source(text, revision, progress or (lambda line: None))
     model, tokenizer = _read(source, requested, target)
-    model.kvkeep_tokenizer = tokenizer  # for methods that ask the model something
+    model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
     try:
         return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
     except torch.OutOfMemoryError as error:
@@ -131,7 +132,7 @@ def describe(
     progress: Callable[[str], None] | None = None,
 ) -> ModelDescription:
     """Return a description of the model that :func:`load` would return, without reading weights. The name may also be
-    the path of a config.json. device: it need not exist here. Raises as :func:`load`."""
+    the path of a config.json. device: it may be missing on this machine. Raises the errors of :func:`load`."""
     text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".json":
@@ -146,7 +147,7 @@ def describe(
             return ModelDescription(config, made.dtype, weight_memory(config, requested, made, table))
     except (ModelError, UsageError):
         raise
-    except Exception as error:  # as below
+    except Exception as error:  # transformers and the hub raise anything
         raise _explained(source, error) from error
 
 
@@ -195,7 +196,7 @@ def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, An
         with silenced():
             config = _read_config(source)
             tokenizer = _tokenizer(source)
-            trim_memory()  # its files as Python objects
+            trim_memory()  # releases the tokenizer's parsed files
             model = _model(source, config, requested, device)
     except (ModelError, UsageError):
         raise
@@ -205,7 +206,7 @@ def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, An
 
 
 def _tokenizer(source: Source) -> Any:
-    if source.gguf is not None:  # a converted copy, whose tokenizer is of one class unless it says another
+    if source.gguf is not None:  # a converted copy; its tokenizer has one class by default
         stated = json.loads((Path(source.place) / "tokenizer_config.json").read_text("utf-8"))
         if stated.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast

@@ -55,7 +55,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 def matrices(model: Any) -> dict[str, nn.Module]:
     """Return the modules whose ``weight`` is packed, by name: plain linear layers of the decoder, the head, and
     embeddings of tokens (not of positions), scaled ones too."""
-    from kvkeep.models.adapter import decoder_of  # which imports transformers
+    from kvkeep.models.adapter import decoder_of  # imports transformers
 
     decoder, head, tokens = decoder_of(model), model.get_output_embeddings(), model.get_input_embeddings()
     inside = set(decoder.modules())

@@ -39,7 +39,7 @@ class Packed(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move to another device. Codes keep their dtype; panels become rows if the library does not run there."""
-        self.__dict__.pop("struct", None)  # its pointers
+        self.__dict__.pop("struct", None)  # its pointers become invalid
         device = fn(torch.empty(0, dtype=torch.bfloat16, device=self.data.device)).device
         if self.native and device.type != "cpu":
             self.data, self.native = self.blocks().rows, False
@@ -80,9 +80,10 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """``nn.Linear`` with packed weights. bias: bfloat16."""
+    """``nn.Linear`` with packed weights."""
 
     bias: Tensor | None
+    """(outputs,) bfloat16"""
 
     def __init__(self, matrix: Blocks, bias: Tensor | None = None) -> None:
         super().__init__(matrix)
@@ -100,7 +101,7 @@ class PackedLinear(Packed):
 
     @property
     def weight(self) -> Tensor:
-        """The weights written out in bfloat16: transformers looks at the dtype and device of some."""
+        """The weights decoded to bfloat16: transformers reads the dtype and device of some weights."""
         return self.dense(torch.bfloat16)
 
 

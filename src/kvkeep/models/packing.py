@@ -35,7 +35,7 @@ class Packing(QuantizationConfigMixin):
 
 @register_quantizer("kvkeep")
 class Packer(HfQuantizer):
-    """Packs matrices while transformers loads. made: the packed matrices by module name."""
+    """Packs matrices while transformers loads."""
 
     def __init__(self, quantization_config: Packing, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -43,16 +43,17 @@ class Packer(HfQuantizer):
         self.places: dict[str, nn.Module] = {}
         self.outer: set[str] = set()
         self.made: dict[str, PackedLinear] = {}
+        """The packed matrices by module name."""
         self.misshapen: set[str] = set()
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.places, self.outer = matrices(model), outer(model)
         self.strict = model._keep_in_fp32_modules_strict
-        if self.bits in (4, 8):  # which are rounded from the values as stored, once
+        if self.bits in (4, 8):  # these are rounded once, from the stored values
             model._keep_in_fp32_modules_strict = {*self.strict, *(f"{name}.weight$" for name in self.places)}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether it is a matrix that is packed."""
+        """Return whether the parameter is a matrix to pack."""
         return param_name not in self.misshapen and param_name.removesuffix(".weight") in self.places
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -109,7 +110,7 @@ class Packer(HfQuantizer):
         return False
 
     def is_serializable(self, safe_serialization: Any = None) -> bool:
-        """Nothing is saved."""
+        """Packed weights cannot be saved."""
         return False
 
 
@@ -133,5 +134,5 @@ class _Pack(ConversionOps):
             elif self.packer.pack(name, value, model.get_parameter(name)):
                 missing_keys.discard(name)
             else:
-                left[name] = torch.empty(value.shape, device="meta")  # transformers names it
+                left[name] = torch.empty(value.shape, device="meta")  # transformers reports it as missing
         return left

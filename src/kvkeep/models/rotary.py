@@ -31,7 +31,7 @@ class Rotary:
         return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (batch, n, dim) each. x: anything of the dtype and device that is wanted."""
+        """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``."""
         given = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
         if x.dtype != torch.bfloat16 or x.device.type != "cpu":
             return type(self.module).forward(self.module, *given)
@@ -68,7 +68,7 @@ def replace_rotary(model: Any) -> None:
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """Return the layer types that a module tells apart, or None alone; nothing where frequencies change."""
+    """Return the layer types that a module distinguishes, or [None]; an empty list where frequencies change."""
     stated = getattr(module, "rope_type", "")
     kinds = stated if isinstance(stated, dict) else {None: stated}
     return [] if {"dynamic", "longrope", ""} & set(kinds.values()) else [*kinds]

@@ -46,7 +46,7 @@ def silenced() -> Iterator[None]:
     hub.setLevel(standard.ERROR + 1)
     logging.disable_progress_bar()
     try:
-        with without_warnings(), _shown(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
+        with without_warnings(), _shown(), redirect_stderr(io.StringIO()):  # gguf's progress bars cannot be disabled
             yield
     finally:
         hub.setLevel(level)

@@ -53,8 +53,8 @@ class Weights:
 
 def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
     """Return the weights of the model of ``config`` in the format ``made``. table: the table of its GGUF file. Raises
-    UnsupportedModelError if transformers cannot build it."""
-    if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
+    UnsupportedModelError if transformers cannot build the model."""
+    if table is not None and made.packed and made.bits is None:  # the table has every weight of the file
         return Weights(requested, bits_of_file(table))
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
@@ -105,7 +105,7 @@ def check_memory(name: str, config: Any, needed: Weights, device: torch.device, 
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device, on the CPU with those that the system would give back."""
+    """Return the free bytes of a device; on the CPU, with the memory that the system can reclaim."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

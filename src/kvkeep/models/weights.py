@@ -12,17 +12,17 @@ from kvkeep.errors import ModelError
 def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(source, **options)``, refusing incomplete files.
 
-    transformers initialises missing weights at random, with a line in its log only. Raises ModelError, with ``name``,
-    when a weight is missing or has another shape than config.json says.
+    transformers initialises missing weights at random, and only logs that. Raises ModelError, with ``name``, when a
+    weight is missing, or its shape differs from config.json.
     """
-    # Other shapes pass here and are named below: transformers names them in its log only.
+    # Wrong shapes are reported below, because transformers only logs them.
     model, report = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     refuse_incomplete(name, report["missing_keys"], [entry[0] for entry in report["mismatched_keys"]])
     return model
 
 
 def refuse_incomplete(name: str, missing: Iterable[str], other: Iterable[str]) -> None:
-    """Raise ModelError, with ``name``, where weights are ``missing`` or have an ``other`` shape than the model's."""
+    """Raise ModelError, with ``name``, for weights that are ``missing``, and for ``other`` ones of a wrong shape."""
     for what, keys in (("it lacks", sorted(missing)), ("its config states another shape for", sorted(other))):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

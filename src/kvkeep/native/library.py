@@ -199,7 +199,7 @@ def _openmp(torch_folder: Path) -> ctypes.CDLL | None:
     for file in [*found, *_mapped_openmp()]:
         try:
             return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:  # there, but torch did not load it
+        except OSError:  # the file exists, but torch did not load it
             continue
     return None
 

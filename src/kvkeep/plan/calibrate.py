@@ -1,7 +1,7 @@
 """Calibration: measures the rates of this machine with kvkeep's operations, in less than a minute.
 
 The rates of matrices, attention, memory and disk are measured on random tensors. A random model is then run. The time
-that its counted operations do not explain is the fixed time of a layer and of a page (launching, waiting for threads,
+beyond that of its counted operations is the fixed time of a layer and of a page (launching, waiting for threads,
 copying). The planned models are not used.
 """
 

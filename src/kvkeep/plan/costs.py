@@ -89,7 +89,7 @@ class Work:
         self.stride = min(candidate.stride, self.layers)
         self.anchors = geometry.residual_anchors(self.stride) if self.stride else ()
         residuals = sum(1 for anchor in self.anchors if anchor) * geometry.residual_bytes_per_token
-        self.token_bytes = residuals if self.stride else geometry.full_bytes_per_token  # of a checkpoint
+        self.token_bytes = residuals if self.stride else geometry.full_bytes_per_token  # bytes in a checkpoint
 
     def _kinds(self, layers: Sequence[LayerGeometry]) -> Counter[tuple[int, int, int | None]]:
         """Count layers by KV heads, elements of a key and a value, and window."""

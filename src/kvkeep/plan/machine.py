@@ -32,7 +32,7 @@ class Machine:
     source: str
     """Where the figures come from."""
     device: str
-    """"cpu", "cuda" or "mps"."""
+    """The kind of device: "cpu", "cuda" or "mps"."""
     dtype_bytes: int
     """Bytes of an element of the measured matrices."""
     matrix: Mapping[int, Curve]

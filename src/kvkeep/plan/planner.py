@@ -99,7 +99,7 @@ class Planned:
     best: Row
     """The recommended row."""
     reason: str
-    """The reason of the recommendation, in a sentence."""
+    """The reason for the recommendation, in a sentence."""
 
 
 def plan(
@@ -147,7 +147,7 @@ def plan(
             f"{size(least.memory, up=True)}, for {_named(least)}."
         )
     marked = [replace(row, frontier=best) for row, best in zip(fitting, frontier(fitting), strict=True)]
-    # First the strictest promise, then the shortest time to a hundredth of a second.
+    # Prefer the strictest promise, then the shortest time, rounded to 0.01 s.
     best = min(marked, key=lambda row: (_PROMISES.index(row.exactness), round(row.seconds(answer), 2)))
     marked.sort(key=lambda row: (row.memory, row.cost.step))
     reason = _reason(best, marked, rows, answer)
@@ -178,7 +178,7 @@ def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
         )
     if not 0 <= acceptance <= 1:
         raise UsageError(f"An acceptance is a share from 0 to 1, not {acceptance:g}.")
-    Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers that are not keys and values
+    Budget.parse(MIN_CHUNK).entries(geometry)  # refuses layers without keys and values
 
 
 def _budgets(
@@ -260,8 +260,9 @@ def recommend(
 ) -> Choice:
     """Return the recommended cache for a loaded ``model`` and a prompt of ``context`` tokens.
 
-    memory: bytes for the cache ("64MB"); by default half of the free memory of the model's device. The rates are those
-    of an earlier ``kvkeep calibrate``, or estimates; this function measures nothing. Raises the errors of :func:`plan`.
+    memory: bytes for the cache ("64MB"); by default half of the free memory of the model's device. The rates come from
+    an earlier ``kvkeep calibrate``, or are estimates; this function measures nothing. Raises the errors of
+    :func:`plan`.
     """
     parameter = next(model.parameters())
     machine = machine_here(str(parameter.device), parameter.dtype)

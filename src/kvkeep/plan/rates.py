@@ -78,7 +78,7 @@ def only_one(folder: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows: two measurements at a time disturb each other
+        except ImportError:  # Windows: concurrent measurements disturb each other
             pass
         except OSError:
             raise BusyError("Another process is measuring this machine; wait for it to end.") from None

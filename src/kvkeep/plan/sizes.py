@@ -100,12 +100,12 @@ def sizes(
     Raises BudgetError if the budget is too small for the method.
     """
     method, prompt, tokens = candidate.method, tokens, tokens + steps
-    sliding = geometry.sliding_bytes(tokens, stepped=steps > 0 or prompt == 1)
+    fixed = geometry.fixed_bytes(tokens, stepped=steps > 0 or prompt == 1)
     if candidate.keeps_all:
         paged = method.selector.layout == "paged"
         limit = prompt + new if method.selector.layout == "static" else None
         rows = limit or (pool_rows(tokens) if paged else up(tokens))
-        resident = sliding + rows * geometry.full_bytes_per_token
+        resident = fixed + rows * geometry.full_bytes_per_token
         chunk_bytes = prompt * widest_bytes(geometry) if paged else 0
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, resident, chunk_bytes=chunk_bytes)
     assert budget is not None
@@ -113,14 +113,14 @@ def sizes(
     first = prompt % chunk  # the remainder of the prompt is the first chunk
     arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
     size = Sizes(
-        tokens, budget, chunk, budget, 0, tokens, sliding, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry)
+        tokens, budget, chunk, budget, 0, tokens, fixed, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry)
     )
     if method.selector.in_order:
         evicted = _evicted(arriving, budget)
         shapes = Counter(replace(layer, index=0, source=0) for layer in geometry.full_layers)
         evictions = [(layer, count, evicted) for layer, count in shapes.items()]
         rows = ring_rows(min(tokens, budget), budget)
-        size = replace(size, evicted=sum(evicted), resident=sliding + rows * geometry.full_bytes_per_token)
+        size = replace(size, evicted=sum(evicted), resident=fixed + rows * geometry.full_bytes_per_token)
     else:
         size, evictions = _selected(size, geometry, candidate, arriving, model)
     return _checkpointed(size, geometry, candidate, arriving, evictions, shared) if method.checkpoints else size

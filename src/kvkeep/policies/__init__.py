@@ -1,1 +1,1 @@
-"""Methods: selectors, fates and recalls by name, and the layers that are assembled of them."""
+"""Methods: selectors, fates and recalls by name, and the layers that are assembled from them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
+from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer, holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
+from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
 from kvkeep.stores.resident.newest import Newest
 from kvkeep.stores.resident.paged import BlockPool, BlockTable, Paged
@@ -67,15 +68,28 @@ class Assembly:
     """The decoder whose forward passes the cache streams."""
     latent: bool = False
     """The cache holds latents, which attention expands."""
+    states: dict[int, RecurrentState] = field(default_factory=dict)
+    """The recurrent states, by layer. A layer without keys and values is its state; a hybrid layer has one besides."""
+
+    @property
+    def beside(self) -> dict[int, RecurrentState]:
+        """The recurrent states of hybrid layers, which hold keys and values, too."""
+        return {index: state for index, state in self.states.items() if self.layers[index] is not state}
+
+    @property
+    def holdings(self) -> list[Any]:
+        """What the layers hold, and then the states beside them."""
+        return [*map(holding_of, self.layers), *self.beside.values()]
 
 
 @dataclass(frozen=True)
 class Previous:
-    """The present parts of a cache that is about to change its method. shares: the entries of each full layer's lanes
-    after the change. The meter stays, and so do all layers that are not full."""
+    """The present parts of a cache that is about to change its method. The meter stays, and so do all layers that are
+    not full."""
 
     made: Assembly
     shares: Sequence[Sequence[int]]
+    """The number of entries of each full layer's lanes after the change."""
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:
@@ -138,7 +152,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build = _Builder(request, model, geometry, before, within, tail)
-    ahead = 1 if method.oneshot else chunk  # the length of a prompt is not known yet
+    ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
     budgets = selector.budgets(model, geometry, resident)
     if before is not None:
@@ -200,21 +214,26 @@ class _Builder:
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
-        # Ids and positions are kept where entries are rebuilt from them.
+        # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
         self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter
         self.shared = fate.shared(geometry, self.ledger)
         self.entries = entries
         self.checkpoint = None if self.spec is None else self._checkpoint(self.spec)
+        self.states = self._states() if before is None else before.made.states
         self.round: Round | None = None
         if tail:
             assert self.checkpoint is not None
             self.round = Round(tail, self.ledger, self.checkpoint)
 
+    def _states(self) -> dict[int, RecurrentState]:
+        return {layer.index: RecurrentState(layer.state_elements) for layer in self.geometry.recurrent_layers}
+
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return an assembly of ``layers``, with the objects that they share."""
         made = Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
+        made = replace(made, states=self.states)
         return replace(made, latent=True) if exact and bind(self.model).latent else made
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
@@ -270,9 +289,9 @@ class _Builder:
         return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
-        """Return the layers of a cache. ``full`` makes the full layers. Sliding windows are bounded already; layers
-        that read another layer's entries hold none; transformers handles states that are not keys and values. A cache
-        that has layers already keeps those that are not full."""
+        """Return the layers of a cache. ``full`` makes the full layers. Sliding windows and recurrent states are
+        bounded already; layers that read another layer's entries hold none; transformers handles all other states. A
+        cache that has layers already keeps those that are not full."""
         stock = DynamicCache(config=self.model.config).layers
         layers = [
             full(layer)
@@ -281,6 +300,8 @@ class _Builder:
             if self.before is not None
             else SlidingLayer(layer.window)
             if layer.kind == "sliding" and layer.window is not None
+            else self.states[layer.index]
+            if layer.index in self.states
             else stock[layer.index]
             for layer in self.geometry.layers
         ]

@@ -57,7 +57,7 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
                     )
                 handles.append(projection.register_forward_hook(partial(_listen, found, number)))
         with torch.enable_grad():
-            for row in ids.to(next(model.parameters()).device).clone().split(1):  # it may come from inference mode
+            for row in ids.to(next(model.parameters()).device).clone().split(1):  # the ids may be an inference tensor
                 loss = model(input_ids=row, labels=row, use_cache=False).loss * (row.shape[1] - 1)
                 torch.autograd.grad(loss, leaves)
     finally:

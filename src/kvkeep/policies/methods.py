@@ -60,7 +60,7 @@ class Method:
     fate: Fate
     recall: Recall
     summary: str
-    """What it does, in a sentence."""
+    """What the method does, in a sentence."""
     source: str
     """The paper."""
     oneshot: bool = False
@@ -91,7 +91,7 @@ class Method:
 
     @property
     def store_fate(self) -> Fate:
-        """The fate of evicted entries; where a checkpoint has all of them anyway, they are dropped."""
+        """The fate of evicted entries; they are dropped where a checkpoint has all of them."""
         return Drop() if self.recall.backed and self.fate.checkpoints else self.fate
 
     @property
@@ -232,7 +232,8 @@ def _current(part: str) -> str:
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
-    """Return the method of three parts. Its recall describes it, or else its selector."""
+    """Return the method of three parts. The recall gives its summary; a recall without a label leaves that to the
+    selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)

@@ -36,7 +36,7 @@ LAB = (
 
 def check_names(spec: str) -> None:
     """Raise UsageError, with the nearest names, for a method or a part that does not exist. After the registry is
-    imported this checks nothing: a program may have added parts."""
+    imported, this function does nothing, because a program may have added parts."""
     added = {point.name for point in points(PARTS)}
     check_lab(spec, added)
     if "kvkeep.policies.registry" in sys.modules:

@@ -28,7 +28,7 @@ class Paper:
     where: str = ""
     """The proceedings or journal."""
     eprint: str = ""
-    """Its arXiv id."""
+    """The arXiv id."""
 
     def bibtex(self) -> str:
         """Return the entry: an article in proceedings where those are known, else a preprint."""
@@ -49,7 +49,7 @@ PAPERS = tuple(
 
 def papers_of(methods: Iterable[Method]) -> list[Paper]:
     """Return the papers that the sources of methods and of their parts name, each once. They come from :data:`PAPERS`
-    and from the ``papers`` of a package's parts. For any other arXiv id the paper has that id alone."""
+    and from the ``papers`` of a package's parts. For any other arXiv id the paper has that id only."""
     found: dict[str, Paper] = {}
     for method in methods:
         parts = (method, method.selector, method.fate, method.recall)

@@ -89,14 +89,14 @@ class Preset:
     selector: Selector
     fate: type[Fate]
     summary: str
-    """What it does, in a sentence."""
+    """What the method does, in a sentence."""
     source: str
     """The paper."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Parameters that differ from the fate's defaults."""
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
-    """It takes no parameters."""
+    """The preset takes no parameters."""
     planned: tuple[str, ...] = ("",)
     """Parameters that ``kvkeep plan`` compares; "" are the defaults."""
 
@@ -221,7 +221,8 @@ _HOMES: tuple[dict[str, Any], ...] = (SELECTORS, FATES, RECALLS, PRESETS)
 
 
 def _home(name: str, part: Any) -> dict[str, Any]:
-    """Return the table that a part belongs to. Raises UsageError for anything else, and for an incomplete part."""
+    """Return the table that a part belongs to. Raises UsageError for an object of another kind, and for an incomplete
+    part."""
     if isinstance(part, Preset):
         return PRESETS
     kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))

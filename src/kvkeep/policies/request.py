@@ -104,12 +104,16 @@ class Request:
         """Return the entries of each full layer, and the tokens of a prompt that are read at a time. Raises BudgetError
         for a budget that is too small, and UnsupportedModelError for a layer whose state is not keys and values."""
         assert self.budget is not None
-        for layer in geometry.layers:
-            if layer.kind not in ("full", "sliding", "shared"):
-                raise UnsupportedModelError(
-                    f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
-                    "not keys and values that could be rebuilt; use method 'full'."
-                )
+        for layer in geometry.unbounded_layers:
+            raise UnsupportedModelError(
+                f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
+                "not keys and values that could be rebuilt; use method 'full'."
+            )
+        if self.method.recall.drafts and geometry.recurrent_layers:
+            raise UnsupportedModelError(
+                f"'{geometry.model_type}' has recurrent layers, and '{self.method.name}' drafts tokens that it takes "
+                "back, which a recurrent state cannot do; use kv-direct."
+            )
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
         recall = self.method.recall
@@ -125,7 +129,8 @@ class Request:
             kind = kind or "kv"
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
-            kind = "residual" if vectors < entries else "kv"
+            hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
+            kind = "residual" if vectors < entries and not hybrid else "kv"
         where = self.where or self.method.recall.place or ("disk" if device == "cpu" else "host")
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 

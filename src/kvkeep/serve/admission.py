@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from transformers.modeling_utils import PreTrainedModel
 
+from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.rows import BLOCK
 from kvkeep.plan.sizes import widest_bytes
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
@@ -50,13 +52,13 @@ class Admission:
 
     def drop_cancelled(self) -> None:
         """End the waiting answers that were cancelled."""
-        for job in [job for job in self.waiting if job.cancelled and not job.file_busy]:
+        for job in [job for job in self.waiting if job.cancelled and not job.disk_busy]:
             self._dismiss(job, Finished("cancelled", "", (), 0, 0, 0))
 
     def _dismiss(self, job: Job, last: Event) -> None:
         """End an answer that never began; release the session that was opened for it."""
-        if job.file is not None:
-            with suppress(Exception):  # the file may have failed to open
+        if job.disk is not None:
+            with suppress(Exception):  # it may have failed to open
                 self._adopt(job)
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
@@ -68,7 +70,7 @@ class Admission:
     def admit(self) -> None:
         """Begin waiting answers; if too many still wait, refuse the last ones."""
         self._admit()
-        while len(self.waiting) > self._limit and not self.waiting[-1].file_busy:
+        while len(self.waiting) > self._limit and not self.waiting[-1].disk_busy:
             self._dismiss(self.waiting[-1], self.refusal())
         self.full = len(self.waiting) >= self._limit > 0
 
@@ -78,8 +80,8 @@ class Admission:
 
     def _admit(self) -> None:
         """Begin waiting answers in order, when memory is granted. No answer overtakes one that waits for memory. An
-        answer waits without blocking others if its session is busy, its file is being opened, or another answer is
-        reading its prefix."""
+        answer waits without blocking others if its session is busy or being opened, or if its beginning is being
+        looked up, stored, or read by another answer."""
         busy = {job.name for job in (*self._running, *self._saving)} - {None}
         for job in [*self.waiting]:
             if job.name in busy or self._is_waiting(job):
@@ -88,38 +90,38 @@ class Admission:
             if self._refused == (
                 job,
                 self._in_memory,
-            ):  # no memory was released since the refusal
+            ):  # no memory was released after the refusal
                 return
             try:
                 session = self._session(job)
-                found = None if session is None else find(job, session, self._running, self.sessions.idle())
-                if isinstance(found, PendingPrefix):
-                    job.waits_for = found
-                    busy |= {job.name} - {None}
-                    continue
-                if session is not None and not self._begun(job, session, found):
-                    return
+                if session is not None:
+                    found = self._beginning(job, session)
+                    if found is None:
+                        busy |= {job.name} - {None}
+                        continue
+                    if not self._begun(job, session, *found):
+                        return
             except Exception as error:
                 if job.name is not None and job.name in self.sessions.memory:
                     self.sessions.leave(self.sessions.memory[job.name])
                 job.end(error if isinstance(error, KvkeepError) else failed(error))
             if job.name is not None:
                 busy.add(job.name)
-            if job.file is None or job.session is not None:  # else its file is being opened
+            if job.disk is None or job.session is not None:  # else it is being opened
                 self.waiting.remove(job)
                 self._left()
 
     def _session(self, job: Job) -> OpenSession | None:
-        """Return the session that an answer continues; None while its file is being opened. Raises the error of opening
+        """Return the session that an answer continues; None while it is being opened. Raises the error of opening
         it."""
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
-        if session is None or not session.exclusive:
-            if job.file is None:
-                job.file = self.sessions.files.open(job.name, job.cache)
-            if not job.file.done():
+        if session is None or not session.current:
+            if job.disk is None:
+                job.disk = self.sessions.storage.open(job.name, job.cache)
+            if not job.disk.done():
                 return None
             session = self._adopt(job)
         if job.names_cache and Request.parse(**job.cache) != session.cache.request:
@@ -133,9 +135,32 @@ class Admission:
 
     def _adopt(self, job: Job) -> OpenSession:
         """Put the session that was opened for an answer into the pool, and return it."""
-        assert job.file is not None and job.name is not None
-        opened, job.file = job.file, None
+        assert job.disk is not None and job.name is not None
+        opened, job.disk = job.disk, None
         return self.sessions.adopt(opened.result())
+
+    def _beginning(self, job: Job, session: OpenSession) -> tuple[Prefix | None, Sequence[BlockName]] | None:
+        """Return what an empty session can begin its prompt with: a prefix in memory, or more blocks of the store. None
+        if the answer has to wait for it without blocking others."""
+        prefix = find(job, session, self._running, [*self.sessions.idle(), *self.sessions.storing])
+        if isinstance(prefix, PendingPrefix):
+            job.waits_for = prefix
+            return None
+        if prefix is not None and prefix.session in self.sessions.storing:
+            prefix.session.wanted = True
+            self.sessions.storing[prefix.session].cancel()
+            return None
+        known = 0 if prefix is None else len(prefix.ids)
+        if session.away or session.past.ids:
+            return prefix, ()
+        job.found = job.found or self.sessions.storage.find(session, job.ask.prompt, known)
+        if job.found is None:
+            return prefix, ()
+        if not job.found.done():
+            return None
+        blocks = job.found.result()
+        longer = not known or (len(blocks) - 1) * BLOCK >= known  # the last one may have few of the prompt's tokens
+        return (None, blocks) if blocks and longer else (prefix, ())
 
     def _is_waiting(self, job: Job) -> bool:
         """Return whether another answer is still reading a prefix of the job's prompt, which the job can then reuse."""
@@ -146,20 +171,21 @@ class Admission:
     @property
     def _in_memory(self) -> frozenset[int | Name]:
         """The running answers, and the sessions that hold memory."""
-        return frozenset([*map(id, self._running), *map(id, self._saving), *self.sessions.memory])
+        return frozenset([*map(id, (*self._running, *self._saving, *self.sessions.storing)), *self.sessions.memory])
 
-    def _begun(self, job: Job, session: OpenSession, prefix: Prefix | None) -> bool:
-        """Grant memory to an answer and begin it, reusing ``prefix``; restore the session from its file if necessary.
+    def _begun(self, job: Job, session: OpenSession, prefix: Prefix | None, blocks: Sequence[BlockName]) -> bool:
+        """Grant memory to an answer and begin it, with ``prefix`` or ``blocks`` of the store if there are any; restore
+        the session if necessary.
 
         Return False if the answer has to wait. Raises the error of beginning it.
         """
-        peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
+        peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens, len(blocks) * BLOCK)
         self.arbiter.check(peak)
-        peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
+        peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.complete:
-            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # a copy of a layer
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # plus one layer's copy
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver
@@ -179,7 +205,9 @@ class Admission:
         self._running.append(job)
         self.sessions.touch(session)
         if session.away:
-            job.file = self.sessions.files.restore(session)
+            job.disk = self.sessions.storage.restore(session)
+        elif blocks:
+            job.disk = self.sessions.storage.begin(session, blocks, job.ask.prompt)
         return True
 
     def _way(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvkeep import report
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import SessionFile
 from kvkeep.engine.batch import chunk_size
 from kvkeep.errors import BudgetError
 from kvkeep.plan.candidates import Candidate
@@ -37,22 +36,17 @@ def peak_bytes(cache: KeepCache, tokens: int) -> int:
     )
 
 
-def restore_bytes(file: SessionFile, cache: KeepCache) -> int:
-    """Return the bytes that restoring a session takes. The tensors of one layer count twice. cache: an empty cache of
-    the session's kind."""
+def restore_bytes(cache: KeepCache, state: int, entries: int) -> int:
+    """Return the bytes that filling ``cache``, which is empty, from the store takes: ``state`` bytes of its own and
+    ``entries`` bytes of blocks. The tensors of one layer count twice."""
     disk = cache.spec is not None and cache.spec.where == "disk"
-    total, in_hand = 0, dict[str, int]()
-    for name, one in file.stored.items():
-        size = one.rows * one.row_bytes
-        hand = name if name.startswith("checkpoint.") else ".".join(name.split(".")[:2])
-        in_hand[hand] = in_hand.get(hand, 0) + size
-        total += 0 if disk and name.startswith("checkpoint.") else size
-    return total + max(in_hand.values(), default=0)
+    layers = max(1, len(cache.geometry.full_layers))
+    return state + (0 if disk else entries) + -(-(state + entries) // layers)
 
 
 def current_bytes(cache: KeepCache) -> int:
     """Return the bytes of memory that a cache uses now, without bytes on disk."""
-    memory = report.memory(cache.made, cache.holdings)
+    memory = report.memory(cache.made)
     checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 

@@ -1,10 +1,10 @@
-"""The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and session files.
+"""The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and a store.
 
 The thread owns the model, and every session its cache. With the same sampling, an answer has the tokens of
-:func:`kvkeep.generate`, independent of other sessions. An answer of a named session ends after its turn is saved in the
-session's file (:mod:`~kvkeep.serve.session_files`).
+:func:`kvkeep.generate`, independent of other sessions. An answer of a named session ends after its turn is saved; of
+other sessions, blocks are stored after their answers (:mod:`~kvkeep.serve.session_storage`).
 
-**Faults.** If a session's cache, file, sampling or listener raises, its answer ends with an error, and the session
+**Faults.** If a session's cache, sampling or listener raises, its answer ends with an error, and the session
 continues from its last complete step. If a packed pass runs out of memory or raises another RuntimeError of torch, the
 answers in it end. Any other error ends the thread, and with it the server's process: a lost device
 (``torch.AcceleratorError``), other errors of the model in a packed pass, and errors of the engine itself.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.blocks.store import Store
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
@@ -34,8 +34,8 @@ from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
 from kvkeep.serve.prefixes import worth_keeping
 from kvkeep.serve.session import Name, check_name
-from kvkeep.serve.session_files import SessionFiles
-from kvkeep.serve.session_pool import QUOTA_INTERVAL_S, SessionPool
+from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
+from kvkeep.serve.session_storage import SessionStorage
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ class Watch:
 class Engine:
     """Answers many sessions within ``memory`` bytes.
 
-    store: the store of named sessions; without one, evicted sessions are forgotten and read again. cache: default
-    method, budget and options of a session. waiting: the maximum number of waiting requests. Call :meth:`start` for a
-    thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model
-    whose attention cannot be streamed.
+    store: the store of sessions and beginnings; without one, evicted sessions are forgotten and read again. cache:
+    default method, budget and options of a session. waiting: the maximum number of waiting requests. Call :meth:`start`
+    for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a
+    model whose attention cannot be streamed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         loaded: Loaded,
         memory: int,
         waiting: int = WAITING,
-        store: SessionStore | None = None,
+        store: Store | None = None,
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
@@ -81,13 +81,13 @@ class Engine:
                 "load the model in one process."
             )
         try:
-            bind(self.model)  # here, because two threads must not bind at once
+            bind(self.model)  # here, because concurrent binding is not safe
         except UnsupportedModelError:
-            if not self.geometry.other_layers:  # with them, every session has a separate pass
+            if not self.geometry.other_layers:  # these layers need a separate pass per session
                 raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        files = SessionFiles(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
-        self.sessions = SessionPool(self.model, files)
+        storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
+        self.sessions = SessionPool(self.model, storage)
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
         self.watch = Watch()
@@ -198,7 +198,7 @@ class Engine:
             self._thread.join()
 
     def close(self) -> None:
-        """Close the files of all sessions, after the last step."""
+        """Close all sessions, after the last step."""
         self.sessions.close()
 
     def _run(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
         finally:
             with self._lock:
                 self._ended = True
-            self._take_in(False)  # so that no caller waits forever
+            self._take_in(False)  # fails the waiting requests
             self.close()
             self._report_saved()
 
@@ -225,27 +225,31 @@ class Engine:
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
         Return False if the engine was stopped and no work is left."""
-        nothing = not self.running and not self._admission.waiting and not self._saving
-        self._take_in(wait and nothing)
+        self._take_in(wait and not self._work)
         self._report_saved()
+        self.sessions.leave_stored()
         self._drop_cancelled()
-        self.sessions.enforce_quota()
+        self.sessions.evict()
         self.sessions.trim_memory()
         self._admission.admit()
         self._begin_answers()
         self.beat = time.monotonic()
         if self.scheduler.answers:
             self._read()
-        elif self.sessions.files.busy:  # all answers wait for files
+        elif self.sessions.storage.busy:  # all answers wait for the store
             self._take_in(True)
         stopping = self._stopping  # read first: no request is accepted afterwards
-        left = self.running or self._admission.waiting or self._saving or not self._inbox.empty()
-        return bool(left) or not stopping
+        return self._work or not self._inbox.empty() or not stopping
+
+    @property
+    def _work(self) -> bool:
+        """Whether an answer is not complete, or not stored."""
+        return bool(self.running or self._admission.waiting or self._saving or self.sessions.storing)
 
     def _take_in(self, wait: bool) -> None:
         while True:
             try:
-                given = self._inbox.get(block=wait, timeout=QUOTA_INTERVAL_S)
+                given = self._inbox.get(block=wait, timeout=EVICTION_INTERVAL_S)
             except queue.Empty:
                 return
             wait = False
@@ -266,13 +270,14 @@ class Engine:
 
     def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
-        for job in [job for job in self.running if job.answer is None and not job.file_busy]:
+        for job in [job for job in self.running if job.answer is None and not job.disk_busy]:
             assert job.session is not None
             try:
-                if job.file is not None:
-                    job.file.result()
+                if job.disk is not None:
+                    job.disk.result()
                     job.session.align(job.ask.prompt)
-                job.file = None
+                job.disk = None
+                self.sessions.storage.watch(job.session)
                 answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:
@@ -324,19 +329,24 @@ class Engine:
         return job.halt(self.scheduler)
 
     def _save(self, job: Job, last: Event) -> None:
-        """Report the last event of a job after the turn of its session is saved."""
-        assert job.session is not None
-        if job.session.name is None:
-            self.sessions.leave(job.session, stay=isinstance(last, Finished) and worth_keeping(job.session))
-            job.end(last)
+        """Report the last event of a job; of a named session, after its turn is saved."""
+        session = job.session
+        assert session is not None
+        if session.name is None:
+            stay = isinstance(last, Finished) and worth_keeping(session)
+            job.end(last)  # first, so that the client does not wait for the store
+            if stay and self.sessions.storage.stores_beginnings(session):
+                self.sessions.keep(session)
+            else:
+                self.sessions.leave(session, stay)
             return
-        job.last, job.file = last, self.sessions.files.save(job.session)
+        job.last, job.disk = last, self.sessions.storage.save(session)
         self._saving.append(job)
         self._report_saved()
 
     def _report_saved(self) -> None:
-        for job in [job for job in self._saving if not job.file_busy]:
+        for job in [job for job in self._saving if not job.disk_busy]:
             assert job.session is not None and job.last is not None
             self._saving.remove(job)
-            self.sessions.leave(job.session, stay=not job.session.lost)
+            self.sessions.leave(job.session, stay=not job.session.followed)
             job.end(job.last)

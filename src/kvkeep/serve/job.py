@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.blocks.folder import BlockName
 from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
 from kvkeep.errors import KvkeepError, UsageError
@@ -82,10 +83,11 @@ class Job:
     session: OpenSession | None = None
     granted: int = 0
     scheduled: ScheduledAnswer | None = None
-    file: Future[Any] | None = None  # the session's file while it is read or written
+    disk: Future[Any] | None = None  # the work on the session in the store
+    found: Future[list[BlockName]] | None = None  # stored blocks with which the prompt begins
     waits_for: PendingPrefix | None = None  # the job that reads a prefix of this prompt
     last: Event | None = None  # the last event, reported when the session is saved
-    at: float = field(default_factory=time.monotonic)  # the time of its last token; before the first, of the request
+    at: float = field(default_factory=time.monotonic)  # time of the last token, or of the request before the first
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _listener_failed: bool = False
 
@@ -99,9 +101,9 @@ class Job:
         return self._cancelled.is_set()
 
     @property
-    def file_busy(self) -> bool:
-        """Whether the session's file is being read or written."""
-        return self.file is not None and not self.file.done()
+    def disk_busy(self) -> bool:
+        """Whether the session is being read from the store or saved."""
+        return self.disk is not None and not self.disk.done()
 
     @property
     def answer(self) -> Answer | None:
@@ -149,5 +151,5 @@ class Job:
 
     def end(self, last: Event) -> None:
         """Report the last event, and release session and cache."""
-        self.session = self.scheduled = self.file = self.waits_for = None
+        self.session = self.scheduled = self.disk = self.waits_for = None
         self.tell(last)

@@ -1,8 +1,9 @@
 """Replicas of the server on a Ray cluster: each process of a Ray Serve deployment runs the same application.
 
-A session belongs to no replica. Its turns are in a folder that all replicas see, and the answering replica holds its
-lease (:mod:`~kvkeep.decode.shared_journal`). So any replica can answer any request. Consistent hashing sends all
-requests of a session to one replica, as long as it exists, so that it has the session in memory.
+A session belongs to no replica. Its turns are in a store that all replicas see, and a turn is saved only if no other
+replica has continued the session meanwhile (:mod:`~kvkeep.blocks.references`). So any replica can answer any request.
+Consistent hashing sends all requests of a session to one replica, as long as it exists, so that it has the session in
+memory.
 :mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the hashed key, and completes answers of replicas
 that ended.
 
@@ -63,8 +64,9 @@ CHECK_S = 0.5
 SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 """Serve's log settings."""
 OPTIONS: dict[str, Any] = {
-    "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "quota": None, "age": None, "keys": None,
-    "answers": 64, "time": None, "cors": (), "log_requests": False, "replicas": "2", "cores": 1, "conversations": 8,
+    "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "bucket": None, "quota": None, "age": None,
+    "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False, "replicas": "2", "cores": 1,
+    "conversations": 8,
 }  # fmt: skip
 """Optional options of ``kvkeep serve`` for :func:`app`, and their defaults."""
 NEEDED = ("memory", "sessions")
@@ -183,9 +185,9 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     """Connect to a Ray cluster for the block. Without an address, start a cluster on this machine, and end it
     afterwards. Raises KvkeepError if the connection fails."""
     ray_serve()
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # only in this process, which reports events itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # only in this process, which reports events
     cores = math.ceil(scale.maximum * scale.cores)
-    # Ray prints that a process died: print it here at once; a buffer would delay it until the end.
+    # Ray prints messages about dead processes. stderr shows them immediately; stdout would buffer them.
     with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
 
@@ -283,7 +285,7 @@ def drain(grace: float) -> int:
     while True:
         try:
             return found.result(CHECK_S)
-        except Exception:  # not ready, or an error
+        except Exception:  # the replica is not ready or has failed
             if not ray_cluster.alive():
                 raise ClusterEnded(
                     "The signal also ended Ray's processes. Running answers were cut off; finished turns are saved."
@@ -302,7 +304,7 @@ def _drain(grace: float, found: Future[int]) -> None:
         except TimeoutError as error:
             results = [error] * states.get("RUNNING", 0)
         silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
-        found.set_result(len(silent) + states.get("STOPPING", 0))  # ending replicas are not asked
+        found.set_result(len(silent) + states.get("STOPPING", 0))  # stopping replicas are only counted
     except Exception as error:
         found.set_exception(error)
 

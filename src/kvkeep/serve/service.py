@@ -10,9 +10,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from kvkeep.blocks.bucket import BucketStore
+from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
-from kvkeep.decode.session_store import DAY_S, SessionStore
-from kvkeep.errors import UsageError
+from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.request import Request
@@ -35,12 +36,14 @@ class Service:
     """The maximum number of waiting requests."""
     cache: Mapping[str, Any]
     """Default cache options of a session."""
-    folder: str
-    """The folder of sessions."""
-    quota: int | None
-    """Maximum bytes of the folder."""
+    folder: str | None
+    """The folder of the store; None: conversations are in memory only."""
+    bucket: str | None
+    """The bucket of the store (``s3://BUCKET/PREFIX``); None: the store is in the folder only."""
+    quota: int
+    """Maximum bytes of the store's blocks."""
     age: float | None
-    """Seconds after which an unused session is removed."""
+    """Seconds after which an unused session or block is removed."""
     keys: Keys
     limits: Limits
     origins: tuple[str, ...]
@@ -65,8 +68,9 @@ class Service:
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
             waiting=number("waiting", given["waiting"], 0, int),
             cache=cache,
-            folder=str(given["sessions"]),
-            quota=None if quota is None else bytes_of(quota, "quota"),
+            folder=None if given["sessions"] is None else str(given["sessions"]),
+            bucket=None if given["bucket"] is None else str(given["bucket"]),
+            quota=QUOTA if quota is None else bytes_of(quota, "quota"),
             age=None if age is None else number("age", age, 0) * DAY_S,
             keys=Keys(keys),
             limits=Limits(
@@ -78,17 +82,28 @@ class Service:
         )
 
     def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
-        """Return an engine that is not started. shared: several processes share the folder of sessions. Raises
-        UsageError if the folder cannot be used."""
+        """Return an engine that is not started. shared: several processes share the store. Raises UsageError if it
+        cannot be used."""
         store = self.store(shared=shared)
-        if shared:
-            store.check_folder()
         assert self.memory is not None  # the memory is set by now
         return Engine(loaded, self.memory, self.waiting, store, **self.cache)
 
-    def store(self, *, shared: bool) -> SessionStore:
-        """Return the session store."""
-        return SessionStore(self.folder, quota=self.quota, age=self.age, shared=shared)
+    def store(self, *, shared: bool) -> Store | None:
+        """Return the store, if there is one; create its folder. Raises UsageError if nothing can be stored there."""
+        if self.folder is None:
+            return None
+        store = Store(self.folder, quota=self.quota, age=self.age, shared=shared)
+        try:
+            store.create()
+            if self.bucket is not None:
+                store = BucketStore(store.folder, self.bucket, quota=self.quota, age=self.age)
+        except SessionUnwritable as error:
+            reason = str(getattr(error.__cause__, "strerror", error)).lower()
+            raise UsageError(
+                f"Nothing can be stored in '{self.folder}': {reason}; name another folder, or keep conversations in "
+                "memory only (--private)."
+            ) from error
+        return store
 
     def application(
         self, engine: Engine, loaded: Loaded, scrape: Callable[[], Awaitable[bytes]] | None = None

@@ -1,4 +1,4 @@
-"""A session of the server: a cache, the tokens that it has read, and the file for its turns."""
+"""A session of the server: a cache, the tokens that it has read, and where its turns are stored."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.blocks.beginnings import ENDS
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.decode.session import naming
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import current_bytes, peak_bytes, restore_bytes, shared_parts
@@ -24,7 +24,7 @@ Name = tuple[str, str]
 def check_name(name: Name) -> None:
     """Raise UsageError unless ``name`` is a valid session name."""
     try:
-        SessionStore("").path("/".join(name))
+        Store("").path("/".join(name))
     except UsageError as error:
         sentence = str(error).replace("/".join(name), name[1]).partition("; as NAME")[0]
         raise UsageError(f"{sentence}.") from error
@@ -39,21 +39,23 @@ class OpenSession:
     past: CachedText
     """The cache, and the tokens that it has read."""
     owner: str = ""
-    file: SessionFile | None = None
-    """The file for its turns; None: they are not saved."""
+    stored: StoredSession | None = None
+    """The session in the store; None: it is not saved."""
     away: bool = False
-    """Whether its turns are only in the file."""
+    """Whether its turns are only in the store."""
     busy: bool = False
-    """Whether an answer is in generation, or the file is being read or written."""
+    """Whether an answer is in generation, or the store is being read or written."""
+    current: bool = True
+    """Whether no other server can have continued it since it was compared with the store."""
+    wanted: bool = False
+    """Whether an answer waits until its blocks are stored, which then ends early."""
     turns: int = 0
     note: str | None = None
     """A note to the client."""
     unsaved: str | None = None
-    """The reason why its last turn is not in its file; the next save tries again."""
-    lost: bool = False
+    """The reason why its last turn is not saved; the next save tries again."""
+    followed: bool = False
     """Whether another program has continued the session."""
-    closing: SessionFile | None = None
-    """The file, after its close is queued."""
     used: float = field(default_factory=time.time)
     """The time of last use, in seconds since 1970."""
     _counted: tuple[int, Mapping[int, int]] | None = None
@@ -69,19 +71,19 @@ class OpenSession:
         """The key in the pool. No client can name the key of an unnamed session."""
         return self.name or ("", f"#{id(self)}")
 
-    @property
-    def exclusive(self) -> bool:
-        """Whether no other server can write to the file, now and after the queued work."""
-        return self.file is None or not (self.file.closed or self.file is self.closing)
-
     def align(self, prompt: Sequence[int]) -> None:
         """Crop the cache to its common prefix with ``prompt``; reset a lossy cache that holds more."""
         self.past.align(prompt, crops=self.cache.exactness == "exact")
 
-    def peak_bytes(self, tokens: int) -> int:
-        """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore."""
-        restore = restore_bytes(self.file, self.cache) if self.away and self.file is not None else 0
-        return max(peak_bytes(self.cache, tokens), restore)
+    def peak_bytes(self, tokens: int, begun: int = 0) -> int:
+        """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore. begun: the
+        number of tokens with which it begins from the store."""
+        state, entries = 0, begun * self.cache.geometry.full_bytes_per_token
+        if self.away and self.stored is not None:
+            state, entries = self.stored.bytes
+        cache = self.cache
+        ends = ENDS * cache.geometry.fixed_bytes(tokens) if cache.stream.moving and self.name is None else 0
+        return max(peak_bytes(cache, tokens) + ends, restore_bytes(cache, state, entries))
 
     @property
     def counted(self) -> tuple[int, Mapping[int, int]]:
@@ -93,7 +95,8 @@ class OpenSession:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of the session."""
-        return current_bytes(self.cache)
+        ends = self.cache.stream.block_ends.values()
+        return current_bytes(self.cache) + sum(tensor.nbytes for end in ends for tensor in end.values())
 
     def recount(self) -> None:
         """Discard the count of bytes."""
@@ -120,27 +123,27 @@ class OpenSession:
 
 
 @dataclass(frozen=True)
-class OpenedFile:
-    """A session whose file is open and whose cache does not exist yet."""
+class OpenedSession:
+    """A session that is open in the store and whose cache does not exist yet."""
 
     name: Name
     request: Request
     """The request for its cache."""
-    file: SessionFile | None = None
-    """The file, open for writing; None: no file."""
+    stored: StoredSession | None = None
+    """The session in the store, open for writing; None: it is not saved."""
     away: bool = False
-    """Whether the file has turns."""
+    """Whether the store has turns that it continues."""
     note: str | None = None
 
     def session(self, model: Any) -> OpenSession:
-        """Return the session with an empty cache. If KeepCache raises, close the file."""
+        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
         with ExitStack() as on_error:
-            if self.file is not None:
-                on_error.callback(self.file.close)
-            with naming(self.file) if self.away and self.file is not None else nullcontext():
+            if self.stored is not None:
+                on_error.callback(self.stored.close)
+            with self.stored.naming() if self.away and self.stored is not None else nullcontext():
                 cache = KeepCache(model, request=self.request)
             on_error.pop_all()
-        turns = 0 if self.file is None else self.file.turns
+        turns = 0 if self.stored is None else self.stored.turns
         return OpenSession(
-            self.name, CachedText(cache), self.name[0], self.file, self.away, turns=turns, note=self.note
+            self.name, CachedText(cache), self.name[0], self.stored, self.away, turns=turns, note=self.note
         )

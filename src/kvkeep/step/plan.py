@@ -1,8 +1,9 @@
-"""A step as data: where a new entry of each lane goes, what it evicts, what its query attends to, what is scored.
+"""A step as data: where a new entry of each lane is written, which entry it evicts, what its query attends to, and
+which attention is recorded.
 
-:class:`LayerStep` describes what a decoded token does in one layer, before anything happens. Prompts, padded batches,
-and tokens whose attention depends on what a store makes of the evicted entry, attend over :class:`Segment` instead,
-which may be masked or coded.
+:class:`LayerStep` describes the work of one decoded token in one layer before it is executed. Other tokens attend over
+:class:`Segment`, which may be masked or coded: those of prompts and padded batches, and those whose attention depends
+on how a store encodes the evicted entry.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ class Coded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some keys and values, and which queries see which of them.
-
-    key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
-    :class:`Coded`, of one kv head. mask: None (every query sees every entry), or bool
-    (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
-    needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
-    batch,) int64; None: all of them. shared: several rows share one copy: row r of the query's batch reads row r mod
-    (the segment's batch). formed: key and value were made for this attention and are not stored.
-    """
+    """Keys and values, and which queries see each of them."""
 
     key: Any
+    """(batch, kv_heads, entries, key_dim), or :class:`Coded` with a single KV head."""
     value: Any
+    """(batch, kv_heads, entries, value_dim), or coded like the key."""
     mask: Tensor | None = None
+    """Bool (True: seen) or additive float, broadcastable to (batch, 1, queries, entries); None: every query sees every
+    entry."""
     causal: bool = False
+    """Query i sees entries 0..i. The numbers of queries and entries are then equal, and there is no mask."""
     lanes: Tensor | None = None
+    """The rows of the query's batch that read this segment, (the segment's batch,) int64; None: all."""
     shared: bool = False
+    """Several rows share one copy: row r of the query's batch reads row r mod (the segment's batch)."""
     formed: bool = False
+    """Key and value are temporary: they were made for this attention."""
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class Span:
     stop: int
     """The row behind the last one."""
     compiled: Any = field(default=None, repr=False)
-    """The native executor's form of it, which the executor keeps up to date."""
+    """The native executor's form of the span, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:
@@ -75,7 +76,7 @@ class Span:
         return self.stop - self.start
 
     def segment(self) -> Segment:
-        """Return it as a segment."""
+        """Return the span as a segment."""
         if not isinstance(self.keys, Tensor):
             return Segment(self.keys, self.values)
         rows = slice(self.start, self.stop)
@@ -83,7 +84,7 @@ class Span:
 
 
 class JoinedSpans:
-    """Any number of spans as the keys of one segment; :attr:`values` are its values."""
+    """Several spans as the keys of one segment; :attr:`values` are its values."""
 
     layout: ClassVar[str] = "spans"
 
@@ -92,7 +93,7 @@ class JoinedSpans:
 
     @property
     def values(self) -> JoinedSpans:
-        """Their values."""
+        """The values of the spans."""
         return JoinedSpans(self.spans, "values")
 
     @property
@@ -123,14 +124,14 @@ class Destination:
     extra: Tensor | None = None
     """(lanes, rows) float32, the number of other tokens merged into an entry; None: nothing was merged."""
     newest: Tensor | None = None
-    """(lanes, rows) int32, the last slot merged into an entry; None likewise."""
+    """(lanes, rows) int32, the last slot merged into an entry; None: nothing was merged."""
 
 
 @dataclass(eq=False)
 class LayerStep:
     """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends.
 
-    A part may keep it and change it for the next token; executors only read it.
+    A part may keep the step and change it for the next token; executors only read it.
     """
 
     append: Destination
@@ -152,9 +153,9 @@ class LayerStep:
     """How the attention that entries receive is combined over the heads of a lane: "sum" (their mean) or "max"; empty:
     it is not computed."""
     received: Tensor | None = None
-    """(lanes, entries) float32, where that attention is written."""
+    """(lanes, entries) float32; the executor writes that attention here."""
     compiled: Any = field(default=None, repr=False)
-    """The native executor's form of it, which the executor keeps up to date."""
+    """The native executor's form of the step, which the executor keeps up to date."""
 
     @property
     def entries(self) -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvkeep.step.plan import Coded, LayerStep, Segment
 
 MAX_CODED_QUERIES = 8
-"""The most queries for which codes are multiplied directly; for more queries, decoding the codes first is cheaper."""
+"""The maximum number of queries for which codes are multiplied directly; for more, decoding the codes first is cheaper.
+"""
 BLOCK = 128
 """The number of queries whose weights are in memory at the same time."""
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -49,11 +50,11 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
 def run(
     steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Run one layer for a token of each of several sessions: write its entry, and return its attention, (1, row, heads,
-    value_dim); that of tokens of no session is 0.
+    """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
+    heads, value_dim). Places of the row without such a token get 0.
 
-    steps, tokens: of each session, and its token's place in the row. query: (1, heads, row, dim). key, value: (1,
-    kv_heads, row, dim).
+    steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
+    (1, kv_heads, row, dim).
     """
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in zip(steps, tokens, strict=True):
@@ -83,10 +84,10 @@ def combined(query: Tensor, segments: Sequence[Segment], scaling: float) -> tupl
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine two partial results, in the memory of the first; outputs (batch, heads, queries, dim) float32, lse
-    without the last axis."""
+    """Combine two partial results, in the memory of the first. a, b: outputs (batch, heads, queries, dim) float32.
+    lse_a, lse_b: (batch, heads, queries)."""
     lse = torch.logaddexp(lse_a, lse_b)
-    # Where a query saw nothing in either part both are -inf and the difference is nan: weigh with 0.
+    # If a query sees no entry in both parts, both are -inf and the difference is nan. Its weight is 0.
     weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
     weight_b = torch.exp(lse_b - lse).nan_to_num_(0.0).unsqueeze(-1)
     return a.mul_(weight_a).addcmul_(b, weight_b), lse
@@ -105,19 +106,19 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     groups = heads // key.shape[1]
     causal = segment.causal and queries > 1
     if causal:
-        # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
+        # The kernel's causal flag applies per head, so keys are repeated instead of stacking queries.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     else:
-        # Queries of one kv head are stacked as rows, so shared keys are read once, in place.
+        # Queries of one KV head are stacked as rows, so that shared keys are read once, in place.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
-        if mask is not None and mask.shape[1] > 1:  # a mask a head
+        if mask is not None and mask.shape[1] > 1:  # one mask per head
             mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
         elif mask is not None and mask.shape[-2] > 1:
             mask = mask.repeat(1, 1, groups, 1)
     if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)
         output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
-        if mask is not None:  # the kernel reports 0 for a row that sees nothing
+        if mask is not None:  # the kernel reports 0 for a row without visible entries
             lse = lse.masked_fill(_blind(mask), float("-inf"))
     else:
         output, lse = _plain(query, key, value, mask, causal, scaling)
@@ -125,12 +126,13 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 
 
 def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same as :func:`partial` for a shared segment: rows that read the same keys become heads of one row."""
+    """Return the result of :func:`partial` for a shared segment. Rows that read the same keys become heads of one
+    row."""
     (batch, heads, queries, _), copies = query.shape, segment.key.shape[0]
     rows = batch // copies
     folded = query.unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)  # (copies, rows * heads, queries, dim)
     mask = segment.mask
-    if mask is not None:  # a mask a row, (batch, 1, queries or 1, entries)
+    if mask is not None:  # one mask per row, (batch, 1, queries or 1, entries)
         mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)
     output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
     output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
@@ -138,7 +140,7 @@ def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Ten
 
 
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same for coded keys and values."""
+    """Return the result of :func:`partial` for coded keys and values."""
     batch, heads, queries, dim = query.shape
     scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
     if mask is not None:
@@ -151,7 +153,8 @@ def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scalin
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations, for devices and shapes without a kernel that reports lse."""
+    """Return the result of :func:`partial` by plain tensor operations, for devices and shapes without a kernel that
+    reports lse."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
     if causal:
         rows, columns = scores.shape[-2:]
@@ -172,7 +175,7 @@ def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: s
     scores = [_scores(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, -1), -1)
     if any(segment.mask is not None for segment in segments):
-        weights.nan_to_num_(0.0)  # of a query that sees no entry
+        weights.nan_to_num_(0.0)  # a query may see no entry
     shares = weights.split([part.shape[-1] for part in scores], -1)
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Layers that keep everything, attended by transformers or the CPU kernel: ``full``, ``static``, sliding windows."""
+"""Layers that transformers or the CPU kernel attends to: ``full``, ``static``, sliding windows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StockState:
             self.layer.reorder_cache(index)
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return the state of every slot, (batch, 1, ``length``) int8 codes: all count as resident."""
+        """Return the state of every slot, (batch, 1, ``length``) int8 codes: all are resident."""
         return torch.full((batch, 1, length), EntryState.RESIDENT, dtype=torch.int8)
 
     def state(self) -> dict[str, Tensor]:
@@ -74,10 +74,10 @@ class DynamicLayer(CacheLayerMixin):
     compressed_bytes = bookkeeping_bytes = 0
 
     def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
-        self.is_initialized = False  # transformers' constructor would set keys and values, too
+        self.is_initialized = False  # transformers' constructor also sets keys and values
         self.limit = limit
         self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
-        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # while the buffers are these
+        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
 
     @property
     def keys(self) -> Tensor | None:
@@ -97,19 +97,19 @@ class DynamicLayer(CacheLayerMixin):
         return self.limit is None and all(native.can_read(*pair) for pair in filled)
 
     def share(self, other: DynamicLayer, length: int, once: bool) -> None:
-        """Take the first ``length`` entries of ``other`` into this layer, which is empty. once: both layers share whole
-        blocks; otherwise they are copied."""
+        """Take the first ``length`` entries of ``other`` into this empty layer. once: both layers share whole blocks;
+        otherwise the blocks are copied."""
         self.is_initialized = other.is_initialized
         for mine, rows in ((self._keys, other._keys), (self._values, other._values)):
             if once:
                 mine.share(rows, length)
             else:
                 mine.append(rows.view()[..., :length, :])
-        other._next = None  # it would keep outgrown buffers
+        other._next = None  # it refers to outgrown buffers
 
     @property
     def shared(self) -> list[Tensor]:
-        """The tensors that other layers may hold, too."""
+        """The tensors that other layers may share."""
         return [*self._keys.head, *self._values.head]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -123,7 +123,7 @@ class DynamicLayer(CacheLayerMixin):
                 f"The static cache holds {self.limit} entries, but {stop} are needed; give it a larger budget, or "
                 "use method 'full', which grows."
             )
-        self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
+        self.is_initialized, self._next = True, None  # it refers to outgrown buffers
         self._keys.append(key_states)
         self._values.append(value_states)
         return self._keys.view(), self._values.view()
@@ -187,8 +187,8 @@ class DynamicLayer(CacheLayerMixin):
         return {"keys": self._keys, "values": self._values} if self._keys.length else {}
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Take entries into this layer, which is empty: pieces of keys and of values, in order. Whole blocks are not
-        copied where the kernel attends to entries in pieces."""
+        """Take entries into this empty layer: pieces of keys and of values, in order. Where the kernel attends to
+        entries in pieces, the layer uses whole blocks without a copy."""
         reads = all(native.can_read(*pair) for pair in zip(keys, values, strict=True))
         for rows, pieces in ((self._keys, keys), (self._values, values)):
             for piece in pieces if reads else [torch.cat([*pieces], -2)]:
@@ -197,10 +197,10 @@ class DynamicLayer(CacheLayerMixin):
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """The sliding window of transformers, with memory for the window alone.
+    """The sliding window of transformers, with memory for the window only.
 
-    transformers keeps the window as a view of the tensor that a step attended to. After a chunk of a prompt that tensor
-    holds chunk and window together, in every such layer until its next step.
+    transformers keeps the window as a view of the tensor that a step attended to. After a chunk of a prompt, that
+    tensor holds the chunk and the window, in every such layer until its next step.
     """
 
     is_kvkeep = True
@@ -210,7 +210,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
+        if key_states.shape[-2] > 1 and not self.record_past:  # a step only adds one entry
             self.trim()
         return seen
 
@@ -238,11 +238,13 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        """Return the window, without anything else that is recorded."""
+        """Return the window, without other recorded entries."""
         window = slice(-self.sliding_window + 1, None)
         return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Replace the window by that of a text of ``length`` tokens."""
+        self.is_initialized, self.cumulative_length = False, 0
         if state:
             self.update(state["keys"], state["values"])
             self.cumulative_length = length

@@ -2,12 +2,13 @@
 
 transformers passes new keys and values to a layer (:meth:`Layer.update`) and then asks for attention
 (:meth:`Layer.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
-to the resident ones, which evicts others into the store. A single new entry is settled first and attended in place; if
-its step can be planned (:meth:`Layer.plan`), an executor runs it.
+to the resident entries, which evicts others into the store. A single new entry is settled before attention, which reads
+it in place; if its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
         self.geometry, self.dtype = site.layer, next(site.model.parameters()).dtype
-        self.resident: Any = resident  # a WorkingSet, where parts ask for one
+        self.resident: Any = resident  # a WorkingSet if parts need one
         self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
-        self.length = 0  # slots settled so far
+        self.length = 0  # number of settled slots
         self.pending: tuple[Tensor, Tensor] | None = None  # new entries, (lanes, n, dim)
         self.lost = False  # whether the store failed to take evicted entries
 
@@ -68,7 +69,7 @@ class Layer(CacheLayerMixin):
         self.reader.arrive(self, *self.pending)
 
     def attend(self, step: AttentionInputs) -> Tensor:
-        """Return attention over past and new entries, (lanes, heads, queries, value_dim)."""
+        """Return the reader's attention over past and new entries, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
     def plan(self) -> LayerStep | None:
@@ -81,12 +82,26 @@ class Layer(CacheLayerMixin):
         self.resident.commit()
         self.length += 1
 
-    def settle(self) -> None:
-        """Make the pending entries resident; the store takes the entries evicted for them."""
+    @outside_inference_mode
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, mapped from files.
+        Parts that keep all entries hold the pieces themselves."""
+        by_lane = [[piece.flatten(0, 1) for piece in pieces] for pieces in (keys, values)]
+        if self.resident.adopt(*by_lane):
+            self.is_initialized, self.heads = True, keys[0].shape[1]
+            self.length = sum(piece.shape[2] for piece in keys)
+            return
+        for pair in zip(keys, values, strict=True):
+            self.take(*pair)
+            self.settle(mapped=True)
+
+    def settle(self, mapped: bool = False) -> None:
+        """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
+        a file."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
-        self.reader.settling(self, keys, values)
+        self.reader.settling(self, keys, values, mapped)
         left = self.resident.admit(keys, values, self.length)
         self.length += keys.shape[1]
         if left is not None:
@@ -118,14 +133,13 @@ class Layer(CacheLayerMixin):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the pending entries."""
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's mask over all
-        slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
+        """Return a piece of the past as a segment, masked by padding and holes. wide: the caller's mask over all slots,
+        (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
         mask = self._seen(piece, wide)
         if keep is not None:
@@ -143,7 +157,7 @@ class Layer(CacheLayerMixin):
             visible = visible if piece.lanes is None else visible[piece.lanes]
             return visible[..., piece.first : piece.first + piece.keys.shape[2]]
         slots = piece.slots
-        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all queries see
+        tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
         mask = slots[:, None, None] >= 0 if piece.holes else None
         if visible is not None:
             visible = visible if piece.lanes is None else visible[piece.lanes]

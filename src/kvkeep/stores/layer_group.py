@@ -22,7 +22,7 @@ class LayerGroup:
     def __init__(self, residents: Sequence[Selected]) -> None:
         self.residents, self.banks = residents, [one.banks.banks[0] for one in residents]
         self.selector = residents[0].selector
-        self.slots = torch.cat([bank.slots for bank in self.banks])  # (layers · lanes, columns)
+        self.slots = torch.cat([bank.slots for bank in self.banks])  # (layers * lanes, columns)
         scored = residents[0].window != 0 or self.banks[0].scores is not None
         self.scores = torch.cat([bank.scored() for bank in self.banks]) if scored else None
         self._lanes = len(self.banks[0].slots)

@@ -22,16 +22,15 @@ def compact(wanted: Tensor) -> Tensor:
 
 
 def flags_of(slots: Tensor, length: int) -> Tensor:
-    """Return a flag for each of ``length`` slots: it is among ``slots`` (lanes, n), -1 for none. (lanes, ``length``)
-    bool."""
+    """Return which of ``length`` slots are among ``slots`` (lanes, n), -1 for none: (lanes, ``length``) bool."""
     flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
     flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
     return flags[:, :length]
 
 
 def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """Return int8 codes of ``length`` slots by lane, on the CPU: slots (lanes, n), -1 for none, with the code of each,
-    and 0 elsewhere."""
+    """Return int8 codes of ``length`` slots by lane, on the CPU. places: pairs of slots (lanes, n), -1 for none, and
+    their code. All other slots have the code 0."""
     codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
     for slots, code in places:
         index = slots.cpu().long()

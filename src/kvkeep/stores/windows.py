@@ -1,4 +1,4 @@
-"""Copies of sliding windows: tokens that are read and taken back must not move a window."""
+"""Copies of sliding windows: tokens that are read and then removed must not move a window."""
 
 from __future__ import annotations
 

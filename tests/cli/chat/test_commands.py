@@ -241,7 +241,7 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     for sentence in ("give another name", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
-                     "did you mean /continue or /context? /help lists all.", "/save talk.session", "'left'",
+                     "did you mean /continue or /context? /help lists all.", "'/save talk' to continue", "'left'",
                      "nothing to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]

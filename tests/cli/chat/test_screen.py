@@ -20,6 +20,8 @@ from rich.console import Console
 from terminals import Terminal
 
 from kvkeep import Conversation
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import user_store
 from kvkeep.cli.chat import markdown
 from kvkeep.cli.chat.saving import HANGUP_PREFIX
 from kvkeep.models.folders import data_folder
@@ -155,9 +157,12 @@ def test_a_hang_up_saves_what_has_no_session(model_folder: Path) -> None:
         terminal.asked(2)
         terminal.process.send_signal(signal.SIGHUP)
         assert terminal.ended() == 128 + signal.SIGHUP
-    (saved,) = (data_folder() / "sessions").glob(f"{HANGUP_PREFIX}*.session")
-    assert saved.stat().st_mode & 0o077 == 0 and not (data_folder() / "chat-history").exists()
-    assert Conversation.resume(tiny("llama"), tokenizer(), saved).messages[0]["content"] == "the man was"
+    store = user_store()
+    (saved,) = store.sessions()
+    assert store.folder == data_folder() / "store" and saved.name.startswith(HANGUP_PREFIX)
+    assert store.folder.stat().st_mode & 0o077 == 0 and not (data_folder() / "chat-history").exists()
+    with StoredSession(store, saved.name) as session:
+        assert Conversation.resume(tiny("llama"), tokenizer(), session).messages[0]["content"] == "the man was"
     with Terminal("chat", "-m", str(model_folder)) as terminal:
         terminal.until("continues it.")
         assert saved.name in terminal.text.replace("\n", "")

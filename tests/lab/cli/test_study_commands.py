@@ -16,7 +16,7 @@ from kvkeep_lab import recall_timing
 from kvkeep_lab.cli import study as study_module
 from kvkeep_lab.cli.study import command
 from kvkeep_lab.partial import INTERRUPTED
-from kvkeep_lab.reference import Reference
+from kvkeep_lab.reference import ReferenceAnswer
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn
 from kvkeep_lab.studies.long_chat import LongChat
@@ -268,7 +268,7 @@ interrupted = Mock(side_effect=KeyboardInterrupt)
 def test_an_interrupt_before_the_first_result_prints_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in (
         ("analyse spectra", "kvkeep_lab.studies.spectra.head_weights"),
-        ("compare", "kvkeep_lab.reference.Reference.of"),
+        ("compare", "kvkeep_lab.reference.ReferenceAnswer.of"),
         ("longchat", "kvkeep_lab.studies.long_chat.LongChat.converse"),
         ("verify", "kvkeep_lab.studies.verify.checkpoint_kinds"),
         ("analyse throughput", "kvkeep_lab.timing._measure"),
@@ -279,13 +279,13 @@ def test_an_interrupt_before_the_first_result_prints_nothing(call: Run, monkeypa
 
 
 def test_an_interrupted_comparison_prints_the_finished_rows(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = Reference.measure, []
+    honest, calls = ReferenceAnswer.measure, []
 
     def second_time(*arguments: Any) -> Any:
         calls.append(arguments)
         return honest(*arguments) if len(calls) % 2 else interrupted()
 
-    monkeypatch.setattr(Reference, "measure", second_time)
+    monkeypatch.setattr(ReferenceAnswer, "measure", second_time)
     options = ("-x", "kv-direct", "-b", "16,32", "-n", "4")
     code, out, err = call("compare", *options, "--json")
     assert code == 1 and "Interrupted. The results above were measured before that." in err
@@ -311,7 +311,7 @@ def test_rows_appear_as_they_are_measured_and_sigterm_shows_those(
     call: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a pipe as on a terminal: a line on standard error for each row, before the next one begins."""
-    honest, lines = Reference.measure, []
+    honest, lines = ReferenceAnswer.measure, []
 
     def ended(*arguments: Any) -> Any:
         lines.append(capsys.readouterr().err)
@@ -319,7 +319,7 @@ def test_rows_appear_as_they_are_measured_and_sigterm_shows_those(
             os.kill(os.getpid(), signal.SIGTERM)
         return honest(*arguments)
 
-    monkeypatch.setattr(Reference, "measure", ended)
+    monkeypatch.setattr(ReferenceAnswer, "measure", ended)
     code, out, err = call("compare", "-x", "kv-direct,h2o", "-b", "16,32", "-n", "4")
     assert code == 128 + signal.SIGTERM and "The results above were measured before that." in err
     assert lines[0].splitlines()[-1].startswith("stock: match 100 %, KL 0, ")

@@ -14,7 +14,7 @@ from conftest import tokenizer
 from environments import interpreter, with_packages
 from kvkeep_lab.peers.kvpress import PYTHON, KvpressProcess
 from kvkeep_lab.runner import run as run_lab
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.subject import Subject
 from results import small, stored
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -177,7 +177,7 @@ def test_an_experiment_measures_peers_beside_kvkeep_methods(
     methods = ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"]
     task = {"name": "match", "length": [60], "new": 4, "samples": 1}
     experiment = small(model_folder, task=task, methods=methods, budgets=["24"])
-    tally = run_lab(experiment, Store(tmp_path / "r.jsonl"), tmp_path)
+    tally = run_lab(experiment, ResultFile(tmp_path / "r.jsonl"), tmp_path)
     assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
     rows = {row.method: row for row in stored(tmp_path / "r.jsonl").records}
     assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9

@@ -17,7 +17,7 @@ from kvkeep_lab.report.methods import AXES, NOISE, frontier
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
 from kvkeep_lab.statistics import Estimate, student
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, filled
 from results import FOUND as FOUND_BY
@@ -66,12 +66,12 @@ def test_settings_and_models_make_separate_groups(tmp_path: Path) -> None:
 
 def test_records_of_unknown_methods_are_left_out_and_named(tmp_path: Path) -> None:
     """The other records are still grouped."""
-    old = Store(tmp_path / "old.jsonl")
+    old = ResultFile(tmp_path / "old.jsonl")
     old.define("other", {**EXPERIMENT.model_dump(mode="json"), "name": "once", "methods": ["no-longer"]})
     row = filled(tmp_path / "new.jsonl").records[0]
     old.append(row.model_copy(update={"setting": "other"}))
     old.refresh()
-    assert not groups([old]) and not groups([Store(tmp_path / "none.jsonl")])
+    assert not groups([old]) and not groups([ResultFile(tmp_path / "none.jsonl")])
     (group,) = groups([old, filled(tmp_path / "new.jsonl")])
     assert group.experiment.name == "small"
     (chapter,) = unread([old, filled(tmp_path / "new.jsonl")])

@@ -11,7 +11,7 @@ from kvkeep_lab.experiment import StudyExperiment
 from kvkeep_lab.report import groups, markdown
 from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.runner import run
-from kvkeep_lab.store import Store
+from kvkeep_lab.store import ResultFile
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from results import chapters, stored
 
@@ -33,10 +33,10 @@ def experiment(model_folder: Path) -> StudyExperiment:
 
 
 def test_a_study_is_run_once_and_its_chapter_shows_the_results(experiment: StudyExperiment, tmp_path: Path) -> None:
-    store, progress = Store(tmp_path / "r.jsonl"), []
+    store, progress = ResultFile(tmp_path / "r.jsonl"), []
     tally = run(experiment, store, progress=lambda *given: progress.append(given[1:]))
     assert (tally.done, tally.found, progress[0]) == (1, 0, (0, 100))
-    assert run(experiment, Store(tmp_path / "r.jsonl")).found == 1
+    assert run(experiment, ResultFile(tmp_path / "r.jsonl")).found == 1
     store = stored(tmp_path / "r.jsonl")
     (record,) = store.records
     assert record.machine["dtype"] == "float32" and record.seconds > 0
@@ -52,7 +52,7 @@ def test_a_study_is_run_once_and_its_chapter_shows_the_results(experiment: Study
 def test_a_failure_is_reported_and_does_not_replace_a_result(
     experiment: StudyExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path / "r.jsonl")
+    store = ResultFile(tmp_path / "r.jsonl")
     with monkeypatch.context() as patch:
         patch.setattr(TokenBytes, "measure", Mock(side_effect=KvkeepError("It cannot be.")))
         tally = run(experiment, store)
@@ -75,10 +75,10 @@ def test_varying_numbers_are_judged_over_seeds(experiment: StudyExperiment, tmp_
     varying = experiment.with_(study=study, paper=paper, seeds=[0, 1, 2])
     (tmp_path / "text.txt").write_text(" ".join(WORDS * 5))
     path = tmp_path / "r.jsonl"
-    run(varying.with_(seeds=[0]), Store(path), tmp_path)
+    run(varying.with_(seeds=[0]), ResultFile(path), tmp_path)
     (chapter,) = chapters(stored(path))
     assert chapter.verdicts[0].outcome is VerdictOutcome.OPEN  # of one number nothing is sure
-    run(varying, Store(path), tmp_path)
+    run(varying, ResultFile(path), tmp_path)
     (chapter,) = chapters(stored(path))
     assert chapter.verdicts[0].outcome is VerdictOutcome.HOLDS and chapter.verdicts[0].samples == 3
     assert "seeds 0, 1 and 2" in chapter.ours

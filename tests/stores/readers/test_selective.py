@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import RECURRENT
 from families import FAMILIES, tiny
 from helpers import assert_near, bounded, expected, padded, prompt, step
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ def test_the_certificate_holds(family: str, method: str) -> None:
     with watched() as calls:
         for low, high in zip([0, *ends], ends, strict=False):
             step(family, cache, ids[:, low:high], mask[:, :high])
-        if not any(cache.is_sliding):
+        if not any(cache.is_sliding) and family not in RECURRENT:
             cache.crop(-17)
             for high in range(103, 107):
                 step(family, cache, ids[:, high : high + 1], mask[:, : high + 1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LOSSY, SIX, Case, new_cache
+from cases import LOSSY, UNLIKE, Case, new_cache
 from families import tiny
 from helpers import NEW, assert_near, bounded, generate, padded, prompt, slots_of, step
 from test_contract import watched
@@ -38,7 +38,7 @@ BY_VECTORS = [  # which need no ids
 # -- what a selector learns -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", SIX)
+@pytest.mark.parametrize("family", UNLIKE)
 def test_a_token_that_took_anothers_place_keeps_what_it_received(family: str) -> None:
     """The first attention a decoded token gets is its own; it counts whether the token was appended or replaced one."""
     for budget in (42, 44):  # full after the prompt, and with room for two more
@@ -181,7 +181,7 @@ def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
         assert_near(batch[own], outputs(own, 0 if LOSSY[name].alone == "padded" else 300 - length))
 
 
-@pytest.mark.parametrize("family", SIX)
+@pytest.mark.parametrize("family", UNLIKE)
 def test_pyramidkv_allocates_less_with_depth_and_says_so(family: str) -> None:
     cache = new_cache("pyramidkv", family, budget=40)
     step(family, cache, prompt(2, 100))

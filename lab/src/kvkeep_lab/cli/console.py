@@ -18,8 +18,8 @@ _LEAST = 10  # characters of a heading's line
 
 
 def show(table: Table) -> None:
-    """Print a table. Without a terminal its width is that of its contents. A table wider than the terminal is printed
-    in parts, each with the columns that identify a row."""
+    """Print a table. Without a terminal, the table has the width of its contents. A table wider than the terminal is
+    printed in parts, each with the columns that identify a row."""
     console = out if out.is_terminal else Console(width=1000, highlight=False)
     out.print(Text(table.title, style="bold"), soft_wrap=True)
     for place, columns in enumerate(_parts(table, console.width)):

@@ -21,7 +21,7 @@ from kvkeep_lab.cli.fleet import fleet
 
 if TYPE_CHECKING:
     from kvkeep_lab.runner import Tally
-    from kvkeep_lab.store import Store
+    from kvkeep_lab.store import ResultFile
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
 
@@ -29,7 +29,7 @@ FOLDER = Path("kvkeep-lab")
 WORKERS = "Number of processes that measure at the same time."
 RAY = "Measure on a Ray cluster: its address, auto (this machine's), or local (started here)."
 KVPRESS = "Python interpreter of an environment with kvpress."
-_PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
+_PACE = 3600.0  # seconds over which the remaining time is estimated; a cell may take minutes
 
 app = typer.Typer(
     help="Repeat the experiments of papers: list, run and report them.",
@@ -113,17 +113,17 @@ def run(
         from kvkeep_lab.experiment import load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
         from kvkeep_lab.runner import run as measure
-        from kvkeep_lab.store import Store
+        from kvkeep_lab.store import ResultFile
 
         if kvpress is not None:
-            os.environ[PYTHON] = kvpress  # for processes that this one may start, too
+            os.environ[PYTHON] = kvpress  # child processes need it too
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen
         methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
         for name in set(only or []) - set(methods):
             raise unknown(f"method of experiment '{chosen.name}'", name, methods)
-        results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
+        results = ResultFile(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         with _progress() as progress:
             given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
             tally = measure(chosen, results, data, only=only or [], progress=progress, notify=note, **given)
@@ -143,7 +143,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     with (
         Progress(*columns, *left, speed_estimate_period=_PACE, **options) as bar,
         redirect_stdout(sys.stderr),
-    ):  # Ray prints, too
+    ):  # Ray prints to stdout
         line = bar.add_task("", total=None)
         yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
 
@@ -177,9 +177,9 @@ def report(
     report of a single experiment begins with that experiment."""
     from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
     from kvkeep_lab.report.studies import StudyGroup
-    from kvkeep_lab.store import Store
+    from kvkeep_lab.store import ResultFile
 
-    read = [Store(path) for path in stores]
+    read = [ResultFile(path) for path in stores]
     for one in read:
         if one.path.is_dir():
             raise UsageError(f"'{one.path}' is a folder; name files of results in it, such as {one.path}/*.jsonl.")
@@ -194,7 +194,7 @@ def report(
         raise UsageError("There is nothing to report: these results hold no readable cell of an experiment.")
     chapters = [group.chapter() for group in found]
     names = {group.experiment.name for group in found}
-    chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one is about that one
+    chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one experiment lists no others
     files = write(chapters, output) if output is not None else []
     if json:
         sections = [
@@ -215,7 +215,7 @@ def report(
         note(f"Written: {path}")
 
 
-def _note_torn(store: Store) -> None:
+def _note_torn(store: ResultFile) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
         note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read and were skipped.")

@@ -179,7 +179,7 @@ def _run(
     try:
         if problem is None:
             _write(study, found, where, output, exports)
-    except StoreError as error:  # what was measured is shown all the same
+    except StoreError as error:  # the results are shown nevertheless
         problem = str(error)
     if json:
         drawn = {"figure": None if problem else output} if isinstance(study, Drawn) else {}

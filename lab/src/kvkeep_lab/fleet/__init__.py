@@ -1,1 +1,1 @@
-"""A fleet of replicas, simulated (``kvkeep lab fleet``)."""
+"""A simulation of a fleet of replicas (``kvkeep lab fleet``)."""

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
+_GRAIN = 200  # buckets of gaps per factor of e; each is half a percent wide
 
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """The outcome after the warm-up: before + asked = answered + refused + left. Percentiles are the 50th, 95th and
-    99th, in seconds; None without values."""
+    """The outcome after the warm-up, with before + asked = answered + refused + left. Percentiles are the 50th, 95th
+    and 99th, in seconds; None without values."""
 
     before: int
     """Answers in progress at the end of the warm-up."""
@@ -67,7 +67,7 @@ def percentiles(values: Iterable[float]) -> tuple[float, float, float] | None:
 
 
 def bucket(rate: float) -> int:
-    """Return the bucket of the gaps between tokens of an answer generated at ``rate`` tokens a second."""
+    """Return the bucket of the gaps between tokens of an answer generated at ``rate`` tokens per second."""
     return round(-_GRAIN * math.log(rate))
 
 

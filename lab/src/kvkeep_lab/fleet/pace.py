@@ -21,13 +21,13 @@ from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import grant, sizes
 
-_UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
+_UNBOUNDED = 2**20  # maximum tokens of the points for a model without a limit
 
 
 @dataclass(frozen=True)
 class PiecewiseLine:
-    """Points (x, y) with rising x and y from 0 on. Values between points are linear, before them the first y, after
-    them on the last line."""
+    """Points (x, y) with rising x and with y of at least 0. Values between points are interpolated linearly. Before the
+    first point the value is its y; after the last one it continues the last line."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -83,7 +83,7 @@ class ReplicaPace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ReplicaPace:
-        """Read a JSON object of the fields. Raises UsageError for anything else."""
+        """Read the fields from a JSON object. Raises UsageError for other contents."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls.of(given)
@@ -96,7 +96,7 @@ class ReplicaPace:
 
     @classmethod
     def of(cls, given: Any) -> ReplicaPace:
-        """Return the pace of the fields as plain types (:meth:`as_dict`). Raises ValueError for anything else."""
+        """Return the pace from plain types (:meth:`as_dict`). Raises ValueError for other values."""
         known = {field.name: field for field in fields(cls)}
         if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
             raise ValueError("it is no object of a name and the figures of a replica")
@@ -112,7 +112,7 @@ class ReplicaPace:
                 raise ValueError(f"'{name}' is a {'whole ' if integral else ''}number above 0")
         longest = numbers.get("longest", cls.longest)
         corners = {tokens for name in ("held", "granted") for tokens, _ in lines[name].points if tokens < longest}
-        for tokens in sorted(corners | {longest}):  # between these both are straight
+        for tokens in sorted(corners | {longest}):  # both lines are straight between these
             if lines["held"](tokens) > lines["granted"](tokens):
                 raise ValueError(f"more is held than granted at {tokens:g} tokens")
         checked: dict[str, Any] = {"name": given["name"], **lines, **numbers}
@@ -122,11 +122,10 @@ class ReplicaPace:
     def planned(
         cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, chunk: int = 512
     ) -> ReplicaPace:
-        """Return what the planner predicts of a machine, for sessions of up to as many tokens as the model has
-        positions.
+        """Return the planner's prediction for a machine, for sessions up to the model's number of positions.
 
-        name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
-        rounds are no steps.
+        name, budget: those of the cache, as in ``kvkeep capacity``. Raises UsageError for methods that draft, because
+        they generate in rounds instead of steps.
         """
         candidate = Candidate.parse(name)
         if candidate.method.recall.drafts:
@@ -151,27 +150,27 @@ class ReplicaPace:
             prompt=_line(lengths, [one.prefill for one in costs]),
             held=_line(lengths, holding),
             granted=_line(lengths, granted),
-            stored=_line([0, *lengths[1:]], [0, *stored[1:]]),  # rows are stored, and not whole blocks
+            stored=_line([0, *lengths[1:]], [0, *stored[1:]]),  # files contain rows instead of complete blocks
             memory=float(memory),
             chunk=chunk,
             longest=longest,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain types, lines as their points (:meth:`of`)."""
+        """Return the fields as plain types, with lines as their points (:meth:`of`)."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {name: values[name].points for name in _LINES}
 
     def reading(self, past: float, new: float) -> float:
-        """Return the seconds to read ``new`` tokens after ``past``, without other sessions: at least those of a step of
-        one session."""
+        """Return the seconds to read ``new`` tokens after ``past`` without other sessions: at least the seconds of a
+        step of one session."""
         before = self.prompt(past) if past else 0.0
         return max(self.step(1), self.prompt(past + new) - before)
 
 
 _LINES = ("step", "past", "prompt", "held", "granted", "stored")
 _DEFAULTS = ("chunk", "longest")
-_LEAST = {"step": 1e-9}  # seconds: without, a fleet does everything at once
+_LEAST = {"step": 1e-9}  # minimum seconds, so that a step takes time
 
 
 def _lengths(longest: int, budget: int) -> list[int]:

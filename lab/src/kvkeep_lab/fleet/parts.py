@@ -1,4 +1,4 @@
-"""The parts of a fleet: clocks of jobs with equal speed, sessions, replicas, transfers, and the ring."""
+"""The parts of a fleet: clocks of jobs with equal speed, sessions, replicas, transfers, and the hash ring."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 POINTS = 64
-"""Points that each replica has on the ring of consistent hashing."""
+"""Number of points of each replica on the ring of consistent hashing."""
 
 
 class Clock:
-    """Jobs with equal speed. done: the work that each job has done since the clock began; it grows by ``rate`` per
-    second."""
+    """Jobs with equal speed. done: work of each job since the start of the clock; it grows by ``rate`` per second."""
 
     __slots__ = ("at", "done", "jobs", "rate")
 
@@ -39,14 +38,14 @@ class Clock:
         return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else math.inf
 
     def ended(self) -> Any:
-        """Return the job that ends first, which is complete."""
+        """Remove and return the job that ends first, which is complete."""
         finish, _, job = heappop(self.jobs)
-        self.done = max(self.done, finish)  # what was lost to rounding
+        self.done = max(self.done, finish)  # corrects rounding errors
         return job
 
 
 class SimulatedSession:
-    """One conversation: ``past`` tokens that were answered, and the turn in hand."""
+    """One conversation: ``past`` tokens of complete turns, and the current turn."""
 
     __slots__ = ("answer", "answered", "arrived", "fetched", "grant", "hash", "home", "lost", "new", "number", "past")
 
@@ -54,9 +53,9 @@ class SimulatedSession:
         self.number, self.hash, self.past = number, _hashed(f"session {number}"), 0
         self.new = self.answer = 0
         self.arrived = self.grant = 0.0
-        self.answered = False  # the first token of this turn
-        self.lost: float | None = None  # when its answer was, of a try that failed
-        self.home: SimulatedReplica | None = None  # has it idle in memory
+        self.answered = False  # whether this turn has its first token
+        self.lost: float | None = None  # time at which a failed try lost its answer
+        self.home: SimulatedReplica | None = None  # replica that has the idle session in memory
 
 
 class SimulatedReplica:
@@ -70,19 +69,19 @@ class SimulatedReplica:
     def __init__(self, number: int) -> None:
         self.number = number
         self.life = self.version = self.load = 0
-        self.up = self.seen = True  # seen: as the router knows it
-        self.busy = self.written = 0.0  # seconds, and sessions times seconds
+        self.up = self.seen = True  # seen: the router's state
+        self.busy = self.written = 0.0  # in seconds, and in sessions times seconds
         self.clear(0.0)
 
     def clear(self, now: float) -> None:
         """Remove all sessions."""
         self.waiting: deque[SimulatedSession] = deque()
-        self.fetching: deque[SimulatedSession] = deque()  # the first of them is on its way
+        self.fetching: deque[SimulatedSession] = deque()  # the first is in transit
         self.reading, self.writing = Clock(), Clock()
         self.reading.at = self.writing.at = now
-        self.idle: OrderedDict[int, SimulatedSession] = OrderedDict()  # the least recently used first
-        self.granted = self.idle_bytes = 0.0  # bytes of answers, and of idle sessions
-        self.pasts = 0.0  # seconds that a step takes for the pasts of those that write
+        self.idle: OrderedDict[int, SimulatedSession] = OrderedDict()  # least recently used first
+        self.granted = self.idle_bytes = 0.0  # bytes of answers and of idle sessions
+        self.pasts = 0.0  # seconds per step for the pasts of writing sessions
 
     @property
     def sessions(self) -> list[SimulatedSession]:

@@ -1,4 +1,4 @@
-"""What is simulated: a fleet, who asks it, and how its requests are routed."""
+"""The scenario of a simulation: a fleet, its load, and the routing of requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Scenario:
 
     replicas: int = 8
     rate: float = 0.05
-    """New sessions a second per replica."""
+    """New sessions per second and replica."""
     burst: int = 0
-    """Instead of ``rate``: sessions that start at once; the same number starts when all have ended."""
+    """If not 0, replaces ``rate``: number of sessions that start at the same time. The same number starts when all have
+    ended."""
     turns: float = 8.0
     """Mean turns of a session (geometric)."""
     first: float = 2000.0
@@ -39,20 +40,20 @@ class Scenario:
     fixed: bool = False
     """Whether lengths equal their means."""
     route: Route = "hash"
-    """``hash`` (consistent hashing of sessions), ``bounded`` (the same, without replicas above BOUND times the mean),
-    or ``least`` (the fewest answers in progress)."""
+    """``hash`` (consistent hashing of sessions), ``bounded`` (the same, without replicas above BOUND times the mean
+    load), or ``least`` (fewest answers in progress)."""
     recall: Recall = "fetch"
     """Whether a session is read from the disk, recomputed from its text, or recalled by the faster way."""
     disk: float = 20e9
-    """Bytes a second of the shared disk, for all replicas together."""
+    """Bytes per second of the disk that all replicas share."""
     link: float = 12.5e9
-    """Bytes a second of one replica."""
+    """Bytes per second of one replica's network."""
     mtbf: float | None = None
     """Mean time between failures of a replica; None for no failures."""
     restart: float = 60.0
     """Time until a failed replica is available again."""
     notice: float = 1.0
-    """Time until clients ask another replica."""
+    """Time until clients retry at another replica."""
     seconds: float = 600.0
     """Simulated seconds."""
     warmup: float = 120.0

@@ -1,14 +1,16 @@
-"""A fleet of replicas, simulated: sessions that come, think and come back, are routed, wait, are fetched and answered.
+"""An event simulation of a fleet of replicas: sessions arrive, are routed, wait, are fetched and answered, and return
+after a pause.
 
-Events change rates; between two events everything goes on evenly, so there is no event for a token. A replica answers
-as the engine does (:mod:`kvkeep.serve.engine`): a step reads one token of every session that writes and a chunk of one
-that reads its prompt, in turn. So all that write advance at one rate, and all that read at another. Each is a clock
-(:class:`~kvkeep_lab.fleet.parts.Clock`), and a job ends when its clock has done as much as it needs. Memory is granted
-first come, first served; idle sessions make way, the least recently used first. When an answer ends its turn is written
-to a disk that all replicas share. A session whose turn comes at another replica, or after it made way, is fetched from
-there, or its text is read again.
+Events change rates. Rates are constant between events, so single tokens need no events. A replica works like the engine
+(:mod:`kvkeep.serve.engine`): a step generates one token of every writing session, and reads a chunk of one of the
+reading sessions in turn. All writing sessions therefore advance at one rate, and all reading sessions at another. Each
+of the two groups is a clock (:class:`~kvkeep_lab.fleet.parts.Clock`), and a job ends when its clock has done its work.
 
-A replica that fails loses what it has in memory and all its answers. Clients ask again once the router has noticed.
+Memory is granted in the order of requests. If memory is short, the least recently used idle sessions are removed from
+it. At the end of an answer, its turn is written to a disk that all replicas share. If a session's next turn goes to
+another replica, or if the session was removed from memory, it is fetched from the disk, or its text is read again.
+
+A replica that fails loses its memory and all its answers. Clients retry after the router has detected the failure.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvkeep_lab.fleet.pace import ReplicaPace
 from kvkeep_lab.fleet.parts import Clock, HashRing, SimulatedReplica, SimulatedSession, Transfer
 from kvkeep_lab.fleet.scenario import BOUND, Scenario
 
-_OUTDATED = 8  # entries of the heap by load for each replica, before it is made anew
+_OUTDATED = 8  # entries of the heap per replica before it is rebuilt
 
 
 class Simulation:
@@ -48,18 +50,17 @@ class Simulation:
         self.random = Random(scenario.seed)
         self.replicas = [SimulatedReplica(number) for number in range(scenario.replicas)]
         self.ring = HashRing(self.replicas)
-        self.there = scenario.replicas  # as the router knows
+        self.there = scenario.replicas  # number of available replicas known to the router
         self.disk, self.disk_version = Clock(), 0
         self.retrying: set[SimulatedSession] = set()
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._least: list[tuple[int, float, SimulatedReplica]] = []  # a heap by load; those of another load are skipped
+        self._least: list[tuple[int, float, SimulatedReplica]] = []  # heap by load; skips outdated loads
         self._step_s: dict[int, float] = {}
-        self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
+        self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # a chunk in a step that reads the weights anyway
         self._reset()
 
     def _reset(self) -> None:
-        """Reset all counts."""
         self.requests = self.answered = self.refused = self.failures = 0
         self.before = self.load
         self.turns: Counter[str] = Counter()
@@ -148,7 +149,7 @@ class Simulation:
         self._come()
 
     def _burst(self, _: None) -> None:
-        self.alive += self.scenario.burst  # before any of them ends
+        self.alive += self.scenario.burst  # counted before any of them ends
         for _each in range(self.scenario.burst):
             self._come()
 
@@ -245,7 +246,7 @@ class Simulation:
                 return
             replica.waiting.popleft()
             here = session.home is replica
-            if session.home is not None:  # in memory here, or at a replica that this turn does not come to
+            if session.home is not None:  # idle in memory, here or at another replica
                 self._leave(session.home, session)
             while need > pace.memory - replica.granted - replica.idle_bytes and replica.idle:
                 self._leave(replica, next(iter(replica.idle.values())))
@@ -345,7 +346,7 @@ class Simulation:
         pace, given = self.pace, self.scenario
         replica.pasts -= self._past_s(session)
         if not replica.writing.jobs:
-            replica.pasts = 0.0  # and no rest of rounding
+            replica.pasts = 0.0  # clears rounding errors
         replica.granted -= session.grant
         before, session.past = session.past, session.past + session.new + session.answer
         self._transfer(Transfer(pace.stored(session.past - before)))
@@ -369,7 +370,6 @@ class Simulation:
         self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
 
     def _transfer(self, transfer: Transfer) -> None:
-        """Begin a transfer."""
         self.order += 1
         self.disk.advance(self.now)
         self.disk.add(transfer.size, self.order, transfer)
@@ -395,7 +395,7 @@ class Simulation:
             self.written_bytes += moved.size
             return
         self.read_bytes += moved.size
-        if replica.life != moved.life:  # it has failed
+        if replica.life != moved.life:  # the replica has failed
             return
         session = replica.fetching.popleft()
         self._advance(replica)
@@ -419,7 +419,7 @@ class Simulation:
         replica.version += 1
         for session in replica.idle.values():
             session.home = None
-        self._at(self.now + self.scenario.notice, self._notice, (replica, replica.life))  # before anyone asks again
+        self._at(self.now + self.scenario.notice, self._notice, (replica, replica.life))  # scheduled before the retries
         for session in replica.sessions:
             session.lost = self.now if session.lost is None else session.lost
             self._retry(session)

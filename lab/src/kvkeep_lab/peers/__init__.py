@@ -1,8 +1,8 @@
-"""Implementations by others, measured like kvkeep's methods; each is a module.
+"""Implementations by others, measured like kvkeep's methods. Each is a module.
 
-A task, an experiment or a store takes the name of a peer in place of a method. The same
-:class:`~kvkeep_lab.subject.Subject` measures both. Names begin with ``stock-`` for transformers' other caches
-(its default is ``stock``), and with ``peer-`` for implementations that read the text themselves.
+A task, an experiment or a store accepts the name of a peer in place of a method.
+:class:`~kvkeep_lab.subject.Subject` measures both. Names of transformers' caches begin with ``stock-``; its default
+cache is ``stock``. Names of implementations that read the text themselves begin with ``peer-``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract of a peer: parameters, and a reader of prompts."""
+"""The contract of a peer: its parameters and its reader of prompts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from kvkeep.memory.meter import Memory
 
 
 class PeerReader(ABC):
-    """Reads one prompt and its continuation, for peers that are more than a cache in the model's forward pass.
-
-    exactness, entries: as in kvkeep's caches.
-    """
+    """Reads one prompt and its continuation, for peers that are more than a cache in the model's forward pass."""
 
     exactness: Exactness = Exactness.LOSSY
+    """Exactness class, as in kvkeep's caches."""
     entries: int | None = None
+    """Entries per layer, as in kvkeep's caches; None: unbounded."""
 
     @abstractmethod
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
@@ -37,27 +36,26 @@ class PeerReader(ABC):
 
 @dataclass(frozen=True)
 class Peer(ABC):
-    """An implementation by others: a frozen dataclass whose fields are its parameters.
-
-    about: a description in a line. needs: required packages, "" for none.
-    """
+    """An implementation by others: a frozen dataclass whose fields are its parameters."""
 
     about: ClassVar[str]
+    """Description in one line."""
     needs: ClassVar[str] = ""
+    """Required packages; "" for none."""
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The accepted options: ("budget",) or none."""
+        """The accepted options: ("budget",) or ()."""
         return ()
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of its packages by name, as far as they are known before the first reading."""
+        """Versions of its packages by name, if they are known before the first prompt."""
         return {}
 
     @abstractmethod
     def open(self, model: Any, budget: str | None, context: int) -> Cache | PeerReader:
-        """Return a cache or reader of one prompt with ``model``; ``context``: tokens of prompt and answer, the base of
+        """Return a cache or reader for one prompt with ``model``. ``context``: tokens of prompt and answer, the base of
         a budget in percent. Raises UsageError if the peer cannot run here, BudgetError for an impossible budget."""
 
 

@@ -26,28 +26,30 @@ from kvkeep_lab.peers.process import PeerProcess
 from kvkeep_lab.timing import Timer, TimingCase
 
 SPARE = 128
-"""Additional tokens of space in a row: rows that were read first wait for the others."""
+"""Additional tokens of space per row. Rows that are read first continue to generate while the others are read."""
 
 
 class PeerEngine(ABC):
-    """An engine with one model, in a process that ends with :meth:`close`.
-
-    name: what ``--peers`` calls it. needs: what pip installs. option, python: the option, and the environment variable,
-    that say which interpreter has it. worker: the file that runs there. variants: options of a timing by the label of
-    their row.
-    """
+    """An engine with one model, in a process that ends with :meth:`close`."""
 
     name: ClassVar[str]
+    """Its name in ``--peers``."""
     needs: ClassVar[str]
+    """Its package on PyPI."""
     option: ClassVar[str]
+    """Option that selects the interpreter with the package."""
     python: ClassVar[str]
+    """Environment variable that selects the interpreter with the package."""
     worker: ClassVar[str]
+    """File that the interpreter runs."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Options of a timing, by the label of their row."""
 
     def __init__(self, loaded: Loaded, interpreter: str | None, tokens: int, rows: int) -> None:
-        """Load the model. interpreter: None for the environment variable's. tokens, rows: the most of a timing.
+        """Load the model. interpreter: path; None selects the environment variable's. tokens, rows: the maximum of a
+        timing.
 
-        Raises UsageError where it is not installed or has no file to read, KvkeepError where it does not get so far.
+        Raises UsageError if the engine is not installed or cannot read the model's files, KvkeepError if loading fails.
         """
         interpreter = self.interpreter(interpreter)
         self._kept = ExitStack()
@@ -63,7 +65,8 @@ class PeerEngine(ABC):
 
     @classmethod
     def interpreter(cls, given: str | None) -> str:
-        """Return the interpreter that has it: ``given``, or the environment variable's. Raises UsageError for none."""
+        """Return the interpreter with the engine: ``given``, or the environment variable's. Raises UsageError if both
+        are missing."""
         found = given or os.environ.get(cls.python)
         if not found:
             raise UsageError(
@@ -74,14 +77,14 @@ class PeerEngine(ABC):
 
     @abstractmethod
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
-        """Return the arguments for loading in the worker. Raises UsageError if there is no readable file."""
+        """Return the worker's arguments for loading. Raises UsageError if there is no readable file."""
 
     def cases(self, length: int, batch: int = 1) -> list[TimingCase]:
         """Return a case for each variant."""
         return [TimingCase(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
 
     def close(self) -> None:
-        """End the process, and remove its temporary files."""
+        """End the process and remove its temporary files."""
         self._kept.close()
 
     def _timer(self, label: str) -> Timer:
@@ -132,7 +135,7 @@ class Vllm(PeerEngine):
 
 
 class CompiledVllm(Vllm):
-    """vLLM, compiled for the model at the start, which takes a minute."""
+    """vLLM with compilation, which takes a minute at the start."""
 
     name = "vllm:compiled"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vllm, compiled": {}}
@@ -177,8 +180,8 @@ def engine_of(name: str) -> type[PeerEngine]:
 def opened(
     names: Sequence[str], loaded: Loaded, interpreters: Mapping[str, str | None], tokens: int, rows: int = 1
 ) -> Iterator[tuple[list[PeerEngine], list[str]]]:
-    """Open engines for the block. Yield the opened engines, and a sentence for each failure. interpreters: by the name
-    of an environment variable."""
+    """Open engines for the block. Yield the opened engines, and a sentence for each failure. interpreters: paths by the
+    name of the environment variable."""
     with ExitStack() as stack:
         engines, reasons = [], []
         for name in names:

@@ -1,7 +1,6 @@
 """NVIDIA's kvpress (https://github.com/NVIDIA/kvpress), run in a process with a separate environment.
 
-This is different from ``kvpress:NAME``, a method of kvkeep: there a press only chooses the entries that stay within
-kvkeep's budget.
+``kvpress:NAME`` is a method of kvkeep instead: there a press only chooses the entries within kvkeep's budget.
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ PYTHON = "KVKEEP_KVPRESS_PYTHON"
 
 @dataclass(frozen=True)
 class Kvpress(Peer):
-    """A press of kvpress, as kvpress runs it: one pass over the whole prompt, pruned layer by layer as it goes.
+    """A press, run by kvpress: one pass over the complete prompt, pruned layer by layer during the pass.
 
-    press: a class of the package or its name in short ("SnapKVPress", "snapkv"); "full" prunes nothing. unseen: the
-    last tokens of the prompt, which are read when the others are pruned already; 0 has them all in sight. options: the
-    press' own parameters as text ("window_size=32,kernel_size=7").
-
-    What stays of the prompt is the budget, ``unseen`` included; what is written comes on top, and is never pruned. The
-    process is started when first needed, and kept for the model.
+    The budget is the number of prompt entries that are kept, including ``unseen``. Generated tokens are added to it and
+    are never pruned. The process starts when it is first needed, and serves all prompts of the model.
     """
 
     about: ClassVar[str] = "a press of NVIDIA's kvpress, by kvpress itself: one pass, then pruned (peer-kvpress:snapkv)"
     needs: ClassVar[str] = f"an interpreter that has kvpress (--kvpress or {PYTHON})"
 
     press: str
+    """Class of the package or its short name ("SnapKVPress", "snapkv"); "full" does not prune."""
     unseen: int = 0
+    """Number of last prompt tokens that are read after the others are pruned; 0: the press sees the complete prompt."""
     options: str = ""
+    """Parameters of the press as text ("window_size=32,kernel_size=7")."""
 
     @classmethod
     def from_spec(cls, text: str) -> Kvpress:
@@ -62,7 +60,7 @@ class Kvpress(Peer):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """A budget, where anything is pruned."""
+        """The accepted options: ("budget",), or () for "full"."""
         return () if self.press == "full" else ("budget",)
 
     @property
@@ -112,8 +110,8 @@ class KvpressProcess(PeerProcess):
 
     @classmethod
     def serving(cls, model: Any) -> KvpressProcess:
-        """Return the process for ``model``; there is one at a time. Raises UsageError where no interpreter is named, or
-        the model lies in no folder, KvkeepError where the process does not get so far."""
+        """Return the process for ``model``; only one runs at a time. Raises UsageError if no interpreter is given or
+        the model has no folder, KvkeepError if the process fails to start."""
         python, folder = os.environ.get(PYTHON, ""), str(model.name_or_path)
         if not python:
             raise UsageError(
@@ -123,7 +121,7 @@ class KvpressProcess(PeerProcess):
         if not folder:
             raise UsageError("kvpress loads the model itself, and this model has no name or folder to load it from.")
         about = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-        key = (os.getpid(), python, folder, *about.values())  # a fork must not speak through its parent's pipes
+        key = (os.getpid(), python, folder, *about.values())  # a fork must not use its parent's pipes
         if cls.current is None or cls.current.closed or cls.current.key != key:
             cls.stop()
             cls.current = cls(python, key)
@@ -149,7 +147,7 @@ class KvpressProcess(PeerProcess):
         self._copy: tempfile.TemporaryDirectory[str] | None = None
 
     def folder(self, model: Any, folder: str) -> str:
-        """Return a folder or hub id with the weights of ``model``; a model from a GGUF file is written to a folder."""
+        """Return a folder or hub id with the weights of ``model``. A model from a GGUF file is written to a folder."""
         if not Path(folder).is_dir() or list(Path(folder).glob("*.safetensors")):
             return folder
         self._copy = tempfile.TemporaryDirectory()
@@ -157,7 +155,7 @@ class KvpressProcess(PeerProcess):
         return self._copy.name
 
     def close(self) -> None:
-        """End the process, and remove its temporary files."""
+        """End the process and remove its temporary files."""
         super().close()
         if self._copy is not None:
             self._copy.cleanup()

@@ -1,15 +1,15 @@
-"""Answers questions about a model with a press of NVIDIA's kvpress, in an environment of its own.
+"""Runs a model with a press of NVIDIA's kvpress, in a separate environment.
 
-kvpress asks for a transformers that kvkeep is too new for. Questions and answers (worker.py):
+kvpress requires an older transformers than kvkeep. Questions and answers (worker.py):
 
-* ``{"do": "load", "folder", "dtype", "device", "threads"}`` -> ``{"versions"}``, once, at first;
-* ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: a prompt read in one pass and pruned to
-  ``keep`` entries by ``press`` ("": not at all); its last ``unseen`` tokens are read afterwards, as questions;
-* ``{"do": "next", "token"}`` -> a step: one token more.
+* ``{"do": "load", "folder", "dtype", "device", "threads"}`` -> ``{"versions"}``: the first question, asked once;
+* ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: reads a prompt in one pass and prunes it to
+  ``keep`` entries by ``press`` ("": no pruning); the last ``unseen`` tokens are read after the pruning, one by one;
+* ``{"do": "next", "token"}`` -> a step: reads one more token.
 
-A step is ``{"seconds", "logits", "held", "largest", "peak"}``: the logits after the last token (float32, base64), and
-bytes of entries held now, by the largest layer, and the most at once while the prompt was pruned, layer by layer. What
-cannot be done is ``{"error"}``, a reason in words.
+A step is ``{"seconds", "logits", "held", "largest", "peak"}``. logits: after the last token (float32, base64). held:
+bytes of all entries. largest: bytes of the largest layer. peak: peak bytes while the prompt was pruned layer by layer.
+The answer to an impossible question is ``{"error"}``, the reason as text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 EAGER = {"ObservedAttentionPress"}
-"""Presses that want attention's weights, which only eager attention hands out."""
+"""Presses that need attention weights, which only eager attention returns."""
 
 
 class KvpressError(Exception):
@@ -34,16 +34,15 @@ class KvpressError(Exception):
 
 
 class KvpressAnswerer:
-    """One model, and the prompt in hand."""
+    """One model and its current prompt."""
 
     def __init__(self) -> None:
         self.model: Any = None
         self.cache: Any = None
-        self.length = 0  # tokens read, pruned ones too: the next one's position
+        self.length = 0  # tokens read, including pruned ones: the next token's position
         self.peak = 0
 
     def load(self, folder: str, dtype: str, device: str, threads: int) -> dict[str, Any]:
-        """Load the model."""
         import kvpress
         import transformers
 
@@ -54,7 +53,6 @@ class KvpressAnswerer:
         return {"versions": {"kvpress": _version(kvpress), **{f"kvpress' {name}": v for name, v in versions.items()}}}
 
     def read(self, ids: list[int], press: str, options: str, keep: int, unseen: int) -> dict[str, Any]:
-        """Read and prune a prompt."""
         from transformers import DynamicCache
 
         if unseen >= len(ids):
@@ -68,17 +66,17 @@ class KvpressAnswerer:
         start = time.perf_counter()
         with ExitStack() as stack:
             decoder = getattr(self.model.model, "language_model", self.model.model)
-            for layer in decoder.layers:  # before the press' own, so that what is pruned is still whole
+            for layer in decoder.layers:  # registered before the press' hooks, so that it sees the unpruned entries
                 stack.callback(layer.self_attn.register_forward_hook(self._note).remove)
             if made is not None:
                 stack.enter_context(made(self.model))
             logits = self._forward(ids[:seen])
-        for token in ids[seen:]:  # one by one: layers of different lengths have no mask in common
+        for token in ids[seen:]:  # one by one, because layers of different lengths need different masks
             logits = self._forward([token])
         return self._step(logits, start)
 
     def next(self, token: int) -> dict[str, Any]:
-        """Read one token more."""
+        """Read one more token."""
         if self.cache is None:
             raise KvpressError("no prompt was read yet")
         start = time.perf_counter()
@@ -110,7 +108,7 @@ class KvpressAnswerer:
 
 
 def _press(name: str, options: str, keep: int, tokens: int) -> Any:
-    """Return the press ``name``, a class of kvpress or its name in short, that keeps ``keep`` of ``tokens`` entries."""
+    """Return the press that keeps ``keep`` of ``tokens`` entries. ``name``: a class of kvpress or its short name."""
     import kvpress
 
     known = {
@@ -130,7 +128,7 @@ def _press(name: str, options: str, keep: int, tokens: int) -> Any:
         if key not in defaults or key == "compression_ratio":
             raise KvpressError(f"{made.__name__} has no parameter '{key}'")
         given[key] = _value(text, defaults[key])
-    # Presses keep int(tokens * (1 - ratio)) entries: half an entry more, so that rounding makes it ``keep``.
+    # Presses keep int(tokens * (1 - ratio)) entries. Half an entry is added so that this rounds down to ``keep``.
     return made(compression_ratio=max(0.0, 1 - (keep + 0.5) / tokens), **given)
 
 
@@ -154,4 +152,4 @@ def _version(module: Any) -> str:
 
 
 ANSWERER = KvpressAnswerer
-"""What ``worker.py`` makes."""
+"""The class that ``worker.py`` instantiates."""

@@ -1,9 +1,9 @@
-"""Times llama.cpp by llama-cpp-python. Questions and answers (worker.py):
+"""Times llama.cpp through llama-cpp-python. Questions and answers (worker.py):
 
-* ``{"do": "load", "source", "threads", "tokens", "rows"}`` -> ``{"versions"}``, once, at first: a GGUF file, and how
-  many tokens a row may have;
-* ``{"do": "time", "ids", "steps", "flash", "cache"}`` -> ``{"prefill_s", "steps_s"}``: one prompt read, then greedy
-  tokens, one at a time; ``cache``: the type of keys and values ("f16", "q8_0", "q4_0").
+* ``{"do": "load", "source", "threads", "tokens", "rows"}`` -> ``{"versions"}``: the first question, asked once;
+  ``source``: a GGUF file; ``tokens``: maximum tokens of a row;
+* ``{"do": "time", "ids", "steps", "flash", "cache"}`` -> ``{"prefill_s", "steps_s"}``: reads one prompt, then generates
+  greedy tokens one at a time; ``cache``: the type of keys and values ("f16", "q8_0", "q4_0").
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class LlamaCppError(Exception):
 
 
 class LlamaCppAnswerer:
-    """One file, in as many contexts as there are kinds of attention and cache."""
+    """One file, with a context for each kind of attention and cache."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
         self.made: dict[tuple[bool, str], Any] = {}
 
     def load(self, source: str, threads: int, tokens: int, rows: int) -> dict[str, Any]:
-        """Note what to load; a context is made when it is first timed."""
+        """Store the options. Each context is created when it is first timed."""
         import llama_cpp
 
         self.options = {
@@ -34,11 +34,11 @@ class LlamaCppAnswerer:
             "n_threads_batch": threads,
             "verbose": False,
         }
-        self._context(False, "f16")  # a file that cannot be read is known at once
+        self._context(False, "f16")  # raises the error of an unreadable file here
         return {"versions": {"llama-cpp-python": llama_cpp.__version__}}
 
     def time(self, ids: list[list[int]], steps: int, flash: bool, cache: str) -> dict[str, Any]:
-        """Time one prompt and ``steps`` tokens after it; the first is a warm-up, and not among them."""
+        """Time one prompt and ``steps`` tokens after it. The token before them is a warm-up and is not timed."""
         import llama_cpp
         import numpy
 
@@ -74,4 +74,4 @@ class LlamaCppAnswerer:
 
 
 ANSWERER = LlamaCppAnswerer
-"""What ``worker.py`` makes."""
+"""The class that ``worker.py`` instantiates."""

@@ -1,4 +1,4 @@
-"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt, by the model under test."""
+"""LLMLingua (Jiang et al., arXiv:2310.05736): the model under test compresses the prompt instead of the cache."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ _SIZE = 200
 
 @dataclass(frozen=True)
 class LLMLingua(Peer):
-    """A prompt without its least surprising tokens, read into transformers' own cache.
+    """A prompt without its least surprising tokens, read into transformers' default cache.
 
-    edge: tokens at either end that stay as they are, because it is there that templates, instructions and questions
-    stand (LLMLingua compresses what is between them). The prompt is made as short as the budget says; what is written
-    comes on top.
+    The budget is the length of the compressed prompt. Generated tokens are added to it.
     """
 
     about: ClassVar[str] = "LLMLingua: the prompt's least surprising tokens left out before it is read"
     needs: ClassVar[str] = "llmlingua"
 
     edge: int = 48
+    """Number of tokens at each end that are not compressed, because templates, instructions and questions are there."""
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -61,7 +60,7 @@ class _Compressed(PeerReader):
     def __init__(self, model: Any, entries: int, edge: int) -> None:
         self.model, self.entries, self.edge = model, entries, edge
         self._cache = DynamicCache(config=model.config)
-        self._peak = 0  # bytes that compressing held
+        self._peak = 0  # bytes used by the compression
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
@@ -79,8 +78,8 @@ class _Compressed(PeerReader):
         return Memory(found.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=found.peak_workspace_bytes)
 
     def _shortened(self, ids: list[int]) -> tuple[list[int], float]:
-        """Return at most so many tokens as there are entries, and the seconds it took to compress once. The package
-        aims at a number of tokens and may miss it: where it leaves more, the target is lowered by the excess."""
+        """Return at most :attr:`entries` tokens, and the seconds of the last compression. The package may exceed its
+        target number of tokens; the target is then lowered by the excess and the compression repeated."""
         assert self.entries is not None
         if len(ids) <= self.entries:
             return ids, 0.0
@@ -97,22 +96,22 @@ class _Compressed(PeerReader):
 
 
 def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
-    """Return the tokens that LLMLingua keeps; about ``target`` of them."""
+    """Return the tokens that LLMLingua keeps, about ``target``."""
     from llmlingua import PromptCompressor
 
-    # Made without its constructor, which would load the model again and fetch a tokenizer to count OpenAI's tokens by.
+    # The constructor is skipped: it would load the model again and download a tokenizer for OpenAI's models.
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = model, _Tokenized(ids), model.device
     compressor.max_position_embeddings, compressor.cache_bos_num = model.positions, 10
-    # It takes 200 tokens at a time, and leaves as they are those at the end that make up no whole piece: so as many,
-    # or somewhat fewer, as make whole pieces of all.
+    # LLMLingua compresses pieces of 200 tokens by default and leaves an incomplete last piece uncompressed. Pieces of
+    # this size divide the tokens almost evenly.
     size = len(ids) // math.ceil(len(ids) / _SIZE)
     kept, _ = compressor.iterative_compress_prompt([""], target, iterative_size=size, dynamic_ratio=[0.0])
     return [int(token) for token in kept[0]]
 
 
 class _Model:
-    """The model as LLMLingua knows models: entries go in and out as pairs of tensors, a list of them."""
+    """The model with LLMLingua's interface: entries are passed and returned as a list of pairs of tensors."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, next(model.parameters()).device
@@ -128,7 +127,7 @@ class _Model:
 
 
 class _Tokenized:
-    """A tokenizer for the one text that is tokenised already."""
+    """A tokenizer that returns the ids of one text that is already tokenized."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids

@@ -1,6 +1,6 @@
 """A peer in a process with a separate environment. Questions and answers are lines of JSON.
 
-The other interpreter runs ``worker.py`` with the path of a worker's file; neither imports kvkeep.
+The other interpreter runs ``worker.py`` with the path of a worker's file. Neither file imports kvkeep.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _PROGRAM = Path(__file__).with_name("worker.py")
 
 
 class PeerProcess:
-    """A process that answers for the peer called ``name``. python: the interpreter that has it. worker: the file in
-    this folder that answers. environment: variables besides this process's.
+    """A process that runs the peer called ``name``. python: an interpreter with the peer. worker: a file in this
+    folder. environment: variables in addition to this process's.
 
-    Raises UsageError for an interpreter that cannot be run.
+    Raises UsageError for an interpreter that cannot run.
     """
 
     def __init__(self, name: str, python: str, worker: str, **environment: str) -> None:
         self.name, self.closed = name, False
-        self._owner = os.getpid()  # a fork must not speak through its parent's pipes
+        self._owner = os.getpid()  # a fork must not use its parent's pipes
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         try:
             self._process = subprocess.Popen(
-                # -I: not this folder's modules, and not kvkeep's packages
+                # -I excludes this folder's modules and kvkeep's packages from the import path
                 [python, "-I", str(_PROGRAM), str(_PROGRAM.with_name(worker))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 text=True,
                 env={**os.environ, **offline, **environment},
-                start_new_session=True,  # no Ctrl-C: it ends when its input does
+                start_new_session=True,  # Ctrl-C does not reach the process; it ends with its input
             )
         except OSError as error:
             self._stderr.close()
@@ -55,7 +55,7 @@ class PeerProcess:
             line = self._process.stdout.readline()
         except OSError:
             line = ""
-        except BaseException:  # an interrupt: the answer would be taken for the next one's
+        except BaseException:  # after an interrupt, the next question would receive this answer
             self.close()
             raise
         if not line:

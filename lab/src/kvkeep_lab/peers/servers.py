@@ -1,4 +1,4 @@
-"""Servers with an OpenAI interface, by kvkeep and others, each as a process that ends with its block."""
+"""Servers with an OpenAI interface, by kvkeep and others. Each is a process that ends with its block."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ END_S = 15.0
 
 
 class Server(ABC):
-    """A server with one model. interpreter: that has it, None for the environment variable's; tokens, sessions: the
-    most of one, and of them at a time.
-
-    name: what ``--peers`` calls it. engine: whose interpreter runs it; None: this one. usage: whether a stream ends
-    with the number of tokens, where it is asked to; else every piece of text counts as one.
-    """
+    """A server with one model. tokens: maximum tokens of a session. sessions: maximum concurrent sessions. interpreter:
+    path of an interpreter with the server; None selects the environment variable's."""
 
     name: ClassVar[str]
+    """Its name in ``--peers``."""
     engine: ClassVar[type[PeerEngine] | None] = None
+    """Engine whose interpreter runs the server; None: the current interpreter."""
     usage: ClassVar[bool] = False
+    """Whether a stream can end with the number of tokens. Otherwise every piece of text counts as one token."""
 
     def __init__(self, loaded: Loaded, tokens: int, sessions: int, interpreter: str | None = None) -> None:
         self.loaded, self.tokens, self.sessions, self.interpreter = loaded, tokens, sessions, interpreter
@@ -60,8 +59,8 @@ class Server(ABC):
     @contextmanager
     @abstractmethod
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
-        """Yield the command line that serves at a port, and variables of its environment. Raises UsageError where
-        there is nothing that it can run or read."""
+        """Yield the command line of a server at a port, and its environment variables. Raises UsageError if the program
+        or the model's files are missing."""
 
     @contextmanager
     def running(self) -> Iterator[Running]:
@@ -93,7 +92,7 @@ class Server(ABC):
 
 
 class Running:
-    """A server's process, and its address."""
+    """A server's process and its address."""
 
     def __init__(self, pid: int, url: str) -> None:
         self.pid, self.url = pid, url
@@ -104,7 +103,7 @@ class Running:
 
 
 class Ours(Server):
-    """``kvkeep serve`` with sessions of one method and budget. memory: of all sessions, as in the command."""
+    """``kvkeep serve`` with sessions of one method and budget. memory: memory of all sessions, as in the command."""
 
     name = "kvkeep"
     usage = True
@@ -119,7 +118,7 @@ class Ours(Server):
 
     @property
     def requested_budget(self) -> str | None:
-        """Budget of its sessions; None for methods without a budget."""
+        """Budget of its sessions; None if the method takes no budget."""
         return self.budget if "budget" in resolve(self.method).options else None
 
     @contextmanager
@@ -140,7 +139,7 @@ class LlamaCppServer(Server):
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
         threads = ["--n_threads", f"{self.threads}", "--n_threads_batch", f"{self.threads}"]
-        # one request interrupts another by default
+        # by default a request interrupts the previous one
         options = ["--n_ctx", f"{self.tokens}", "--interrupt_requests", "false", "--flash_attn", "true", *threads]
         where = ["--model", file_of(self.loaded), "--model_alias", self.model, "--port", f"{port}"]
         yield [LlamaCpp.interpreter(self.interpreter), "-m", "llama_cpp.server", *where, *options], {}
@@ -167,14 +166,14 @@ class VllmServer(Server):
 
 
 class CompiledVllmServer(VllmServer):
-    """vLLM's server, compiled for the model at the start, which takes a minute."""
+    """vLLM's server with compilation, which takes a minute at the start."""
 
     name = "vllm:compiled"
     compiled = True
 
 
 class TransformersServer(Server):
-    """``transformers serve`` of the installed transformers, as bfloat16: requests run one after the other."""
+    """``transformers serve`` of the installed transformers, as bfloat16. It runs requests one after another."""
 
     name = "transformers"
     batching: ClassVar[bool] = False
@@ -205,7 +204,7 @@ SERVERS: dict[str, type[Server]] = {
     kind.name: kind
     for kind in (LlamaCppServer, VllmServer, CompiledVllmServer, TransformersServer, BatchingTransformersServer)
 }
-"""The servers of others by name."""
+"""Servers by others, by name."""
 
 
 def server_of(name: str) -> type[Server]:
@@ -223,14 +222,14 @@ def _free_port() -> int:
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
-    """Wait until a server answers. Raises KvkeepError if it does not."""
+    """Wait until a server answers. Raises KvkeepError if it ends or exceeds :data:`START_S`."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         with suppress(OSError):
             try:
                 urllib.request.urlopen(url, timeout=5).close()
             except urllib.error.HTTPError as error:
-                error.close()  # it is there
+                error.close()  # the server answers
             return
         time.sleep(0.2)
     said.seek(0)
@@ -250,6 +249,6 @@ def _family(pid: int) -> Sequence[int]:
 
 
 def _pss(pid: int) -> int:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         return process_memory_of(Path(f"/proc/{pid}/smaps_rollup")).pss
     return 0

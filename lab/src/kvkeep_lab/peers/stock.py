@@ -20,7 +20,7 @@ from kvkeep_lab.peers.base import Peer, installed
 
 class _Static(StaticCache):
     def memory(self) -> Memory:
-        """Return the bytes allocated; nothing is copied at a step."""
+        """Return the allocated bytes. A step copies no entries."""
         total = account(self).resident_bytes
         return Memory(total, peak_cache_bytes=total)
 
@@ -37,7 +37,7 @@ class Static(Peer):
 
 class _Offloaded(DynamicCache):
     def memory(self) -> Memory:
-        """Return the bytes by where they lie; one layer and the next are on the device while they are read."""
+        """Return the bytes by place. During a step, the current and the next layer are on the device."""
         device = next(layer.device for layer in self.layers if layer.is_initialized)
         there = sum(holding_of(layer).resident_bytes for layer in self.layers if layer.keys.device == device)
         all_of_it = account(self)
@@ -54,7 +54,7 @@ class Offloaded(Peer):
     needs: ClassVar[str] = "a CUDA device"
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache; raises UsageError on the CPU, which transformers' streams are not made for."""
+        """Return an empty cache. Raises UsageError on the CPU, because transformers moves layers by CUDA streams."""
         device = next(model.parameters()).device
         if device.type != "cuda":
             raise UsageError(
@@ -79,7 +79,7 @@ class _Quantised(QuantizedCache):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in containers of backends: tuples, tables, and tensors composed of others."""
+    """Yield the plain tensors in a backend's containers: tuples, lists, dicts, and tensors composed of others."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _tensors(getattr(value, name))
@@ -92,24 +92,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class StockQuantised(Peer):
-    """``QuantizedCache``: everything in few bits, of each layer the newest in full until there are 128 of them.
-
-    bits: 2 or 4, by quanto, a scale for 64 neighbouring values (transformers' defaults); or fp8, which needs nothing
-    installed and has a scale for a layer.
-    """
+    """``QuantizedCache``: quantised entries, and up to 128 of the newest entries of each layer in full precision."""
 
     about: ClassVar[str] = "transformers' QuantizedCache: all entries in 2 or 4 bits, or fp8"
     needs: ClassVar[str] = "optimum-quanto, but for fp8"
 
     bits: str = "4"
+    """2 or 4: bits of quanto's codes, with a scale per 64 neighbouring values (transformers' defaults). fp8: no extra
+    package, with a scale per layer."""
 
     @property
     def versions(self) -> dict[str, str]:
         return {} if self.bits == "fp8" else installed("optimum-quanto")
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache. Raises UsageError for other bits or without quanto, and UnsupportedModelError
-        for models with sliding windows, which transformers does not quantise."""
+        """Return an empty cache. Raises UsageError for other bits or without quanto, UnsupportedModelError for models
+        with sliding windows, which transformers does not quantise."""
         if self.bits not in ("2", "4", "fp8"):
             raise UsageError(f"'stock-quantized' takes 2 or 4 bits, or fp8, not '{self.bits}'.")
         if self.bits != "fp8" and not is_optimum_quanto_available():

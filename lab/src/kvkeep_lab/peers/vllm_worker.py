@@ -1,9 +1,10 @@
 """Times vLLM on a CPU. Questions and answers (worker.py):
 
-* ``{"do": "load", "source", "threads", "tokens", "rows", "cache_bytes", "compiled"}`` -> ``{"versions"}``, once, at
-  first: a folder, which is loaded as bfloat16, tokens of a row at most, rows at most, and the room that they need;
-* ``{"do": "time", "ids", "steps"}`` -> ``{"prefill_s", "steps_s"}``: prompts read, all rows together, until each has
-  its first token, then greedy tokens, one of each row at a time.
+* ``{"do": "load", "source", "threads", "tokens", "rows", "cache_bytes", "compiled"}`` -> ``{"versions"}``: the first
+  question, asked once; ``source``: a folder, loaded as bfloat16; ``tokens``: maximum tokens of a row; ``rows``: maximum
+  rows; ``cache_bytes``: bytes of their entries;
+* ``{"do": "time", "ids", "steps"}`` -> ``{"prefill_s", "steps_s"}``: reads all prompts in one batch until each row has
+  its first token, then generates greedy tokens, one per row and step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class VllmAnswerer:
-    """One engine."""
+    """One engine with one model."""
 
     def __init__(self) -> None:
         self.engine: Any = None
@@ -38,13 +39,13 @@ class VllmAnswerer:
             max_model_len=tokens,
             max_num_seqs=rows,
             enforce_eager=not compiled,
-            enable_prefix_caching=False,  # the same prompt is read in every round
+            enable_prefix_caching=False,  # every round reads the same prompt
         )
         self.engine, self.tokens = made.llm_engine, tokens
         return {"versions": {"vllm": vllm.__version__}}
 
     def time(self, ids: list[list[int]], steps: int) -> dict[str, Any]:
-        """Time the prompts and ``steps`` steps after them; the first is a warm-up, and not among them."""
+        """Time the prompts and ``steps`` steps after them. The step before them is a warm-up and is not timed."""
         from vllm import SamplingParams
 
         left = self.tokens - max(map(len, ids))
@@ -70,4 +71,4 @@ class VllmAnswerer:
 
 
 ANSWERER = VllmAnswerer
-"""What ``worker.py`` makes."""
+"""The class that ``worker.py`` instantiates."""

@@ -1,2 +1,2 @@
-"""Methods that are compared with papers, as a plugin: the entry points ``kvkeep.parts`` in lab/pyproject.toml name
-them."""
+"""Methods from papers, for comparison. They are a plugin: lab/pyproject.toml lists them as entry points
+``kvkeep.parts``."""

@@ -1,10 +1,10 @@
-"""Pairs that overlap, as AsymKV's and KVSlimmer's published code merges them. Pure functions, of one look ahead.
+"""Merging of overlapping pairs, as in the published code of AsymKV and KVSlimmer. Pure functions.
 
-Entries of a lane are numbered in the order of the text, and pair i is of entries i and i + 1. The pairs of least cost
-are merged at once, and two of them may share an entry. Entry i becomes pair i and entry i + 1 goes: of a run of chosen
-pairs only the first becomes an entry, and what it did not take in is lost.
+Entries of a lane are numbered in the order of the text. Pair i consists of the entries i and i + 1. The pairs of least
+cost are merged at the same time, and two of them may share an entry. Pair i replaces entry i, and entry i + 1 is
+dropped. In a run of chosen pairs only the first pair becomes an entry; the later entries of the run are lost.
 
-Facts are from github.com/the-scale-lab/Asymkv (asymkv/method) and github.com/lianjunl13-sudo/KVSlimmer.
+Sources: github.com/the-scale-lab/Asymkv (asymkv/method) and github.com/lianjunl13-sudo/KVSlimmer.
 """
 
 from __future__ import annotations
@@ -18,76 +18,81 @@ import torch
 from torch import Tensor
 
 GAMMA = 4096 / math.log(512)
-"""Entries after which a pair costs 1/e of what it would."""
+"""Number of entries over which the cost of a pair decreases by a factor of e."""
 
 EPS = 1e-21
-"""Added to what is divided by."""
+"""Constant added to divisors."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a chunk makes of the entries before it. Tensors are (lanes, entries, ...), float32.
-
-    attention: what an entry received of the chunk's queries, its count included: the sum over queries, mean over the
-    heads of the lane. sums: values added up, not divided by the counts. merges: bool, entries that may merge, the sinks
-    left out. gradient: of the loss by the keys as they are before rotation, for methods with :attr:`gradients`.
-    """
+    """The entries before a chunk, with the attention that they receive from it. Tensors are (lanes, entries, ...),
+    float32."""
 
     attention: Tensor
+    """Attention from the chunk's queries, weighted by the entry's count: the sum over queries, the mean over the heads
+    of the lane."""
     sums: Tensor
+    """Sums of values, not divided by the counts."""
     merges: Tensor
+    """Bool: entries that may merge. Sinks may not."""
     gradient: Tensor | None = None
+    """Gradient of the loss by the keys before rotation, for methods with :attr:`AheadMerging.gradients`."""
 
     @property
     def alpha(self) -> Tensor:
-        """The attention of entries that may merge, so that it adds up to 1: (lanes, entries)."""
+        """The attention of entries that may merge, normalised to a sum of 1: (lanes, entries)."""
         merging = self.attention * self.merges
         return merging / (merging.sum(1, keepdim=True) + EPS)
 
 
 class AheadMerging(ABC):
-    """How the key of a pair is made. sinks: first entries of a row that are never merged. cap: the largest count, 0 for
-    none. gradients: a chunk's loss is differentiated by the keys. averages: sensitivities are means over the chunks so
-    far; then they have one number an entry."""
+    """The rule that computes the key of a pair."""
 
     gradients: ClassVar[bool] = False
+    """Whether the chunk's loss is differentiated by the keys."""
     averages: ClassVar[bool] = False
+    """Whether sensitivities are means over all chunks read; such a sensitivity is one number per entry."""
     sinks: int
+    """Number of first entries of a row that are never merged."""
     cap: int
+    """Maximum count of an entry; 0: no maximum."""
 
     @abstractmethod
     def sensitivity(self, seen: Seen) -> Tensor:
-        """Return how much each key matters to the chunk, (lanes, entries, 1 or dim)."""
+        """Return the sensitivity of the chunk to each key, (lanes, entries, 1 or dim)."""
 
     @abstractmethod
     def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the weights of both keys of each pair, not normalised, (lanes, pairs, 1 or dim). alpha:
-        :attr:`Seen.alpha` of the first and the second, (lanes, pairs, 1)."""
+        """Return the unnormalised weights of both keys of each pair, (lanes, pairs, 1 or dim). alpha:
+        :attr:`Seen.alpha` of the first and the second entries, (lanes, pairs, 1)."""
 
 
 class Paired(NamedTuple):
-    """Entries after pairs were merged, (lanes, entries, ...), in their old places. kept: which are still there. keys:
-    before rotation. sums: values added up."""
+    """Entries after pairs were merged, (lanes, entries, ...), in their old places."""
 
     keys: Tensor
+    """Keys before rotation."""
     sums: Tensor
+    """Sums of values."""
     counts: Tensor
     slots: Tensor
     sensitivity: Tensor
     kept: Tensor
+    """Bool: places that still have an entry."""
 
 
 def costs(seen: Seen, counts: Tensor, heads: int) -> Tensor:
-    """Return the cost of every pair, (rows, entries - 1), inf where it cannot be merged: attention added up over the
-    ``heads`` lanes of a row, times the counts of both, and less the later the pair is."""
+    """Return the cost of every pair, (rows, entries - 1), inf for pairs that cannot merge. The cost is the attention,
+    summed over the ``heads`` lanes of a row, times the sum of both counts. It decreases with the pair's position."""
     of_row = _pairs(seen.attention).unflatten(0, (-1, heads)).sum(1)
-    number = seen.merges[::heads].cumsum(1)[:, :-1]  # from 1 on, the first entry that may merge
+    number = seen.merges[::heads].cumsum(1)[:, :-1]  # 1 for the first entry that may merge
     cost = of_row * _pairs(counts)[::heads] / (number / GAMMA).exp()
     return cost.masked_fill(~(seen.merges[::heads, :-1] & seen.merges[::heads, 1:]), math.inf)
 
 
 def cheapest(cost: Tensor, wanted: Tensor) -> Tensor:
-    """Return the ``wanted`` (rows, 1) pairs of least cost, (rows, pairs) bool; the first of those that tie."""
+    """Return the ``wanted`` (rows, 1) pairs of least cost, (rows, pairs) bool; earlier pairs win ties."""
     order = cost.argsort(dim=1, stable=True).argsort(1)
     return (order < wanted) & (cost < math.inf)
 
@@ -101,8 +106,8 @@ def merge(
     chosen: Tensor,
     how: AheadMerging,
 ) -> Paired:
-    """Merge the ``chosen`` pairs (lanes, pairs) bool. keys (lanes, entries, dim): before rotation, float32. slots: the
-    last that each entry stands for, as is then that of the second."""
+    """Merge the ``chosen`` pairs, (lanes, pairs) bool. keys: before rotation, (lanes, entries, dim) float32. slots: the
+    last slot that each entry represents; a merged entry has the slot of its second entry."""
     alpha = seen.alpha[..., None]
     first, second = how.weights((alpha[:, :-1], alpha[:, 1:]), (sensitivity[:, :-1], sensitivity[:, 1:]))
     total = first + second + EPS
@@ -123,7 +128,7 @@ def merge(
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """Return each entry plus the next one."""
+    """Return the sum of each entry and the next one."""
     return rows[:, :-1] + rows[:, 1:]
 
 

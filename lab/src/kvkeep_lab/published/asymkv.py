@@ -1,4 +1,5 @@
-"""``asymkv``: a pair's key by the squares of the loss's gradient (AsymKV, as arXiv:2603.00907, Eq. 3, has it)."""
+"""``asymkv``: weights the keys of a pair by the squared gradient of the loss (AsymKV, in the form of
+arXiv:2603.00907, Eq. 3)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from kvkeep_lab.published.papers import ASYMKV
 
 
 def energy(output: Tensor) -> Tensor:
-    """Return the loss that is differentiated: half the squared length of a layer's outputs, summed.
+    """Return the loss that is differentiated: half the sum of squares of a layer's outputs.
 
-    The papers differentiate the model's own loss on the chunk, through all layers. Here each layer has a loss of its
-    own, known when the layer runs: its gradient by the output is the output. So what the layers above make of an output
-    is left out.
+    The papers differentiate the model's loss on the chunk through all layers. Here each layer has a separate loss,
+    which is available when the layer runs; its gradient by the output is the output. The effect of later layers is
+    ignored.
     """
     return output.square().sum() / 2
 

@@ -1,7 +1,7 @@
 """``asymkv-published``: AsymKV by its authors' code (github.com/the-scale-lab/Asymkv; arXiv:2506.05410).
 
-Its code would average gradients over chunks once more entries were held than it ever holds, so it does not, and neither
-does this.
+The authors' code averages gradients over chunks only above a number of entries that it never reaches, so this method
+does not average.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AsymKVPublished(NeighboursAhead):
     source: ClassVar[str] = "AsymKV (Cui and Xu, NeurIPS 2025), published code"
     papers: ClassVar[Sequence[Paper]] = (ASYMKV,)
     gradients: ClassVar[bool] = True
-    readings: ClassVar[int] = 3  # forward, back and forward
-    predictable: ClassVar[bool] = False  # the graph has no bytes that follow from the geometry
+    readings: ClassVar[int] = 3  # forward, backward, forward
+    predictable: ClassVar[bool] = False  # the bytes of the graph do not follow from the geometry
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)
@@ -42,7 +42,7 @@ class AsymKVPublished(NeighboursAhead):
             )
 
     def sensitivity(self, seen: Seen) -> Tensor:
-        """Return the gradient by each key before rotation, channel by channel."""
+        """Return the gradient by each key before rotation, per channel."""
         assert seen.gradient is not None
         return seen.gradient
 

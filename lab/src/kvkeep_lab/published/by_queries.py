@@ -1,5 +1,5 @@
-"""Neighbours merged by the last queries themselves, asked anew what they attend to: what ``asymkv`` and
-``kvslimmer-exact`` have in common."""
+"""The common part of ``asymkv`` and ``kvslimmer-exact``: neighbours are merged by the attention of the last queries,
+which is computed again."""
 
 from __future__ import annotations
 
@@ -23,47 +23,49 @@ from kvkeep.stores.evicted.pairs import OrderedEntries
 from kvkeep.stores.resident.banks import Bank
 
 QUERIES = 32
-"""Queries kept while decoding."""
+"""Number of queries kept while decoding."""
 
 BLOCK = 128
-"""Queries (of one head) whose weights stand in memory at once."""
+"""Number of queries of one head whose weights are in memory at the same time."""
 
 GRADIENTS = 4
-"""Matrices of that size that are held at once: scores, weights, and the gradients of both."""
+"""Number of matrices of that size in memory at the same time: scores, weights, and the gradients of both."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """The last queries of a layer and all its entries, float32, ready for a gradient.
-
-    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
-    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
-    comes before the entry. real: (lanes, queries, 1), 0 for padding. block: queries whose weights stand in memory at
-    once.
-    """
+    """The last queries of a layer and all its entries, float32, as inputs of a gradient."""
 
     query: Tensor
+    """Queries of all heads of the group, (lanes, queries, dim)."""
     keys: Tensor
+    """Keys, (lanes, entries, dim)."""
     values: Tensor
+    """Values, (lanes, entries, dim)."""
     bias: Tensor
+    """Term added to the scores, (lanes, queries, entries): the logarithm of the counts, or a very large negative number
+    if the query precedes the entry."""
     real: Tensor
+    """1, or 0 for padding, (lanes, queries, 1)."""
     scaling: float
+    """Factor of the scores."""
     block: int
+    """Number of queries whose weights are in memory at the same time."""
 
     def weights(self, keys: Tensor) -> Tensor:
-        """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
+        """Return the attention weights with ``keys``, (lanes, queries, entries)."""
         return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
 
     def blocks(self) -> Iterator[Queries]:
-        """Yield the same, :attr:`block` queries at a time."""
+        """Yield parts with :attr:`block` queries each."""
         parts = zip(*(part.split(self.block, 1) for part in (self.query, self.bias, self.real)), strict=True)
         return (replace(self, query=query, bias=bias, real=real) for query, bias, real in parts)
 
 
 class MergeByQueries(MergeNeighbours):
-    """Keeps a chunk's queries until its entries have been merged, then the last few.
+    """Keeps a chunk's queries until its entries are merged, and then the last :data:`QUERIES`.
 
-    asked: (lanes, heads of the group, n, dim), the queries of the last n slots. scaling: of their scores.
+    asked: the queries of the last n slots, (lanes, heads of the group, n, dim). scaling: factor of their scores.
     """
 
     by_lane = (*MergeNeighbours.by_lane, "asked")
@@ -71,7 +73,7 @@ class MergeByQueries(MergeNeighbours):
 
     def __init__(self, site: Site, how: NeighboursByQueries, adapter: Adapter, slack: int) -> None:
         super().__init__(site, how, adapter, slack)
-        self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads of a lane
+        self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads per lane
         self.asked: Tensor | None = None
         self.scaling = 1.0
 
@@ -133,18 +135,18 @@ class MergeByQueries(MergeNeighbours):
 
 @dataclass(frozen=True)
 class NeighboursByQueries(Neighbours):
-    """How the least attended neighbours become one, by what the last queries make of them. One file for each: a frozen
-    dataclass, :meth:`clues` and :meth:`share`."""
+    """A fate that merges the least attended neighbours by the attention of the last queries. Each subclass has its
+    file: a frozen dataclass with :meth:`clues` and :meth:`share`."""
 
     merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
     def clues(self, queries: Queries) -> Tensor:
-        """Return what has to be known of each entry, (lanes, entries, any); a merged entry has the sum of both."""
+        """Return the statistics of each entry, (lanes, entries, any); those of a merged entry are the sum of both."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of what is merged and of what it is merged into, and of the weights of the last queries, for
-        a moment."""
+        """Return the temporary bytes of the evicted entries, of the entries that they merge into, and of the weights of
+        the last queries."""
         holding, evicted = super().holds(layer, geometry, entries, left), max(left, default=0)
         if not evicted:
             return holding

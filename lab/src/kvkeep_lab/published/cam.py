@@ -1,6 +1,6 @@
-"""``cam``: the value of an entry that leaves while decoding goes into the next ones, by chance (CaM, ICML 2024).
+"""``cam``: while decoding, adds the value of an evicted entry to the next entries with a probability (CaM, ICML 2024).
 
-What the paper leaves open is as in the authors' code for Llama (github.com/zyxxmu/cam, cam_hf/utils_hh).
+Details that the paper does not specify follow the authors' code for Llama (github.com/zyxxmu/cam, cam_hf/utils_hh).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvkeep_lab.published.papers import CAM
 class Cam(Fate):
     """While decoding, the value of an evicted entry is added, divided by ``into``, to the ``into`` entries after it,
     with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it. Keys
-    and counts do not change, and entries evicted during a prompt are dropped. The chance depends on ``seed``, layer,
-    head and slot only."""
+    and counts do not change, and entries evicted during a prompt are dropped. The random numbers depend only on
+    ``seed``, layer, head and slot."""
 
     into: int = 32
-    """Entries that the value is added to."""
+    """Number of entries that the value is added to."""
     seed: int = 0
-    """A whole number of 24 bits."""
+    """Seed of the samples, an integer of 24 bits."""
 
     label: ClassVar[str] = "merged (values only, at random)"
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
     papers: ClassVar[Sequence[Paper]] = (CAM,)
-    across_heads: ClassVar[bool] = True  # samples are of heads by number
+    across_heads: ClassVar[bool] = True  # samples depend on the number of the head
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -61,14 +61,14 @@ class Cam(Fate):
         return MergeByChance(site, self.into, self.seed)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of what is added to values, for a moment."""
+        """Return the temporary bytes of the terms added to values."""
         parts = self.into * layer.value_dim if 1 in left else 0
         return PredictedBytes(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
 
 
 class MergeByChance(MergeOnEvict):
-    """Adds the values of some entries to those after them, so that a rollback that forgets an entry forgets those, too:
-    :attr:`Bank.newest` is never later than an entry's own slot."""
+    """Adds the values of evicted entries to later ones. A rollback that removes an entry also removes the entries that
+    its value was added to, because :attr:`Bank.newest` is never later than an entry's slot."""
 
     watches = True
 
@@ -77,14 +77,14 @@ class MergeByChance(MergeOnEvict):
         self.into, self.seed, self.heads = into, seed, site.layer.kv_heads
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
-        """Merge the one entry that a decoded token drives out; a chunk's are dropped."""
+        """Merge the entry that a decoded token evicts; entries evicted by a chunk are dropped."""
         if left.slots.shape[1] == 1:
             super().take(left, resident)
 
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         assert left.scores is not None
         slots, order = bank.slots[:, : bank.used].sort(1)
-        newest = slots[:, -1:]  # it has come in this step, and nothing has attended to it yet
+        newest = slots[:, -1:]  # it arrived in this step and has received no attention
         after = (slots > left.slots) & (slots < newest) & (left.slots >= 0)  # (lanes, used)
         attention = bank.scored().gather(1, order)
         mean = (attention * after).sum(1, keepdim=True) / after.sum(1, keepdim=True)
@@ -97,4 +97,4 @@ class MergeByChance(MergeOnEvict):
             columns = order.gather(1, into)
             bank.values.scatter_add_(1, columns[..., None].expand_as(parts), parts)
 
-    states = EvictedStore.states  # dropped: a key is, and its value may be part of others
+    states = EvictedStore.states  # keys are dropped; values may be part of other entries

@@ -1,4 +1,4 @@
-"""``certified``: pages are recalled until what is left out is provably little."""
+"""``certified``: recalls pages until the attention of the others is provably below a bound."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from kvkeep.policies.recalls.selective import PagesThatMatter
 class Certified(PagesThatMatter):
     """In each step every KV head recalls pages of 32 tokens until little is left out for certain.
 
-    Those that can add most come first, until the attention that any query of the head can give to the others is at most
-    ``share``, by the bounds of their keys."""
+    Pages are recalled in falling order of their maximum contribution. By the bounds of their keys, the other pages then
+    receive at most ``share`` of the attention of each query of the head."""
 
     share: float = 0.01
+    """Maximum share of a query's attention to pages that are not recalled."""
 
     label: ClassVar[str] = "pages, until little is left out for certain"
     source: ClassVar[str] = "kvkeep; bounds as in arXiv:2406.10774"
@@ -31,8 +32,8 @@ class Certified(PagesThatMatter):
             )
 
     def choose(self, excess: Tensor) -> Tensor:
-        """From the highest on, until S / (1 + S) is small enough for every query."""
+        """Choose pages in falling order until S / (1 + S) of the others is at most :attr:`share` for every query."""
         order = excess.amax((1, 2)).argsort(dim=1, descending=True)
         mass = excess.exp().gather(3, order[:, None, None].expand_as(excess))
-        rest = mass.flip(3).cumsum(3).flip(3).amax((1, 2))  # of this page and all after it
+        rest = mass.flip(3).cumsum(3).flip(3).amax((1, 2))  # sum over this page and all after it
         return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, rest > self.share / (1 - self.share))

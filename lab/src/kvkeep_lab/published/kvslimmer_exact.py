@@ -1,4 +1,4 @@
-"""``kvslimmer-exact``: KVSlimmer with the gradient that its closed form does without (arXiv:2603.00907, Eq. 30)."""
+"""``kvslimmer-exact``: KVSlimmer with the gradient, which its closed form omits (arXiv:2603.00907, Eq. 30)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KVSlimmerExact(NeighboursByQueries):
     source: ClassVar[str] = "arXiv:2603.00907, Eq. 30"
 
     def clues(self, queries: Queries) -> Tensor:
-        """Return g11 of each entry and its g12 with the next, (lanes, entries, 2): E c_ij summed over the queries, E by
-        backpropagation."""
+        """Return g11 of each entry and its g12 with the next, (lanes, entries, 2): the sum of E c_ij over the queries.
+        Backpropagation gives E."""
         found = torch.zeros(*queries.keys.shape[:2], 2, device=queries.keys.device)
         for block in queries.blocks():
             weights = block.weights(block.keys)
@@ -37,8 +37,8 @@ class KVSlimmerExact(NeighboursByQueries):
         return found
 
     def share(self, pairs: Pairs) -> Tensor:
-        """Return (g11 + g12) / (g11 + 2 g12 + g22). Of an entry merged in this same pass g12 is a sum as well, which is
-        not its own."""
+        """Return (g11 + g12) / (g11 + 2 g12 + g22). For an entry that was merged in this pass, g12 is the sum of both
+        entries' g12, which is an approximation."""
         assert pairs.clues is not None
         (first, both), second = pairs.clues[0].split(1, 2), pairs.clues[1][..., :1]
         return best_share(first, both, second)

@@ -1,8 +1,12 @@
 """``kvslimmer-published``: KVSlimmer by its authors' code (github.com/lianjunl13-sudo/KVSlimmer; arXiv:2603.00907).
 
-Where the code departs from Eq. 33: residuals have L1 norms, and |c12| is made of the norms of both residuals, not of
-the norm of their sum; attention is normalised over entries that may merge; values are sums, and so is o; |c11| is a
-mean over the chunks so far; nothing is clamped.
+The code differs from Eq. 33:
+
+* norms of residuals are L1 norms, and |c12| uses the sum of both norms instead of the norm of the sum;
+* attention is normalised over the entries that may merge;
+* values are sums, and o is therefore a sum as well;
+* |c11| is a mean over all chunks read;
+* weights are not clamped.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ class KVSlimmerPublished(NeighboursAhead):
     averages: ClassVar[bool] = True
 
     def sensitivity(self, seen: Seen) -> Tensor:
-        """Return a (1 - 2 a) |v - o|, the norm L1 and o the sum of a v."""
+        """Return a (1 - 2 a) |v - o|, with the L1 norm; o is the sum of a v."""
         alpha = seen.alpha[..., None]
         output = (alpha * seen.sums).sum(1, keepdim=True)
         return diagonal(alpha) * (seen.sums - output).abs().sum(-1, keepdim=True)
 
     def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return |c11| - |c12| and |c22| - |c12|, |c12| = a1 a2 (d1 + d2) with d the norms that the sensitivities were
-        made of."""
+        """Return |c11| - |c12| and |c22| - |c12|. |c12| = a1 a2 (d1 + d2), where d are the norms in the
+        sensitivities."""
         residuals = [norm / (diagonal(share) + EPS) for norm, share in zip(sensitivity, alpha, strict=True)]
         both = alpha[0] * alpha[1] * (residuals[0] + residuals[1])
         return sensitivity[0] - both, sensitivity[1] - both

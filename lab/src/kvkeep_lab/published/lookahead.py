@@ -1,8 +1,10 @@
-"""Lookahead: a chunk is read twice. The first pass keeps nothing; by what it attended to, earlier entries are merged,
-and the second reads the chunk after what is left of them. So the last decision sees the end of the prompt.
+"""Lookahead, as in the published code of AsymKV and KVSlimmer: the model reads each chunk twice.
 
-As AsymKV and KVSlimmer are published. AsymKV also goes back through the model: the weights are frozen, and the loss of
-the chunk is differentiated by the keys before it, of all layers.
+The first pass stores no entries; its attention decides which earlier entries are merged. The second pass reads the
+chunk after the merged entries. The last decision therefore uses the end of the prompt.
+
+AsymKV also runs a backward pass: the weights are frozen, and the loss of the chunk is differentiated by the earlier
+keys of all layers.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
 
 
 class Lookahead(PassHook):
-    """The first passes of one cache, whose layers have a :class:`~kvkeep_lab.published.merge_ahead.MergeAhead`.
-    gradients: they go back through the model."""
+    """Runs the first passes of one cache, whose layers have a :class:`~kvkeep_lab.published.merge_ahead.MergeAhead`.
+    gradients: whether a backward pass follows."""
 
     def __init__(self, gradients: bool) -> None:
         self.gradients = gradients
 
     @outside_inference_mode
     def before(self, cache: Any, given: dict[str, Any]) -> None:
-        """Read several tokens, or one where there is no room, and merge entries before them."""
+        """Read several tokens, or one token into a full cache, and merge earlier entries."""
         cache.stream.roll_back()
         layers, past = cache.stream.bounded, cache.ledger.length
         tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
@@ -55,8 +57,8 @@ class Lookahead(PassHook):
 class LookaheadPass(Rehearsal):
     """The reader of a layer in the first pass.
 
-    received: of each bank that holds something, (lanes, entries), what its entries received of the tokens. leaves: the
-    keys that the pass is differentiated by, where it is; gradients: by each of those, (lanes, entries, dim).
+    received: attention that the entries of each non-empty bank received from the tokens, (lanes, entries). leaves: the
+    keys by which the loss is differentiated, if it is. gradients: the gradient by each of them, (lanes, entries, dim).
     """
 
     def __init__(self, differentiable: bool) -> None:
@@ -76,7 +78,7 @@ class LookaheadPass(Rehearsal):
         return output
 
     def _differentiable(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """The same in plain operations, with a graph; keys are leaves of it."""
+        """Compute the attention in plain operations, with a graph whose leaves are the keys."""
         wide, new, parts = step.wide(layer.length), step.arriving(), []
         self.received, pieces = [], layer.resident.pieces()
         visible = layer.ledger.visible_by(step.heads)
@@ -104,8 +106,8 @@ class LookaheadPass(Rehearsal):
 
 
 def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
-    """Return the scores of ``keys``, (lanes, heads, queries, entries) float32, the least there is where masked: a query
-    that sees nothing then has a gradient, of no meaning, instead of none."""
+    """Return the scores of ``keys``, (lanes, heads, queries, entries) float32. Masked scores are the smallest finite
+    number, so that the gradient of a query without visible entries is finite; its value has no meaning."""
     scores, least = query.float() @ keys.float().transpose(2, 3) * scaling, torch.finfo(torch.float32).min
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -117,7 +119,7 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
 
 
 def _real(ledger: Ledger, past: int) -> Tensor:
-    """Return which tokens after ``past`` are no padding, (rows, n) bool."""
+    """Return a mask of the tokens after ``past``, (rows, n) bool; False for padding."""
     if ledger.visible is None:
         return torch.ones((ledger.batch, ledger.length - past), dtype=torch.bool, device=ledger.device)
     return ledger.visible[:, past:].clone().to(ledger.device)
@@ -126,7 +128,8 @@ def _real(ledger: Ledger, past: int) -> Tensor:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[LookaheadPass]) -> None:
-    """Read the tokens of ``given``, and give readers the gradients of their loss by the keys of all layers' banks."""
+    """Read the tokens of ``given`` and set the readers' gradients: those of the loss by the keys of all layers'
+    banks."""
     if given.get("input_ids") is None:
         raise UsageError("A loss is of token ids, and embeddings have none; 'kvslimmer-published' needs no loss.")
     inputs = {name: part.clone() if isinstance(part, Tensor) else part for name, part in given.items()}
@@ -142,7 +145,7 @@ def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[LookaheadPass]
 
 @contextmanager
 def _graph(model: Any, meter: Meter) -> Iterator[None]:
-    """Count the tensors that the graph keeps, each once, as workspace while the block runs."""
+    """Count each tensor of the graph as workspace during the block."""
     known, graph_bytes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, 0
 
     def kept(tensor: Tensor) -> Tensor:
@@ -162,9 +165,9 @@ def _graph(model: Any, meter: Meter) -> Iterator[None]:
 
 
 def loss(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
-    """Return the loss of a chunk, (): the cross-entropy of each real token after a real one, mean over a row's, summed
-    over rows. logits (rows, n, vocabulary), ids and real (rows, n). One token has none after it in its chunk; its loss
-    is that of the token that the model ranks first."""
+    """Return the loss of a chunk, (): the cross-entropy of each real token that follows a real token, as the mean over
+    a row and the sum over rows. logits: (rows, n, vocabulary). ids, real: (rows, n). A chunk of a single token has no
+    following token; its loss is that of the most probable token."""
     chances = logits.float().log_softmax(-1)
     if ids.shape[1] == 1:
         return -chances.amax(-1).sum()
@@ -175,7 +178,7 @@ def loss(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 
 @contextmanager
 def _frozen(model: Any) -> Iterator[None]:
-    """Let no weight of ``model`` have a gradient within the block."""
+    """Disable the gradients of all weights of ``model`` within the block."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for weight in weights:

@@ -1,4 +1,4 @@
-"""``lowrank``: an evicted entry keeps only its part in the strongest directions of a projection (KV-Direct, 5.7)."""
+"""``lowrank``: projects an evicted entry onto the strongest directions of its projection (KV-Direct, section 5.7)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kvkeep.stores.evicted.groups import GROUP, Codec
 @dataclass(frozen=True)
 class LowRank(GroupedFate):
     """``rank`` numbers for each key and value of a head: its coordinates in the left singular vectors of the head's
-    W_k and W_v, keys before rotation. It is here to show what the paper shows: that it fails. ``exact``: as for
-    'quantize'; 1 leaves all but the newest to it."""
+    W_k and W_v, keys before rotation. The method exists to reproduce the paper's result that it fails."""
 
     rank: int = 32
     exact: float = 0.5
+    """The share of the budget for exact entries, or (from 1 on) their number, at most half of the budget."""
 
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
-    across_heads: ClassVar[bool] = True  # bases are made of the weights of all heads
+    across_heads: ClassVar[bool] = True  # bases are computed from the weights of all heads
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
@@ -47,7 +47,7 @@ class LowRank(GroupedFate):
             _projections(adapter, layer)
 
     def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-        # A head's weight has as many singular vectors as it has rows, or as the model is wide.
+        # A head's weight has min(head dimension, hidden size) singular vectors.
         ranks = [min(self.rank, dim, geometry.hidden_size) for dim in (layer.key_dim, layer.value_dim)]
         return GROUP * sum(ranks) * geometry.dtype_bytes
 
@@ -57,7 +57,8 @@ class LowRank(GroupedFate):
 
 def _projections(adapter: Adapter, layer: LayerGeometry) -> tuple[Any, Any]:
     attention = adapter.layers[layer.index].self_attn
-    if not hasattr(attention, "k_proj") or getattr(attention, "k_norm", None) is not None:
+    normed = any(getattr(attention, name, None) is not None for name in ("k_norm", "k_layernorm"))
+    if not hasattr(attention, "k_proj") or normed:
         raise UnsupportedModelError(
             f"'{adapter.family}' has no plain key projection to take the rank of; use another method."
         )
@@ -71,7 +72,7 @@ class Coordinates(Codec):
 
     def __init__(self, adapter: Adapter, layer: LayerGeometry, rank: int, ledger: Ledger, meter: Meter) -> None:
         self.adapter, self.layer, self.ledger, self.meter = adapter, layer, ledger, meter
-        self.bases: list[Tensor] = []  # of keys and values, (kv_heads, dim, rank)
+        self.bases: list[Tensor] = []  # for keys and values, (kv_heads, dim, rank)
         dims = layer.key_dim, layer.value_dim
         for projection, dim in zip(_projections(adapter, layer), dims, strict=True):
             weight = projection.weight.detach().float().view(layer.kv_heads, dim, -1)
@@ -97,7 +98,7 @@ class Coordinates(Codec):
         return [basis.repeat(lanes // len(basis), 1, 1) for basis in self.bases]
 
     def _turned(self, keys: Tensor, slots: Tensor, sign: int) -> Tensor:
-        """Rotate keys (lanes, n, dim) to the positions of their slots, or (``sign`` -1) back from there."""
+        """Rotate keys (lanes, n, dim) to the positions of their slots, or with ``sign`` -1 back."""
         positions = self.ledger.positions.view().squeeze(-1)
         lanes = positions.repeat_interleave(len(slots) // len(positions), 0)
         by = sign * lanes.gather(1, slots.clamp(min=0).long())

@@ -1,9 +1,11 @@
-"""Entries of one layer that are merged before each chunk, by what the chunk attended to in a first pass
-(:mod:`kvkeep_lab.published.lookahead`): AsymKV and KVSlimmer as published. Which pairs, and what they become, is
-:mod:`kvkeep_lab.published.ahead_pairs`.
+"""The entries of one layer, merged before each chunk as in the published code of AsymKV and KVSlimmer.
 
-Entries lie in the order of the text, one choice for all lanes of a row. Positions are the running sum of the counts: an
-entry is where the last of its tokens would be if each count were as many tokens, counted back from the next token.
+The attention of a first pass over the chunk (:mod:`kvkeep_lab.published.lookahead`) decides.
+:mod:`kvkeep_lab.published.ahead_pairs` chooses and merges the pairs.
+
+Entries are stored in the order of the text. All lanes of a row merge the same pairs. Positions are the running sum of
+the counts: counted back from the next token, an entry has the position of its last token if its count is its number of
+tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from kvkeep_lab.published.ahead_pairs import AheadMerging, Seen, cheapest, costs
 
 
 class MergeAhead(MergesNeighbours):
-    """Merges pairs of neighbours until a pass's tokens, and ``slack`` - 1 more, have room. The selector has no say.
+    """Merges pairs of neighbours until the bank has space for a pass's tokens and ``slack`` - 1 more. It ignores the
+    selector.
 
-    looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last.
-    Sensitivities that are averaged are the banks' scores.
+    looks: number of chunks that attended to a lane's entries, (lanes, 1) int32. seen: number of slots at the last of
+    them. The banks' scores hold averaged sensitivities.
     """
 
     by_lane = (*MergesNeighbours.by_lane, "looks", "seen")
@@ -39,7 +42,7 @@ class MergeAhead(MergesNeighbours):
         self.seen: Tensor | None = None
 
     def full(self, resident: WorkingSet) -> bool:
-        """Return whether there is no room for one token more in some lane."""
+        """Return whether a lane is full."""
         return any(bank.used >= bank.budget for bank in resident.banks)
 
     # -- merging ------------------------------------------------------------------------------------
@@ -47,8 +50,9 @@ class MergeAhead(MergesNeighbours):
     def merge_before(
         self, resident: WorkingSet, real: Tensor, received: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. received: what the entries of each bank that
-        holds something received of them, (lanes, entries); gradients: by the keys of each, where there are any."""
+        """Merge entries before a pass over tokens, ``real`` (rows, n) bool. received: attention that the entries of
+        each non-empty bank receive from the tokens, (lanes, entries). gradients: gradients by the keys of each bank, if
+        any."""
         lanes, heads = resident.banks.lanes, resident.banks.heads
         for name in ("moved", "looks", "seen"):
             if getattr(self, name) is None:
@@ -106,8 +110,8 @@ class MergeAhead(MergesNeighbours):
         _write(bank, keys, values, slots, counts, scores)
 
     def _averaged(self, bank: Bank, new: Tensor, old: Tensor, slots: Tensor, merging: Tensor) -> Tensor:
-        """Return the mean of sensitivities over the chunks so far, (lanes, entries), where a bank is ``merging``
-        (lanes, 1); that of an entry no earlier chunk has looked at is its own."""
+        """Return the mean of sensitivities over all chunks read, (lanes, entries), in lanes that are ``merging``
+        (lanes, 1). An entry that is new to this chunk has only this chunk's sensitivity."""
         assert self.looks is not None and self.seen is not None
         looks, seen = bank.of(self.looks) + merging, bank.of(self.seen)
         share = 1 / looks.clamp(min=1)
@@ -117,7 +121,7 @@ class MergeAhead(MergesNeighbours):
         return torch.where(merging, mean, old)
 
     def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
-        """Keep new entries, for which there is room once gaps are closed."""
+        """Append new entries after closing the gaps."""
         keys, values, slots, counts, scores = _entries(bank)
         fresh = torch.zeros(new.slots.shape, device=slots.device)
         _write(
@@ -153,7 +157,7 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, scores: Tensor) -> None:
-    """Put entries into a bank in the order of the text, its last column used in every lane."""
+    """Write entries to a bank in the order of the text; the last column is used in every lane."""
     used = (slots >= 0).sum(1)
     longest, shortest = int(used.max()), int(used.min())
     assert longest <= bank.columns

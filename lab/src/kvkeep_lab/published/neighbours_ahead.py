@@ -1,4 +1,4 @@
-"""What the fates have in common that merge neighbours by the next chunk's queries, as the authors' code does."""
+"""The common part of the fates that merge neighbours by the next chunk's queries, as in the authors' code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvkeep_lab.published.merge_ahead import MergeAhead
 
 @dataclass(frozen=True)
 class NeighboursAhead(MergesPairs, AheadMerging):
-    """How the least attended neighbours become one, by the queries of the next chunk, which is read twice. One file for
-    each: a frozen dataclass, :meth:`sensitivity` and :meth:`weights`."""
+    """A fate that merges the least attended neighbours by the queries of the next chunk, which is read twice. Each
+    subclass has its file: a frozen dataclass with :meth:`sensitivity` and :meth:`weights`."""
 
     leaves: ClassVar[str] = "neighbours that the next chunk attends to least"
     readings: ClassVar[int] = 2
@@ -48,10 +48,11 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)
-        if geometry.sliding_layers:
+        if geometry.sliding_layers or geometry.recurrent_layers:
+            what, one = ("sliding windows", "window") if geometry.sliding_layers else ("recurrent layers", "state")
             raise UnsupportedModelError(
-                f"'{geometry.model_type}' has sliding windows, and this method reads a chunk twice, which a window "
-                "cannot take back; use kvslimmer."
+                f"'{geometry.model_type}' has {what}, and this method reads a chunk twice, which a {one} cannot take "
+                "back; use kvslimmer."
             )
 
     def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
@@ -63,8 +64,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
         self._check_chunk(name, entries, MIN_CHUNK)
 
     def _check_chunk(self, name: str, entries: int, chunk: int) -> None:
-        """Raise BudgetError where ``entries`` have no room for a whole ``chunk`` beside the sinks and an entry that is
-        left of all others."""
+        """Raise BudgetError if ``entries`` is too small for the sinks, a complete ``chunk`` and one merged entry."""
         least = self.sinks + chunk + self.pairs_at_once(entries) + 1
         if entries < least:
             raise BudgetError(
@@ -79,7 +79,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
         return Lookahead(self.gradients)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the bytes of keys before rotation and of sums of values, for a moment."""
+        """Return the temporary bytes of keys before rotation and of sums of values."""
         if not max(left, default=0):
             return PredictedBytes()
         return PredictedBytes(workspace=4 * entries * layer.kv_heads * (3 * layer.key_dim + 2 * layer.value_dim))

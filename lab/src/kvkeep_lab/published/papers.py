@@ -1,4 +1,4 @@
-"""Papers that kvkeep does not know, as BibTeX has them."""
+"""BibTeX data of the papers that only the lab cites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fates that are methods of the same name, too, each with its preset."""
+"""Fates that are also methods of the same name, each with its preset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep_lab.published.lowrank import LowRank
 
 
 def _named(selector: Selector, fate: type[Fate]) -> tuple[type[Fate], Preset]:
-    """Return a fate, and its preset, which is described as the fate is."""
+    """Return a fate and its preset, whose description is the first line of the fate's docstring."""
     return fate, Preset(selector, fate, (fate.__doc__ or "").partition("\n")[0], fate.source)
 
 

@@ -1,4 +1,4 @@
-"""``redecode``: tokens that left are decoded again, over what is resident (llama.cpp pull request 21097)."""
+"""``redecode``: decodes evicted tokens again over the resident entries (llama.cpp pull request 21097)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from kvkeep_lab.published.redecoder import Redecoder
 class Redecode(Recall):
     """After a pass, tokens that left in it are decoded again, over what is resident, and are resident again.
 
-    Their ids and positions are all that is kept of them. They see what is resident of the text before them and not all
-    of it, so their entries are not what they were. ``limit``: the most tokens of a row after a pass; a KV head takes
-    back what left it, half its budget at most."""
+    Only the ids and positions of evicted tokens are stored. The tokens attend to the resident entries of the preceding
+    text instead of all of it, so their entries differ from the original ones. A KV head restores the entries that it
+    evicted, at most half of its budget."""
 
     limit: int = 64
+    """Maximum tokens of a row that are decoded again after a pass."""
 
     records: ClassVar[bool] = True
     across_heads: ClassVar[bool] = True  # a token runs again where one head lacks it, through all heads
@@ -44,8 +45,8 @@ class Redecode(Recall):
         return None
 
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return a plain reader. Raises UnsupportedModelError where layers cannot be run by themselves, or one of them
-        forgets by itself."""
+        """Return a plain reader. Raises UnsupportedModelError if the layers cannot run one at a time, or if a layer
+        drops old entries itself."""
         if site.first:
             layers, instead = site.geometry.full_layers, "use 'fetch-on-miss'"
             if len(layers) < len(site.geometry.layers):
@@ -60,6 +61,6 @@ class Redecode(Recall):
         return Redecoder(self.limit)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes of the residuals of a pass, and of what its tokens see of the text."""
-        seen = layer.kv_heads * tokens  # a byte for each slot
+        """Return the bytes of the residuals of a pass, and of the mask of its tokens."""
+        seen = layer.kv_heads * tokens  # one byte per slot
         return PredictedBytes(workspace=min(self.limit, tokens) * (geometry.hidden_size * geometry.dtype_bytes + seen))

@@ -1,9 +1,9 @@
-"""Tokens that left are decoded again: entries from token ids, over what is resident (llama.cpp pull request 21097).
+"""Decodes evicted tokens again from their ids, over the resident entries (llama.cpp pull request 21097).
 
-After a pass the tokens whose entries left in it are run through the model once more, at their own positions. In every
-layer they attend to what is resident of the text before them, and to each other; a KV head takes back the entries that
-it let go, in place of those that rank lowest. That is lossy: at first a token saw all of the text before it. And errors
-add up, because rebuilt entries are among those that the next ones are rebuilt over.
+After a pass, the model reads the tokens whose entries were evicted in it again, at their positions. In every layer they
+attend to the resident entries of the preceding text and to each other. Each KV head restores the entries that it
+evicted, in place of those that rank lowest. The result is lossy, because the first pass attended to all of the
+preceding text. Errors accumulate, because later entries are rebuilt over rebuilt ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvkeep.stores.slots import compact
 
 
 class Redecoder(PassHook):
-    """Decodes at most ``limit`` tokens of a row again after a pass."""
+    """Decodes at most ``limit`` tokens per row again after a pass."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._before: list[Tensor] = []  # what was resident before the pass, by layer
+        self._before: list[Tensor] = []  # the resident slots before the pass, by layer
 
     def before(self, cache: Any, given: dict[str, Any]) -> None:
-        """Remember what is resident. Raises UsageError for tokens that could not be decoded again."""
+        """Record the resident slots. Raises UsageError for input that cannot be decoded again."""
         embedded, mask = given.get("input_ids") is None, given.get("attention_mask")
         if embedded or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
             came = "embeddings" if embedded else "a mask of the caller's own"
@@ -44,7 +44,7 @@ class Redecoder(PassHook):
 
     @outside_inference_mode
     def after(self, cache: Any) -> None:
-        """Decode again what left in the pass that has ended."""
+        """Decode the tokens again that the pass evicted."""
         before, self._before = self._before, []
         layers, ledger, adapter = cache.layers, cache.ledger, bind(cache.model)
         if not layers[0].length:
@@ -64,8 +64,8 @@ class Redecoder(PassHook):
             again.settle(self.limit)
 
     def _chosen(self, left: list[Tensor], rows: int) -> Tensor:
-        """Return the slots of each row that left most KV heads of all layers, the older first where it is as many, in
-        the order of the text: (rows, n) int64, -1 for none."""
+        """Return the slots of each row that the most KV heads of all layers evicted; older slots win ties. They are in
+        the order of the text, (rows, n) int64, -1 for none."""
         votes = sum(evicted.unflatten(0, (rows, -1)).sum(1) for evicted in left)
         assert isinstance(votes, Tensor)
         length = votes.shape[1]
@@ -75,7 +75,7 @@ class Redecoder(PassHook):
 
 
 def _left(layer: Layer, before: Tensor) -> Tensor:
-    """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
+    """Return a mask of the slots that the pass evicted, including slots that arrived in it: (lanes, slots) bool."""
     resident = layer.resident.resident_slots()
     there = torch.nn.functional.pad(before, (0, resident.shape[1] - before.shape[1]), value=True)
     if not len(before):  # before the first pass
@@ -86,8 +86,8 @@ def _left(layer: Layer, before: Tensor) -> Tensor:
 
 
 class _Again:
-    """One layer while tokens at ``slots`` (rows, n) of the text are decoded again; ``left``: which slots each lane
-    takes back, (lanes, slots) bool. It is the layer's cache, and computes its attention."""
+    """The cache of one layer while the tokens at ``slots`` (rows, n) are decoded again. It computes the layer's
+    attention. ``left``: mask of the slots that each lane restores, (lanes, slots) bool."""
 
     def __init__(self, layer: Layer, slots: Tensor, left: Tensor) -> None:
         self.layer, self.left = layer, left
@@ -96,7 +96,8 @@ class _Again:
         self.past = torch.arange(layer.length, device=slots.device) <= asking  # (lanes, 1, n, length)
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             self.past = self.past & visible
-        # Of each other, a lane sees those that are not resident in it anyhow; nobody sees nothing.
+        # A lane's tokens attend to each other unless they are resident in it. Padding attends to itself, so that no
+        # row of the mask is empty.
         there = (self.slots >= 0) & ~layer.resident.resident_slots().gather(1, self.slots.clamp(min=0))
         self.mutual = (self.slots[:, None, None] <= asking) & there[:, None, None]
         self.mutual |= torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device) & (asking < 0)
@@ -117,7 +118,7 @@ class _Again:
         return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.mutual)], scaling)[0])
 
     def settle(self, limit: int) -> None:
-        """Make the new entries resident in the lanes that they left, as many as have room."""
+        """Restore the new entries to the lanes that evicted them, up to the available space."""
         wanted = self.left.gather(1, self.slots.clamp(min=0)) & (self.slots >= 0)
         wanted &= wanted.cumsum(1) <= self.layer.resident.halves(limit)
         number = compact(wanted)

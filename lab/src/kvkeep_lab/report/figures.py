@@ -62,7 +62,7 @@ def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
         axes.step(*zip(*(at[result] for result in best), strict=True), where="post", zorder=3, clip_on=False, **style)
         every = [cost for cost, _ in at.values()]
         axes.set_xscale("log")
-        axes.set_xlim(right=1.15 * max(every))  # room for words
+        axes.set_xlim(right=1.15 * max(every))  # space for labels
         _plain_numbers(axes.xaxis, every)
         axes.set_xlabel(f"{axis.of} ({axis.unit})")
         axes.set_title(f"{titled(metric)}: {metric.better} is better", loc="left", fontsize=10)
@@ -81,7 +81,7 @@ def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
 
 def draw_quality(group: DrawnGroup, path: FilePath) -> None:
     """Draw quality and memory with 95 % intervals. Each method has a panel with the task's first metric against the
-    bytes held, with the other methods in grey and the baseline as a line. A single budget gives bars of the metrics
+    bytes held, with the other methods in grey and the baseline as a line. For a single budget, draw bars of the metrics
     that have a difference from the baseline. Raises StoreError if the file cannot be written."""
     one_budget = len({result.budget for result in group.measured if result.budget is not None}) < 2
     methods = _by_method(group.measured)
@@ -107,7 +107,7 @@ def _bars(figure: Any, group: DrawnGroup) -> None:
         plain(axes, "x")
     labels = [f"{result.label}, {result.held_bytes / 1e6:.1f} MB" for result in results]
     grid[0][0].set_yticks(range(len(results)), labels, fontsize=9)
-    grid[0][0].invert_yaxis()  # shared: the first result on top
+    grid[0][0].invert_yaxis()  # first result on top; all panels share the axis
 
 
 def _panels(figure: Any, group: DrawnGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
@@ -206,13 +206,13 @@ def _quality_axis(axes: Any, metric: Metric, results: Sequence[MethodResult]) ->
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
     elif metric.better == "lower" and min(means) >= 0:
-        smallest = min((mean for mean in means if mean > NOISE), default=NOISE)  # exact methods are at 0, or near
+        smallest = min((mean for mean in means if mean > NOISE), default=NOISE)  # exact methods have about 0
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)))
         axes.set_ylim(0, 2 * max(means) or None)
 
 
 def _plain_numbers(axis: Any, values: Sequence[float]) -> None:
-    """Mark a logarithmic axis at a few round numbers within ``values``."""
+    """Set the ticks of a logarithmic axis to a few round numbers within the range of ``values``."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)

@@ -20,12 +20,13 @@ from kvkeep_lab.tasks.base import Metric
 
 @dataclass(frozen=True)
 class Group(ABC):
-    """records: the newest for each cell. A failure after a successful measurement is ignored."""
+    """The records of one experiment in one setting on one model."""
 
     experiment: ExperimentBase
     setting: str
     model: str
     records: Sequence[Record]
+    """The newest record of each cell. A failure after a successful measurement is ignored."""
 
     @property
     def name(self) -> str:
@@ -35,7 +36,6 @@ class Group(ABC):
 
     @property
     def title(self) -> str:
-        """Title of the chapter."""
         return f"{self.experiment.title}: {self.model}"
 
     @property
@@ -68,8 +68,8 @@ class Group(ABC):
         return f"Experiment `{self.experiment.name}`: {machines}. {versions}."
 
     def measuring(self, *said: str) -> Iterator[str]:
-        """Yield the conditions of the numbers: experiment, machines and versions, and the sentences in ``said`` about
-        the method."""
+        """Yield the conditions of the numbers: experiment, machines and versions, and the sentences ``said`` about the
+        method."""
         yield "### How it was measured"
         yield from (self.origin, *said)
 
@@ -95,7 +95,7 @@ class Group(ABC):
         """Return all contents as plain types."""
 
     def undecided(self) -> Iterator[str]:
-        """Yield sentences with the paper's claims that no number decides here."""
+        """Yield a sentence for each of the paper's claims without a metric."""
         yield from (f"The paper says: {claim.says}" for claim in self.experiment.claims if claim.metric is None)
 
     def judged(self) -> Iterator[Verdict]:
@@ -112,7 +112,6 @@ class Group(ABC):
         return next(metric for metric in self.experiment.subject.metrics if metric.name == name)
 
     def chapter(self) -> Chapter:
-        """Return the chapter."""
         paper, blocks = self.experiment.paper, list(self.blocks())
         if undecided := list(self.undecided()):
             blocks.append(

@@ -10,10 +10,10 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, load_experiment, 
 from kvkeep_lab.report.chapter import Chapter
 from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
-from kvkeep_lab.store import Store, StudyRecord, TaskRecord
+from kvkeep_lab.store import ResultFile, StudyRecord, TaskRecord
 
 
-def groups(stores: Sequence[Store]) -> list[TaskGroup | StudyGroup]:
+def groups(stores: Sequence[ResultFile]) -> list[TaskGroup | StudyGroup]:
     """Return the groups of ``stores`` (already read) by experiment, setting and model: tasks, then studies, by name,
     the latest first. Records that this version cannot read are left out; :func:`unread` lists them."""
     cells: dict[tuple[str, str], dict[str, TaskRecord | StudyRecord]] = {}
@@ -38,7 +38,7 @@ def groups(stores: Sequence[Store]) -> list[TaskGroup | StudyGroup]:
     return sorted(found, key=lambda group: (isinstance(group, StudyGroup), group.experiment.name))
 
 
-def unread(stores: Sequence[Store]) -> list[Chapter]:
+def unread(stores: Sequence[ResultFile]) -> list[Chapter]:
     """Return a chapter without blocks for each experiment in ``stores`` that this version cannot read."""
     wrong: dict[str, str] = {}
     for given in _definitions(stores).values():
@@ -73,7 +73,7 @@ def unmeasured(names: Collection[str]) -> list[Chapter]:
     ]
 
 
-def _definitions(stores: Sequence[Store]) -> dict[str, dict[str, Any]]:
+def _definitions(stores: Sequence[ResultFile]) -> dict[str, dict[str, Any]]:
     return {one.setting: one.experiment for store in stores for one in store.definitions}
 
 

@@ -79,12 +79,12 @@ def page(text: str, pictures: Mapping[str, Path]) -> str:
         "BODY": reader.renderer.render(tokens, reader.options, {}),
     }
     template = resources.files("kvkeep_lab.report").joinpath("page.html").read_text(encoding="utf-8")
-    # In one pass, so that nothing within a value is taken for a place to fill in.
+    # One pass, so that placeholders within a value are not replaced.
     return re.sub(r"@@([A-Z]+)@@", lambda place: values[place[1]], template)
 
 
 def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
-    """Return a Markdown parser with tables and without HTML, which puts tables and pictures in boxes."""
+    """Return a Markdown parser with tables and without HTML. It wraps tables and pictures in boxes."""
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
 
     def picture(self: Any, tokens: Any, at: int, options: Any, env: Any) -> str:

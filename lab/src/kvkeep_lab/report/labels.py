@@ -11,7 +11,7 @@ _ROUND = [
     for distance in (6, 13, 22, 34, 48, 64)
     for across, up in ((1, 0), (1, 1), (1, -1), (0, 1.2), (0, -1.2), (-1, 1), (-1, -1), (-1, 0))
 ]
-"""Possible offsets of a label from its point, in points, the nearest first."""
+"""Possible offsets of a label from its point, in points, in order of preference."""
 _LINED = 12
 """Minimum distance in points at which a line connects label and point."""
 
@@ -31,9 +31,9 @@ def place(
     points: Sequence[tuple[float, float]],
     lines: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> None:
-    """Draw labels, the first with the first choice, where they lie over no other, no point, no line (upright or level,
-    from one end to the other) and not beyond the axes, or over as few as can be. The figure's layout is settled by
-    this."""
+    """Draw labels at the positions with the fewest overlaps with other labels, points, lines and the edge of the axes.
+    Earlier labels choose first. ``lines``: the ends of horizontal and vertical lines. This fixes the figure's layout.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
@@ -73,7 +73,7 @@ def place(
 
 
 def _put(annotation: Any, where: tuple[float, float], renderer: Any) -> Any:
-    """Move an annotation, and return the bounding box of its text."""
+    """Move an annotation and return the bounding box of its text."""
     from matplotlib.text import Text
 
     across, up = where

@@ -1,4 +1,4 @@
-"""The report as Markdown. Differences from the papers come first; in a report of one experiment, that experiment."""
+"""The report as Markdown. Differences from the papers are first, except in a report of one experiment."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _JUDGED = {
     VerdictOutcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
     VerdictOutcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }
-"""A section for each outcome, and what stands there if there is none."""
+"""The section of each outcome, and its text if no claim has this outcome."""
 
 _MISSING = "What was not run"
 
 _CLAIMS, _READING = "What the paper claims", "How claims are judged"
-"""The sections of one experiment's claims, and of what its verdicts mean."""
+"""The titles of the sections with one experiment's claims and with the meaning of verdicts."""
 
 OVERVIEW = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
-"""The sections about all chapters."""
+"""The titles of the sections about all chapters."""
 
 _INTERVALS = (
     "A claim gets a verdict only if the paper itself names a limit and this report measures what the paper "
@@ -43,8 +43,8 @@ _INTERVALS = (
 def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str:
     """Return the report. pictures: the suffix of the picture files beside it, such as ".png"; None leaves them out.
 
-    Of several experiments it begins with all verdicts, and with what was not run; of one with its claims, tables and
-    figures.
+    A report of several experiments begins with all verdicts and the missing measurements. A report of one experiment
+    begins with its claims, tables and figures.
     """
     measured = [chapter for chapter in chapters if chapter.blocks]
     single = len(measured) == 1 or len({chapter.experiment or id(chapter) for chapter in measured}) == 1
@@ -88,8 +88,7 @@ def _headings(parts: Iterable[str]) -> list[str]:
 
 
 def anchors(titles: Sequence[str]) -> list[str]:
-    """Return the anchors that headings, one after another, have on GitHub and on the page; a repeated one gets a
-    number."""
+    """Return the anchors of consecutive headings on GitHub and on the page. A repeated anchor has a number."""
     seen: Counter[str] = Counter()
     made = []
     for title in titles:
@@ -146,7 +145,8 @@ def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
 
 
 def _claim(verdict: Verdict, single: bool = False) -> Iterator[str]:
-    """Yield the lines of a claim; ``single``: no section says that it was not measured."""
+    """Yield the lines of a claim. ``single``: the report has no section of unmeasured claims, so that the line states
+    it."""
     finding = (
         f" **{_sentence(verdict.finding)}.**" if single or verdict.outcome is not VerdictOutcome.UNMEASURED else ""
     )

@@ -59,7 +59,7 @@ class MethodResult:
     error: str = ""
     """Reason for a missing cell."""
     samples: Samples = field(default_factory=dict, repr=False)
-    """The single numbers."""
+    """The numbers of each sample."""
 
     @property
     def label(self) -> str:
@@ -72,11 +72,11 @@ class MethodResult:
         return self.held_bytes + self.checkpoint_bytes
 
     def values(self, metric: str) -> list[float]:
-        """Return all numbers of a metric; records of an earlier version may have none."""
+        """Return all numbers of a metric. Records of earlier versions of kvkeep may have none."""
         return [value for scores in self.samples.values() for value in scores.get(metric, ())]
 
     def minus(self, other: Samples, metric: str) -> list[float]:
-        """Return the differences from another method's samples, one by one, where both were measured."""
+        """Return the differences from another method's samples, one by one, for samples that both have."""
         return [
             mine - theirs
             for place, scores in self.samples.items()
@@ -85,14 +85,14 @@ class MethodResult:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the single samples as plain types; scores are None where nothing was measured."""
+        """Return all fields except ``samples`` as plain types; scores are None without measurements."""
         plain = {key: value for key, value in asdict(self).items() if key != "samples"}
         plain |= {} if self.scores else {"scores": None, "beside": None}
         return {**plain, "paper": [value.model_dump(mode="json") for value in self.paper]}
 
 
 def method_results(experiment: Experiment, model: str, records: Sequence[TaskRecord]) -> tuple[MethodResult, ...]:
-    """Return what ``records``, which are of ``model``, hold of each method and budget, in the experiment's order."""
+    """Return the result of each method and budget from ``records`` of ``model``, in the experiment's order."""
     of: dict[tuple[str, str | None], list[TaskRecord]] = {way: [] for way in experiment.ways(model)}
     for record in records:
         of.setdefault((record.method, record.budget), []).append(record)
@@ -126,7 +126,7 @@ def _result(
         bare,
         exactness=done[-1].exactness,
         entries=(min(entries), max(entries)) if entries else None,
-        scores={name: estimate(found) for name in metrics if (found := bare.values(name))},  # some are of few samples
+        scores={name: estimate(found) for name in metrics if (found := bare.values(name))},  # some have few samples
         beside={name: estimate(values) for name, values in pairs.items() if values},
         held_bytes=fmean(record.held_bytes for record in done),
         share=fmean(shares) if shares else None,
@@ -170,7 +170,7 @@ AXES = (
     Axis("memory", "memory", "MB", lambda result: result.total_bytes / 1e6 or None),
     Axis("speed", "time a token", "ms a token", lambda result: result.token_s and 1e3 * result.token_s, timed=True),
 )
-"""Memory, and speed."""
+"""The costs of the report: memory and speed."""
 
 
 def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> list[MethodResult]:

@@ -22,7 +22,7 @@ from kvkeep_lab.tables import Table
 
 @dataclass(frozen=True)
 class StudyGroup(Group):
-    """A study: a record for each seed, in the order of seeds."""
+    """The records of a study, one per seed, in the order of seeds."""
 
     experiment: StudyExperiment
     records: Sequence[StudyRecord]

@@ -28,14 +28,13 @@ from kvkeep_lab.tasks.base import Metric, Task, named
 
 @dataclass(frozen=True)
 class TaskGroup(Group):
-    """An experiment of methods and budgets."""
+    """The records of an experiment with methods and budgets."""
 
     experiment: Experiment
     records: Sequence[TaskRecord]
 
     @property
     def task(self) -> Task:
-        """The task of the experiment."""
         return self.experiment.task
 
     @cached_property
@@ -97,7 +96,7 @@ class TaskGroup(Group):
 
     @property
     def _legend(self) -> str:
-        """What the table's cells are."""
+        """Return the explanation of the table's cells."""
         said = f"In brackets: the range of 95 % of {RESAMPLES:,} bootstrap means over samples."
         if any(result.share is not None for result in self.measured):
             said += (
@@ -152,8 +151,8 @@ class TaskGroup(Group):
         ]
 
     def _case(self, metric: Metric, method: str, budget: str | None, other: str | None) -> ClaimCase:
-        """Return one case of a claim: a method, perhaps less another, whose rows stand at the same budget or take none.
-        Without another it is the baseline that tells whether a method's floor means anything."""
+        """Return one case of a claim: a method, or its difference from ``other`` at the same budget (or without one).
+        Without ``other``, the baseline decides whether the worst possible value of a method shows anything."""
         rows = {(result.method, result.budget): result for result in self.measured}
         method, name = (
             self.experiment.choice(one, self.model, budget) for one in (method, other or self.experiment.baseline)
@@ -171,7 +170,7 @@ class TaskGroup(Group):
         return ClaimCase(label, budget, values, floored=floored)
 
     def undecided(self) -> Iterator[str]:
-        """Yield the claims that no metric decides, and the paper's numbers of methods that kvkeep lacks."""
+        """Yield the claims without a metric, and the paper's numbers of methods that kvkeep lacks."""
         yield from super().undecided()
         for value in () if self.experiment.paper is None else self.experiment.paper.values:
             if not is_ours(value.method):
@@ -222,7 +221,7 @@ def _table(group: TaskGroup) -> str:
 
 
 def _by_name(group: TaskGroup) -> Iterator[str]:
-    """Yield a table of the first metric for each axis of names: a column for each, the other axes' mean."""
+    """Yield a table of the first metric for each axis of names: a column per name, as the mean over the other axes."""
     metric = group.task.metrics[0]
     for axis in group.task.axes:
         columns = group.places(axis)
@@ -238,7 +237,8 @@ def _by_name(group: TaskGroup) -> Iterator[str]:
 
 
 def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
-    """Yield the rows on a frontier as a table, and a figure of each frontier; times that do not compare have none."""
+    """Yield the rows on a frontier as a table, and a figure of each frontier. Times that are not comparable have no
+    frontier."""
     metric = group.task.metrics[0]
     axes = [axis for axis in AXES if any(axis.cost(result) is not None for result in group.measured)]
     axes = [axis for axis in axes if group.comparable or not axis.timed]

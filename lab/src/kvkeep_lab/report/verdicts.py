@@ -48,12 +48,12 @@ def judge(
     scale: tuple[float, float] = (-math.inf, math.inf),
     share: float = 1 - ERROR,
 ) -> tuple[VerdictOutcome, Estimate]:
-    """Return whether the mean of what ``values`` (one at least) are samples of is within limits, and Student's interval
+    """Return whether the mean of the distribution of ``values`` (at least one) is within limits, and Student's interval
     that covers ``share``.
 
-    It holds if the interval lies within the limits, or if all values lie on a limit, and then there is no interval. It
-    does not hold if the interval lies beyond a limit, or if the limit is an end of ``scale`` (the least and the
-    greatest that a value can be) and any value is short of it. Otherwise the claim is undecided.
+    The claim holds if the interval is within the limits. It also holds if all values equal a limit; there is no
+    interval then. The claim does not hold if the interval is beyond a limit, or if a limit is an end of ``scale`` (the
+    minimum and maximum of a value) and at least one value does not reach it. Otherwise the claim is undecided.
     """
     low, high = _limits(at_least, at_most)
     if min(values) == max(values) and values[0] in (low, high):
@@ -66,8 +66,8 @@ def judge(
 
 
 def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], judges: bool = True) -> list[JudgedCase]:
-    """Return what became of each case; ``judges``: False gives its interval alone. The more cases were measured, the
-    wider each one's interval: all of them together cover what they should with a share of 1 - :data:`ERROR`
+    """Return the outcome and interval of each case; with ``judges`` False, only the interval. Intervals become wider
+    with the number of measured cases, so that all of them cover their means with a probability of 1 - :data:`ERROR`
     (Bonferroni)."""
     share = 1 - ERROR / max(1, sum(bool(case.values) for case in cases))
     (least, greatest), (low, high) = metric.scale, _limits(claim.at_least, claim.at_most)
@@ -90,8 +90,8 @@ def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], judge
 
 
 def verdict(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], why: str = "") -> Verdict:
-    """Return the verdict on a claim: one case against it is enough, and it holds if every case does. ``why``: the
-    reason that there can be none, whatever was measured."""
+    """Return the verdict on a claim. The claim holds if it holds in every case, and it does not hold if one case
+    contradicts it. ``why``: the reason why measurements cannot decide the claim; "" if they can."""
     judged = judged_cases(claim, metric, cases, not why)
     outcomes = {one.outcome for one in judged}
     order = (
@@ -123,7 +123,7 @@ _WORDS = {
 
 
 def _ours(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> Iterator[str]:
-    """Yield a sentence for the cases of each outcome, with the least and the greatest mean."""
+    """Yield a sentence for the cases of each outcome, with the smallest and the largest mean."""
     for (outcome, floored), word in _WORDS.items():
         if some := [one for one in judged if one.outcome is outcome and one.case.floored is floored]:
             found = [one for one in some if one.found is not None]
@@ -154,7 +154,7 @@ def _one(metric: Metric, claim: Claim, judged: JudgedCase) -> str:
 
 
 def _reading(metric: Metric, claim: Claim) -> str:
-    """Return the claim as numbers, in words."""
+    """Return the numeric form of the claim as a sentence."""
     methods = f" of {listed(map(code, claim.methods))}" if claim.methods else ""
     less = f" less that of {listed(map(code, claim.than))}" if claim.than else ""
     where = (f" at {listed(claim.budgets)}" if claim.budgets else " at every budget") if claim.methods else ""

@@ -1,4 +1,4 @@
-"""Measurements of a model or a machine, one module each: studies of an experiment, and commands."""
+"""Measurements of a model or a machine, one per module. Each is a study of an experiment and a command."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ _LISTED: tuple[type[Study], ...] = (
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}
-"""The studies by name: first those of the papers, by paper, then those of the user's model and text."""
+"""Studies by name: first the papers', by paper, then those of the user's model and text."""

@@ -1,8 +1,9 @@
 """``alignment``: whether E can be left out of merging (KVSlimmer's Fig. 3 and 10-14, arXiv:2603.00907, Eqs. 31-33).
 
 E = dL/do is the gradient of the sum of the text's next-token losses by a head's output. The closed form (Eq. 33) needs
-cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32). The paper's figure shows means of a head's cosines, which say
-little: cos(E, c_22) of one pair is cos(E, c_11) of the next. So the relation is looked at pair by pair, too.
+cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32). The paper's figure shows the means of each head's cosines. These
+means agree in any case, because cos(E, c_22) of one pair is cos(E, c_11) of the next. The study therefore also tests
+the relation pair by pair.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
 SIMILAR_SHARE = 0.25
-"""Share of a head's pairs with the most similar keys, for which merging is intended."""
+"""Share of a head's pairs that have the most similar keys, for which merging is intended."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +90,17 @@ _HEADINGS = {
 
 @dataclass(frozen=True)
 class Alignment:
-    """All heads whose output the loss depends on.
-
-    queries: positions that were sampled. loss: the mean, in nats, of the next-token losses from the first of them on.
-    spread: over all heads, the rank correlation of the means cos11 with cos22 and with -cos12, which is what the
-    paper's scatter plots show; None where there are fewer than three heads.
-    """
+    """All heads whose output affects the loss."""
 
     tokens: int
     queries: list[int]
+    """Sampled positions."""
     loss: float
+    """Mean next-token loss from the first sampled position, in nats."""
     rows: list[Head]
     spread: dict[str, float | None]
+    """Rank correlation over heads of the means cos11 with cos22, and with -cos12, as in the paper's scatter plots; None
+    for fewer than three heads."""
 
     def mean(self, measure: str, layer: int | None = None) -> float | None:
         """Return the mean of one of :data:`MEASURES` over all heads, or over those of a layer; None without values."""
@@ -156,7 +156,7 @@ class AlignmentStudy(TextStudy):
         return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Alignment) -> list[Table]:
-        """Return the means, with the values of Eq. 32 and of chance."""
+        """Return the means, with the values expected by Eq. 32 and by chance."""
         table = Table(
             "Means over heads",
             ["", "here", "if Eq. 32 held", "two independent residuals"],
@@ -200,9 +200,9 @@ class AlignmentStudy(TextStudy):
 
 
 def backward(model: Any, ids: Tensor, first: int) -> tuple[list[Attended], Sequence[Tensor | None], float]:
-    """Return what every layer attended in a pass over ``ids`` (1, tokens), the gradient of the loss by its output (None
-    where it has none), and the mean loss of a token. The loss is of what follows token ``first``: what is predicted
-    before it does not depend on later outputs."""
+    """Return the attention inputs of every layer in a pass over ``ids`` (1, tokens), the gradient of the loss by each
+    layer's output (None without a gradient), and the mean loss of a token. The loss is that of the tokens after token
+    ``first``, because earlier predictions do not depend on later outputs."""
     seen: list[Attended] = []
 
     def see(attended: Attended) -> None:

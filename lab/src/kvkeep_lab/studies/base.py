@@ -40,35 +40,34 @@ LEAST = 16
 
 @dataclass(frozen=True)
 class Trial:
-    """The inputs of a study: a model and source files. seed: seed of an experiment; None in a command, where texts are
-    read from their start. progress: called with the progress. say: called with each line of results as soon as it is
-    measured."""
+    """The inputs of a study."""
 
     loaded: Loaded
     sources: Sequence[Path] = ()
+    """Files of text."""
     seed: int | None = None
+    """Seed of an experiment; None in a command, where texts are read from their start."""
     progress: Progress = lambda what, done, total: None
     say: Callable[[str], None] = lambda line: None
+    """Called with each line of results as soon as it is measured."""
 
     @property
     def model(self) -> Any:
-        """The loaded model."""
         return self.loaded.model
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self.loaded.tokenizer
 
 
 BUDGET = "budget of the methods that have one: entries per layer (512), bytes (64MB), or a share (25%)"
-"""The description of a field for the budget."""
+"""Description of a budget field."""
 
 
 class Flag:
-    """How a command spells a field, beside its type: ``new: Annotated[int, Flag("--max-tokens", "-n")]``.
+    """The command-line option of a field, beside its type: ``new: Annotated[int, Flag("--max-tokens", "-n")]``.
 
-    names: of the option; without any it is the field's own. default: the command's, where it is another.
+    names: names of the option; without names, the field's name. default: the command's default, if it differs.
     """
 
     def __init__(self, *names: str, default: Any = ...) -> None:
@@ -79,7 +78,7 @@ class Flag:
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Return a validator that keeps a value unchanged, or raises the error of ``check``."""
+    """Return a validator that returns a value unchanged or raises the error of ``check``."""
 
     def validate(value: Any) -> Any:
         check(value)
@@ -103,7 +102,7 @@ EngineName = Annotated[str, _checked(engine_of)]
 """An engine by others."""
 
 ServerName = Annotated[str, _checked(server_of)]
-"""A server by others; every engine has one."""
+"""A server by others. Every engine has one."""
 
 BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
 """A budget as the user wrote it."""
@@ -130,32 +129,38 @@ unique = AfterValidator(lambda values: list(dict.fromkeys(values)))
 
 
 class Study(BaseModel, ABC):
-    """A study and its sizes: the fields are what an experiment's ``[study]`` and a command's options may set. A field
-    that is None is left out of what identifies an experiment, so that one may be added without measuring all again.
+    """A study. Its fields are the settings of an experiment's ``[study]`` and the options of its command.
 
-    name: what experiments call it; command: what ``kvkeep analyse`` does, where that differs. about: one line.
-    protocol: how its numbers come about, for the report. found: the dataclass that :meth:`measure` returns. metrics: of
-    the few numbers that say most, which a paper's stand beside; :meth:`scores` has them. certain: those that neither a
-    seed nor another run changes, so that one is enough. packages: what must be installed, by module and by the name
-    that pip knows; ``extra``: which of kvkeep's brings it. text: whether a command asks for files to read.
-    weights: of the model, unless a command is given others; float32 where methods are compared to the last bit.
-    One that is :class:`Drawn` has a figure, too; one that is :class:`Exported` writes files for other programs.
+    An experiment's identity excludes fields that are None, so that a new field does not invalidate measurements. A
+    study that is :class:`Drawn` has a figure. A study that is :class:`Exported` writes files for other programs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
+    """Name in experiments."""
     command: ClassVar[str] = ""
+    """Name in ``kvkeep analyse``, if it differs."""
     about: ClassVar[str]
+    """Description in one line."""
     protocol: ClassVar[str]
+    """Description of the measurement for the report."""
     found: ClassVar[type]
+    """The dataclass that :meth:`measure` returns."""
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    """The main numbers, which the report compares with a paper's. :meth:`scores` returns them."""
     certain: ClassVar[tuple[str, ...]] = ()
+    """Names of metrics that are the same for every seed and run."""
     packages: ClassVar[dict[str, str]] = {}
+    """Required packages: names on PyPI by module."""
     extra: ClassVar[str] = "lab"
+    """kvkeep's extra with these packages."""
     text: ClassVar[Literal["none", "optional", "needed"]] = "none"
+    """Whether the command reads files."""
     reads: ClassVar[str] = ""
+    """Help text of these files."""
     weights: ClassVar[str] = "float32"
+    """Default precision of the model's weights; float32 for studies that compare methods to the last bit."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, dump: Any) -> dict[str, Any]:
@@ -166,19 +171,19 @@ class Study(BaseModel, ABC):
         return []
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise UsageError for incompatible fields and files of a command, before a model is loaded."""
+        """Raise UsageError for incompatible fields and files of a command. It runs before a model is loaded."""
 
     @abstractmethod
     def measure(self, trial: Trial) -> Any:
-        """Measure, and return a ``found``.
+        """Measure, and return an instance of :attr:`found`.
 
-        Raises :class:`~kvkeep_lab.partial.Interruption`, or KeyboardInterrupt where nothing was measured, when it is
-        interrupted, and :class:`~kvkeep_lab.partial.Ending` where it cannot go on.
+        An interrupt raises :class:`~kvkeep_lab.partial.Interruption` with the partial results, or KeyboardInterrupt
+        without any. An error after partial results raises :class:`~kvkeep_lab.partial.Ending`.
         """
 
     @abstractmethod
     def tables(self, found: Any) -> list[Table]:
-        """Return tables of the results, with the paper's numbers if it prints some."""
+        """Return tables of the results, with the paper's numbers if it has any."""
 
     def details(self, found: Any) -> list[Table]:
         """Return further tables that a command shows before the others: by layer, or by step."""
@@ -189,7 +194,7 @@ class Study(BaseModel, ABC):
         return {}
 
     def problem(self, found: Any) -> str | None:
-        """Return the error with which a command fails after showing its results; None without an error."""
+        """Return the error with which a command exits after it shows the results; None without an error."""
         return None
 
     def variant(self) -> Study:
@@ -198,11 +203,11 @@ class Study(BaseModel, ABC):
         return self
 
     def printed(self, found: Any) -> str | None:
-        """Return text that a command prints instead of tables; None for tables."""
+        """Return the text that a command prints instead of tables; None for tables."""
         return None
 
     def conditions(self) -> dict[str, Any]:
-        """Return further conditions of the figures, besides model, machine and versions."""
+        """Return conditions of the figures in addition to model, machine and versions."""
         return {}
 
     def as_json(self, found: Any) -> dict[str, Any]:

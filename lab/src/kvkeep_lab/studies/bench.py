@@ -29,29 +29,32 @@ from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
 
 COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvreviver:estimate=shrunk,by=mean")
-"""What is timed beside the lossy methods that lists name: not lossy alone, or without a name of its own."""
+"""Methods that a complete run times in addition to the named lossy methods."""
 
 
 @dataclass(frozen=True)
 class Benched:
-    """All cases, by context. bytes_per_s: the rate of the machine's memory; weight_bytes: of the model's weights, those
-    that a step reads (:mod:`~kvkeep_lab.limits`). notes: what is to be said of other engines. processes: cases
-    in processes of their own, servers: under load; both in place of rows."""
+    """All cases, by context."""
 
     rows: list[Timed]
     bytes_per_s: float | None = None
+    """Bandwidth of the machine's memory."""
     weight_bytes: int | None = None
+    """Bytes of the weights that a step reads (:mod:`~kvkeep_lab.limits`)."""
     notes: list[str] = field(default_factory=list)
+    """Notes on engines by others."""
     processes: list[InProcess] = field(default_factory=list)
+    """Cases in separate processes, which replace ``rows``."""
     servers: list[Served] = field(default_factory=list)
+    """Servers under load, which replace ``rows``."""
 
     def limit_ms(self, row: Timed) -> float | None:
         """Return the minimum milliseconds of a step; None if unknown."""
         return step_limit_ms(self.weight_bytes, row.entry_bytes, self.bytes_per_s)
 
     def llama_ratio(self, row: Timed) -> float | None:
-        """Return the time of a step to that of llama.cpp at the same context, with or without flash attention,
-        whichever is faster, with a cache that is not quantised; None where one of them was not measured."""
+        """Return the time of a step relative to llama.cpp's at the same context; None if either was not measured.
+        llama.cpp's time is the faster of those with and without flash attention, with an unquantised cache."""
         rivals = [
             rival.step_ms
             for rival in self.rows
@@ -61,7 +64,7 @@ class Benched:
 
 
 class Bench(EngineStudy):
-    """Prefill and decoding of every cache in one run, and their memory."""
+    """Time of prefill and decoding of every cache in one run, and their memory."""
 
     name = "bench"
     about = "time prefill and decoding of every cache in one run, and measure their memory"
@@ -202,7 +205,7 @@ class Bench(EngineStudy):
         return [table]
 
     def _columns(self, found: Benched) -> dict[str, Callable[[Timed], str]]:
-        """Return the columns with contents: a function of a row by heading."""
+        """Return the columns that have contents: a function of a row, by heading."""
 
         def size(name: str) -> Callable[[Timed], str]:
             return lambda row: megabytes(row.memory.get(name) or None)
@@ -253,10 +256,12 @@ def cases(
     *,
     slow: bool = True,
 ) -> list[TimingCase]:
-    """Return the cases of a run: the stock cache, the named methods, and a stock cache that holds the budget's entries
-    only. Where none is named it is a whole run: no cache, the exact caches, kv-direct in each kind and place, kv-direct
-    with a budget of the whole context, where nothing is recalled (its own overhead), and every method that drops or
-    shrinks."""
+    """Return the cases of a run: the stock cache, the named methods, and a stock cache with the budget's entries.
+
+    Without names, the run is complete. It then has no cache, the exact caches, kv-direct with each kind and place, and
+    every method that drops or shrinks entries. It also has kv-direct with a budget of the complete context, which
+    recalls no entries and shows the overhead.
+    """
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     listed = []
     for length in contexts:
@@ -265,7 +270,7 @@ def cases(
             listed += _whole_run(length, budget, steps)
         else:
             listed += [_case(name, length, budget, steps) for name in methods if name != STOCK]
-        with suppress(BudgetError):  # which methods with a budget will say
+        with suppress(BudgetError):  # the cases of methods with a budget report it
             if entries := Budget.parse(budget).entries(geometry, context=length):
                 listed.append(TimingCase(SAME_ENTRIES, length, STOCK, reads=entries))
         if slow and methods is None:
@@ -286,7 +291,8 @@ def _whole_run(length: int, budget: str, steps: int) -> list[TimingCase]:
 
 
 def _case(name: str, length: int, budget: str, steps: int = 0) -> TimingCase:
-    """Return the case of a method by its name, with the budget where it takes one: all of it where it drops nothing."""
+    """Return the case of a method by its name. A method with a budget has ``budget``, or the complete context if it
+    drops no entries."""
     method = resolve(name)
     if "budget" not in method.options:
         return TimingCase(name, length, name)
@@ -301,19 +307,18 @@ def _direct(length: int, budget: str, kind: str, where: str) -> TimingCase:
 
 
 def chosen(names: Sequence[str], listed: Sequence[TimingCase]) -> set[str]:
-    """Return the labels that are meant: one that is named, and for a name that no case has all that contain it."""
+    """Return the labels that ``names`` select: equal labels, or for a name without one, all labels that contain it."""
     labels = {case.label for case in listed}
     return {label for name in names for label in labels if label == name or (name not in labels and name in label)}
 
 
 PROCESSES = ("full", "kv-direct", "snapkv+verified")
-"""Measured in processes of their own: caches that hold every entry, and two that keep all of them on disk, recalled for
-every token, or once a round of drafts."""
+"""Methods measured in separate processes: one holds every entry in memory. The two others store every entry on disk and
+recall entries for every token, or once per round of drafts."""
 
 
 def process_cases(contexts: Sequence[int], budget: str, methods: Sequence[str] | None = None) -> list[TimingCase]:
-    """Return the cases that are measured in processes of their own: the stock cache, and ``methods``, with checkpoints
-    on disk where they have some."""
+    """Return the cases for separate processes: the stock cache, and ``methods``, with their checkpoints on disk."""
     listed = []
     for length in contexts:
         listed.append(TimingCase(STOCK, length, STOCK))

@@ -1,9 +1,9 @@
-"""``bounds``: the tightness of the bounds of pages, by which selective recall chooses and certifies.
+"""``bounds``: the tightness of the bounds by which selective recall chooses and certifies pages.
 
-The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774), s_k = scaling
-q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u minus the largest true score. By the bound alone n
-keys may have n exp(u - lse) of a query's attention, where lse is the log-sum-exp of all its scores; they have sum
-exp(s_k - lse).
+The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774): s_k = scaling
+q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u minus the largest true score. With lse, the
+log-sum-exp of all scores of a query, the bound allows n keys a share of n exp(u - lse) of the query's attention. Their
+true share is the sum of exp(s_k - lse).
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class BoundsRow:
 
 @dataclass(frozen=True)
 class Looseness:
-    """All rows. queries: how many of the last tokens asked; the pages are of the tokens before them."""
+    """All rows."""
 
     tokens: int
     queries: int
+    """Number of last tokens whose queries are used. The pages consist of the tokens before them."""
     share: float
+    """Share of the attention above which a page counts."""
     rows: list[BoundsRow]
 
     def mean(self, page: int, measure: str) -> float:
@@ -59,7 +61,7 @@ class Looseness:
 
 
 class BoundsStudy(TextStudy):
-    """The attention that certified recall could leave out with exact scores."""
+    """The attention that certified recall could omit with exact scores."""
 
     name = "bounds"
     about = (
@@ -82,7 +84,7 @@ class BoundsStudy(TextStudy):
     share: Share = Field(0.01, description="share of the attention above which a page counts")
 
     def measure(self, trial: Trial) -> Looseness:
-        """Measure every full layer while the passage is read once. Raises UsageError if a page is longer than the
+        """Measure every full layer in one pass over the passage. Raises UsageError if a page is longer than the
         passage."""
         ids = self.passage(trial)
         tokens, largest = ids.shape[1], max(self.pages)
@@ -111,7 +113,7 @@ class BoundsStudy(TextStudy):
         return [table]
 
     def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
-        """Draw the excess of the bounds (thin: each layer), and the pages that they cannot exclude."""
+        """Draw the excess of the bounds (thin lines: layers), and the pages that they cannot exclude."""
         with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
             for layer in each(found.rows, "layer"):
                 rows = where(found.rows, layer=layer)
@@ -127,7 +129,7 @@ class BoundsStudy(TextStudy):
 
 
 def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[float, float, float]:
-    """Return excess, may and have of :class:`BoundsRow` for the last ``queries`` of a layer's attention."""
+    """Return ``excess``, ``may`` and ``have`` of :class:`BoundsRow` for the last ``queries`` of a layer."""
     tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
     last = torch.arange(tokens - queries, tokens, device=attended.key.device)
     keys = attended.key[0].float()  # (kv_heads, n, dim)

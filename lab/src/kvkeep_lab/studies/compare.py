@@ -117,8 +117,8 @@ class Compare(Study):
         return found
 
     def _prompts(self, trial: Trial, left_out: list[str]) -> Iterator[tuple[str, int | None, list[int]]]:
-        """Yield each prompt's text, by its name, seed, and token ids. left_out: gets a sentence for each text without
-        any."""
+        """Yield the name of each prompt's text, its seed, and its token ids. left_out: receives a sentence for each
+        text without a prompt."""
         raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
         for text, seed, passage in self._passages(trial, left_out) if trial.sources else [("", None, None)]:
             yield text, seed, encode(trial.tokenizer, question(passage, self.prompt), raw=raw)
@@ -136,8 +136,7 @@ class Compare(Study):
             yield from ((name, seed, piece) for seed, piece in found)
 
     def _drawn(self, trial: Trial, name: str, text: str) -> list[tuple[int | None, str]]:
-        """Return a text's passages with their seeds, or its beginning. Raises ShortText for a text that is too
-        short."""
+        """Return a text's passages with their seeds, or its start. Raises ShortText for a text that is too short."""
         if self.seeds is not None:
             assert self.limit is not None
             return list(enumerate(pieces(trial.tokenizer, text, self.limit, self.seeds)))
@@ -163,8 +162,7 @@ class Compare(Study):
         return {"asked": found.asked, "left_out": found.left_out, "summary": summary, "passages": passages}
 
     def tables(self, found: Comparisons) -> list[Table]:
-        """Return quality and cost of each method and budget, with the best of a budget in bold, and the refused
-        cases."""
+        """Return quality and cost of each method and budget, and the refused cases. The best of a budget is bold."""
         lines, several = found.lines, not found.single
         recalls = _RECALL if any(line.values("recalled") for line in lines) else []
         named = [*_NAMED, *([_COUNT] if several else [])]
@@ -247,7 +245,7 @@ class Compare(Study):
 
 
 def _numbered(progress: Progress, number: str) -> Progress:
-    """Return a function that reports progress with the passage's number first."""
+    """Return a function that reports progress with the passage's number as a prefix."""
     return lambda what, done, total: progress(f"{number}{what}", done, total)
 
 
@@ -269,7 +267,7 @@ def _empty(path: Path) -> str:
 
 
 def _some(left_out: Sequence[str], count: int) -> None:
-    """Raise UsageError where all of ``count`` texts are left out; without a sentence ("") a text is not."""
+    """Raise UsageError if all of ``count`` texts are left out. The sentence of a text that is used is ""."""
     reasons = [sentence for sentence in left_out if sentence]
     if reasons and len(reasons) == count:
         first = reasons[0] if count == 1 else f"None of the {count} texts can be compared. The first: {reasons[0]}"
@@ -279,15 +277,15 @@ def _some(left_out: Sequence[str], count: int) -> None:
 # -- the tables ---------------------------------------------------------------------------------------
 
 Column = tuple[str, Callable[[MethodAtBudget], str], Callable[[MethodAtBudget], float | None] | None]
-"""A heading, a function for the text of a cell, and a function whose smallest value marks the best row of a budget, or
-None."""
+"""A heading, a function for the text of a cell, and a function whose smallest value marks the best row of a budget
+(None: no mark)."""
 
 
 def _quality(reference: MethodAtBudget) -> list[Column]:
     usual = reference.mean("nll")
 
     def surprise(line: MethodAtBudget) -> float | None:
-        """How far the perplexity is from the reference's: one that is too sure is no better than one that is not."""
+        """Return the distance of the perplexity from the reference's. A lower perplexity is not better."""
         found = line.mean("nll")
         return None if found is None or usual is None else abs(found - usual)
 
@@ -387,7 +385,7 @@ def _cell(
     show: Callable[[MethodAtBudget], str],
     badness: Callable[[MethodAtBudget], float | None] | None,
 ) -> str:
-    """Return the text of a cell. It is bold if no row of the same budget is better and one is worse."""
+    """Return the text of a cell. It is bold if it is the best of its budget and another row is worse."""
     text = show(line)
     if badness is None or line not in peers:
         return text

@@ -1,8 +1,8 @@
-"""``conversation-bytes``: what KV-Direct says of a conversation with a model of 12B (arXiv:2603.19664, section 5.5), by
-arithmetic from published shapes: 978 MB after 20 turns, or 150 MB and turns of 4 seconds instead of 13.
+"""``conversation-bytes``: KV-Direct's claim about a conversation with a 12B model (arXiv:2603.19664, section 5.5),
+checked by arithmetic from published shapes: 978 MB after 20 turns, or 150 MB and turns of 4 seconds instead of 13.
 
-The paper names neither the model nor the tokens of a turn. Its source [49] has Gemma 3 12B, and of the same benchmark
-with Gemma 3 4B the paper gives 103 MB, from which tokens follow."""
+The paper does not name the model or the tokens of a turn. Its source [49] has Gemma 3 12B. For the same benchmark with
+Gemma 3 4B the paper gives 103 MB, which determines the number of tokens."""
 
 from __future__ import annotations
 
@@ -20,36 +20,38 @@ from kvkeep_lab.tasks.base import Metric
 
 @dataclass(frozen=True)
 class ConversationReading:
-    """The claim, read in one way: what a megabyte is, how many bytes an element has, and whether sliding layers keep
-    their windows alone (``windowed``) or every token.
-
-    token_bytes: keys and values of a token in every layer, or in the full layers where the others keep windows. tokens:
-    so many have the bytes that are claimed; beside_tokens: so many have those of the smaller model. same_mb: of the
-    larger one, after as many tokens as the smaller model's conversation has. resident: entries of every layer within
-    the budget, a residual for each of the other ``tokens`` beside them (Eq. 28); negative where residuals alone take
-    more. most: tokens that the budget holds if there is a residual for each layer and nothing else.
-    """
+    """One interpretation of the claim."""
 
     name: str
     megabyte: int
+    """Bytes of a megabyte."""
     itemsize: int
+    """Bytes of an element."""
     windowed: bool
+    """Whether sliding layers store only their window, instead of every token."""
     token_bytes: int
+    """Bytes of a token's keys and values: in every layer, or in the full layers if the others are windowed."""
     tokens: float
+    """Number of tokens whose entries have the claimed bytes."""
     beside_tokens: float
+    """The same number for the smaller model."""
     same_mb: float
+    """Megabytes of the larger model after the tokens of the smaller model's conversation."""
     resident: float
+    """Entries per layer within the budget, with a residual for each of the other ``tokens`` (Eq. 28); negative if the
+    residuals exceed the budget."""
     most: float
+    """Maximum tokens within the budget with one residual per layer and without entries."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """All of them. step: bytes that one step reads without a budget by those with it: the layers' weights, and keys and
-    values."""
+    """All interpretations."""
 
     rows: list[ConversationReading]
     turns: int
     step: float
+    """Bytes that a step reads (weights of the layers, keys and values): ratio of those without and with a budget."""
 
 
 _WAYS = (
@@ -58,11 +60,11 @@ _WAYS = (
     ("the same, 4 bytes an element", 10**6, 4, False),
     ("sliding layers keep their windows", 10**6, 2, True),
 )
-"""The first is what the paper's Table 1 has for its 4B model."""
+"""The first interpretation is that of the paper's Table 1 for its 4B model."""
 
 
 class ConversationBytes(Study):
-    """KV-Direct's sentence on 12B parameters, section 5.5: no weights, and no conversation."""
+    """KV-Direct's claim about 12B parameters (section 5.5), computed without weights and without a conversation."""
 
     name = "conversation-bytes"
     about = "tokens and bytes that a claim about a conversation amounts to, from published shapes"
@@ -116,7 +118,6 @@ class ConversationBytes(Study):
         )
 
     def scores(self, found: Readings) -> dict[str, float]:
-        """Return those of the first reading."""
         first = found.rows[0]
         shares = {"one": float(first.resident >= 0), "each": min(1.0, first.most / first.tokens)}
         return {"turn": first.tokens / found.turns, "same": first.same_mb, **shares, "step": found.step}
@@ -143,8 +144,8 @@ class ConversationBytes(Study):
 
 
 def bytes_of(geometry: ModelGeometry, tokens: float, windowed: bool) -> float:
-    """Return the bytes of keys and values of ``tokens`` tokens; of no more than its window in a sliding layer that is
-    ``windowed``."""
+    """Return the bytes of keys and values of ``tokens`` tokens. If ``windowed``, a sliding layer stores at most its
+    window."""
     bounds = [layer.window if windowed and layer.kind == "sliding" else None for layer in geometry.layers]
     return geometry.dtype_bytes * sum(
         layer.entry_elements * (tokens if bound is None else min(tokens, bound))
@@ -153,8 +154,8 @@ def bytes_of(geometry: ModelGeometry, tokens: float, windowed: bool) -> float:
 
 
 def tokens_of(geometry: ModelGeometry, size: float, windowed: bool) -> float:
-    """Return how many tokens have keys and values of ``size`` bytes: the inverse of :func:`bytes_of`, which rises, and
-    is straight between one window's length and the next."""
+    """Return the number of tokens whose keys and values have ``size`` bytes: the inverse of :func:`bytes_of`. That
+    function rises and is linear between one window's length and the next."""
     before = 0.0
     windows = {layer.window for layer in geometry.sliding_layers if layer.window} if windowed else set()
     for window in sorted(windows):

@@ -28,12 +28,13 @@ _APPENDS = 8
 
 @dataclass(frozen=True)
 class DecodingRun:
-    """One decoding of the complete length. first_s: seconds to the first token. step_ms: minimum milliseconds of each
-    later token over all rounds."""
+    """One decoding of the complete length."""
 
     way: str
     first_s: float
+    """Seconds to the first token."""
     step_ms: list[float]
+    """Minimum milliseconds of each later token over all rounds."""
 
     @property
     def total_s(self) -> float:
@@ -43,13 +44,15 @@ class DecodingRun:
 
 @dataclass(frozen=True)
 class DecodingPhase:
-    """Seconds of a prompt of ``length`` tokens, and milliseconds of a step after it, with the stock cache and without a
-    cache."""
+    """The times of a prompt of ``length`` tokens and of a step after it."""
 
     length: int
     prefill_s: float
+    """Seconds of the prompt."""
     step_ms: float
+    """Milliseconds of a step with the stock cache."""
     naive_ms: float
+    """Milliseconds of a step without a cache."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,6 @@ class Decoded:
     appends: list[Append]
 
     def run(self, way: str) -> DecodingRun:
-        """Return the run of one way."""
         return where(self.runs, way=way)[0]
 
 
@@ -128,7 +130,7 @@ class Decoding(Study):
 
     @torch.inference_mode()
     def _run(self, model: Any, way: str, seed: int) -> list[float]:
-        """Return the seconds of every token; the first includes the prompt."""
+        """Return the seconds of every token. The first token's include the prompt."""
         length = self.prompt + self.new
         ids = random_ids(model, length, seed=seed)
         if way == NAIVE:

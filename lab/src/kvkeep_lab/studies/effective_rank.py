@@ -1,10 +1,13 @@
-"""``effective-rank``: the rank of what scores attention, and what truncation to a rank does: KV-Direct's Fig. 5 and 6
-(arXiv:2603.19664, sections 3.3 and 5.7).
+"""``effective-rank``: the rank of the matrices that compute attention scores, and the effect of truncation to a rank:
+KV-Direct's Fig. 5 and 6 (arXiv:2603.19664, sections 3.3 and 5.7).
 
-Norms and rotation left aside, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), M = W_q W_k^T (Eq. 18).
-Its effective rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). Beside it: M
-stacked over the query heads of a KV head; W_q R_D W_k^T, rotation at a distance D between the two; and energies of
-s_i^4, which are not what Eq. 19 says, but near what the paper prints for the model that is also ours.
+Without norms and rotation, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), with M = W_q W_k^T (Eq. 18).
+The effective rank of M at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). The study
+also measures:
+
+* M stacked over the query heads of a KV head;
+* W_q R_D W_k^T, with the rotation by a distance D;
+* energies of s_i^4. Eq. 19 has squares, but these energies are close to the paper's numbers for the same model.
 """
 
 from __future__ import annotations
@@ -41,20 +44,24 @@ PAPER = {1.0: ("100", "5e-4"), 0.5: ("5-15", "10.9"), 0.125: ("5-10", "> 11")}
 
 @dataclass(frozen=True)
 class LayerRank:
-    """One layer. dim: d_head. heads: the effective rank of each query head's M; groups: of each KV head's, stacked;
-    turned: the mean over query heads by distance, None where positions are not rotated. energy: E(r) of r = 1 ...
-    dim, the mean over query heads. fourth, fourth_energy: as ``heads`` and ``energy``, of fourth powers of the
-    singular values."""
+    """One layer."""
 
     layer: int
     kind: str
     dim: int
+    """d_head."""
     heads: list[float]
+    """Effective rank of M of each query head."""
     groups: list[float]
+    """Effective rank of the stacked M of each KV head."""
     turned: dict[int, float] | None
+    """Mean effective rank over query heads with rotation, by distance; None if positions are not rotated."""
     energy: list[float]
+    """E(r) for r = 1 ... dim, the mean over query heads."""
     fourth: list[float]
+    """Effective rank of each query head by fourth powers of the singular values."""
     fourth_energy: list[float]
+    """E(r) by fourth powers of the singular values."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,11 @@ class Ranks:
     truncations: tuple[Truncation, ...] = ()
 
     def values(self, of: str) -> list[float]:
-        """Return the ranks of all "heads" or "groups", or those of fourth powers of all heads ("fourth")."""
+        """Return all ranks of ``of``: "heads", "groups" or "fourth"."""
         return [value for layer in self.layers for value in getattr(layer, of)]
 
     def energy(self, rank: int, of: str = "energy") -> float:
-        """Return the share of M's "energy" (or "fourth_energy") that ``rank`` holds, the mean over all query
-        heads."""
+        """Return the share of M's "energy" (or "fourth_energy") within ``rank``, the mean over all query heads."""
         weighted = [(getattr(layer, of)[min(rank, layer.dim) - 1], len(layer.heads)) for layer in self.layers]
         return sum(share * count for share, count in weighted) / sum(count for _, count in weighted)
 
@@ -98,7 +104,7 @@ class EffectiveRank(Study):
         Metric("half_kl", "KL at half of the width (nats)", "lower", "number"),
         Metric("whole_match", "tokens that are the same at all of the width"),
     )
-    certain = ("rank", "share", "half_energy")  # the others are of one prompt
+    certain = ("rank", "share", "half_energy")  # the others depend on the prompt
     text = "optional"
 
     shares: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Flag(default=[0.25, 0.5, 0.75, 1.0])] = Field(
@@ -122,8 +128,8 @@ class EffectiveRank(Study):
             raise UsageError("--ranks needs a text to continue; give --prompt or --file.")
 
     def measure(self, trial: Trial) -> Ranks:
-        """Compute ranks, and truncate to some ranks. Raises UnsupportedModelError for a family without weights per
-        head."""
+        """Compute ranks, and truncate to the selected ranks. Raises UnsupportedModelError for a family without weights
+        per head."""
         layers = layer_ranks(trial.model, part(trial.progress, 0, 2))
         dim = layers[0].dim
         if self.prompt is not None:
@@ -200,8 +206,8 @@ class EffectiveRank(Study):
         return [table]
 
     def draw(self, found: Ranks, path: FilePath, *, title: str) -> None:
-        """Draw Fig. 5, a dot for each query head (colour and area: effective rank over d_head), and where ranks were
-        truncated to, Fig. 6."""
+        """Draw Fig. 5 with a dot for each query head (colour and area: effective rank over d_head), and with
+        truncations Fig. 6."""
         tall = 1.6 + 0.24 * max(len(layer.heads) for layer in found.layers)
         figure = blank(tall + (3.4 if found.truncations else 0))
         parts: Any = figure.subfigures(2, 1, height_ratios=[tall, 3.4]) if found.truncations else [figure]
@@ -259,8 +265,8 @@ def _kept_energy(energies: Tensor) -> list[float]:
 
 
 def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Return the singular values of A B^T that can differ from 0, falling, for a (..., m, dim), b (..., n, dim) with
-    m and n at least dim: (..., dim) float64."""
+    """Return the largest dim singular values of A B^T in falling order, (..., dim) float64; the others are 0. ``a``:
+    (..., m, dim). ``b``: (..., n, dim). m and n are at least dim."""
     triangles = [torch.linalg.qr(part.double(), mode="r").R for part in (a, b)]
     return torch.linalg.svdvals(triangles[0] @ triangles[1].transpose(-1, -2))
 
@@ -293,4 +299,4 @@ def _fig_6(panels: Any, found: Ranks) -> None:
     dress(match, "tokens that are the full cache's, %", "rank r", legend=True)
     dress(divergence, "mean KL, nats", "rank r", y="log", legend=True)
     match.set_ylim(0, 104)
-    divergence.set_ylim(1e-3, 30)  # what all of a head leaves is rounding, and below
+    divergence.set_ylim(1e-3, 30)  # the full rank leaves only rounding errors, below the axis

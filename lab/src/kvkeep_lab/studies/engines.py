@@ -12,7 +12,7 @@ from kvkeep_lab.studies.base import EngineName, Study, Trial
 
 
 class EngineStudy(Study):
-    """A study with options for engines and their interpreters."""
+    """A study with options for engines by others and their interpreters."""
 
     peers: list[EngineName] | None = Field(
         None, description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled"
@@ -31,8 +31,8 @@ class EngineStudy(Study):
 
     @contextmanager
     def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[PeerEngine], list[str]]]:
-        """Open the engines for the block, for prompts and steps of ``tokens`` tokens and ``rows`` rows. Yield the
-        opened engines, and a sentence for each engine: its version, or the reason why it is missing."""
+        """Open the engines for the block. Yield the opened engines, and a sentence for each engine: its version, or the
+        reason why it is missing. tokens: maximum tokens of prompt and steps. rows: maximum rows."""
         with opened(self.peers or (), trial.loaded, self.interpreters, tokens, rows) as (engines, absent):
             versions = {name: version for engine in engines for name, version in engine.versions.items()}
             yield engines, [*(f"{name} {version}." for name, version in versions.items()), *absent]

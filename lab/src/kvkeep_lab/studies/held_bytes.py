@@ -1,4 +1,4 @@
-"""``held-bytes``: compares bytes by formula (KV-Direct's Eq. 28) with measured bytes."""
+"""``held-bytes``: compares predicted bytes (KV-Direct's Eq. 28) with measured bytes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Bytes:
     paper: int
     """M(T, B) = B kv + (T - B) d b, with one vector for each evicted token (Eq. 28)."""
     predicted: int
-    """Bytes that this ``kind`` should hold: B entries of the full layers, the windows of the sliding layers, and the
-    kind's bytes for T tokens (residuals and ids are written as tokens arrive) or T - B tokens (entries move when they
-    are evicted)."""
+    """Predicted bytes of ``kind``: B entries of the full layers, the windows of the sliding layers, and checkpoints.
+    Residuals and ids are written when tokens arrive, so there are T of them. Entries move when they are evicted, so
+    there are T - B of them."""
     used: int
     """Bytes of the stored rows."""
     allocated: int
@@ -69,7 +69,7 @@ class HeldBytesStudy(Study):
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> HeldBytes:
-        """Read a text and count bytes. Raises UnsupportedModelError for a kind that the family does not support."""
+        """Read a text and count bytes. Raises UnsupportedModelError if the family does not support a kind."""
         ids = built_in(trial.tokenizer, max(self.lengths)).to(trial.model.device)
         settings = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
         rows: list[Bytes] = []

@@ -81,7 +81,6 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the complete turn."""
         return self.prefill_s + self.decode_s
 
     @property
@@ -107,7 +106,6 @@ class ChatTurns:
         return each(self.turns, "method")
 
     def of(self, method: str) -> list[Turn]:
-        """Return a method's turns."""
         return where(self.turns, method=method)
 
     def ratio(self, turn: Turn) -> float:
@@ -120,8 +118,8 @@ class ChatTurns:
 
 
 class LongChat(Study):
-    """KV-Direct's Fig. 3: its system prompt and 30 tokens a turn. Its appendix names subjects; the questions are
-    kvkeep's."""
+    """KV-Direct's Fig. 3, with its system prompt and 30 tokens per turn. The paper's appendix names only the subjects;
+    the questions are kvkeep's."""
 
     name = "long-chat"
     command = "longchat"
@@ -169,8 +167,8 @@ class LongChat(Study):
         return found
 
     def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
-        """Run one conversation with each cache, turn by turn; yield each turn as it ends. Raises UsageError before a
-        turn that would exceed the model's positions."""
+        """Run one conversation with each cache, turn by turn, and yield each turn when it ends. Raises UsageError
+        before a turn that would exceed the model's positions."""
         talks = {name: self._conversation(loaded, name) for name in self.methods}
         for number in range(self.turns):
             question = QUESTIONS[number % len(QUESTIONS)]
@@ -187,7 +185,7 @@ class LongChat(Study):
                 yield Turn(name, *counts, timing.prefill_s, timing.decode_s, same, result.memory, result.text)
 
     def _conversation(self, loaded: Loaded, method: str) -> Conversation:
-        """Return a method's conversation, with the options that the method accepts."""
+        """Start a method's conversation with the options that the method accepts."""
         given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
         options = {key: value for key, value in given.items() if key in takes(method)}
         cache: Any = new_cache(loaded.model, method, **options)

@@ -39,10 +39,11 @@ class RequestCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All measurements. answer: tokens of an answer, for the seconds of a complete request."""
+    """All measurements."""
 
     rows: list[RequestCost]
     answer: int
+    """Tokens of an answer, for the seconds of a complete request."""
 
     def of(self, method: str, length: int, chunk: int = 0) -> RequestCost | None:
         """Return a measurement, or None if it is missing."""
@@ -55,8 +56,8 @@ class Costs:
 
 
 class MergingCost(Study):
-    """KVSlimmer's Fig. 4 to 6: by default with AsymKV as it is here, the gradient of each layer's own loss; with
-    ``pair`` as the authors' code has both."""
+    """KVSlimmer's Fig. 4 to 6. By default AsymKV is kvkeep's variant, with the gradient of each layer's loss. ``pair``
+    can select the authors' versions of both methods."""
 
     name = "merging-cost"
     about = "measure time and peak memory of kvslimmer, asymkv and others, by length and chunk"

@@ -1,9 +1,10 @@
-"""``patching``: another prompt's residuals at one layer, and what the rest of the model makes of them (KV-Direct's
+"""``patching``: replaces the residuals at one layer by another prompt's and compares the predictions (KV-Direct's
 Fig. 8 and Eq. 10, arXiv:2603.19664, sections 3.1 and 5.3).
 
-Eq. 10: I(K, V; x_t+1 | h^l) = 0 for the residuals h^l of all tokens at any one layer l. With a donor's residuals at l,
-the layers before hold the recipient's keys and values, or, unpatched, the donor's: two caches beside one h^l. If each
-is as likely, the information that they carry about a token is the Jensen-Shannon divergence of its two distributions.
+Eq. 10: I(K, V; x_t+1 | h^l) = 0 for the residuals h^l of all tokens at any one layer l. With the donor's residuals at
+l, the preceding layers hold the recipient's keys and values, or, in the unpatched pass, the donor's: two caches with
+the same h^l. If both are equally likely, their information about a token is the Jensen-Shannon divergence of its two
+distributions.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ AFTER = 10
 
 @dataclass(frozen=True)
 class Patching:
-    """The next token after the residuals that enter ``layer`` are replaced. Figures that earlier versions did not
-    measure are None."""
+    """The next token after the residuals that enter ``layer`` are replaced. Figures that earlier versions of kvkeep did
+    not measure are None."""
 
     layer: int
     kl: float
@@ -58,7 +59,7 @@ class Patching:
 
 @dataclass(frozen=True)
 class Patches:
-    """By layer."""
+    """The measurements by layer."""
 
     rows: list[Patching]
 
@@ -87,8 +88,8 @@ class PatchingStudy(Study):
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Patches:
-        """Patch every layer, at all positions. Both prompts are tokenized without a chat template; the longer one loses
-        its first tokens until both are as long."""
+        """Patch every layer at all positions. Both prompts are tokenized without a chat template. The longer one is cut
+        at the start to the length of the other."""
         model = trial.model
         layers = layers_of(bind(model).decoder)
         geometry = ModelGeometry.from_config(model.config)
@@ -115,7 +116,7 @@ class PatchingStudy(Study):
         return Patches(rows)
 
     def scores(self, found: Patches) -> dict[str, float]:
-        """Return the largest KL, and the share of layers without any."""
+        """Return the largest KL, and the share of layers with a KL of 0."""
         claimed = [row for row in found.rows if not row.also_reads]
         if not claimed:
             return {}
@@ -183,8 +184,8 @@ def replacing(layer: nn.Module, **replaced: Any) -> Iterator[None]:
 
 
 def divergence_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence, in bits, of distributions given as logarithms, (..., tokens) to (...): what
-    a draw tells about which of the two, each as likely, it came from. Exactly 0 where no probability differs."""
+    """Return the Jensen-Shannon divergence in bits of distributions given as logarithms, (..., tokens) to (...): the
+    information of a sample about its source, if both are equally likely. It is exactly 0 for equal distributions."""
     middle = torch.logaddexp(a, b) - math.log(2)
     both = torch.stack([a, b]).exp()
     nats = (both.xlogy(both) - both.xlogy(middle.exp())).sum((0, -1)) / 2

@@ -1,6 +1,7 @@
-"""``prove``: the same answers from other caches, compared token by token with transformers' own cache, and timed in the
-same run. Every prompt is answered greedily with the stock cache, ends of text ignored, and with the caches to be
-proved; differences are judged by :mod:`kvkeep_lab.answers`."""
+"""``prove``: compares the answers of other caches with those of transformers' cache, token by token, and their time.
+
+In one run, every prompt is answered greedily with the stock cache and with the caches to be proved. Ends of text are
+ignored. :mod:`kvkeep_lab.answers` judges the differences."""
 
 from __future__ import annotations
 
@@ -56,35 +57,40 @@ _BITS = (
 
 @dataclass(frozen=True)
 class ProveRow:
-    """One case over all its prompts: how many, how many identical, how many differ in a tie alone; leading tokens that
-    are the same; medians of the ratios of times to the stock cache's; tokens a round, and the share of right drafts;
-    logits: the greatest difference of any."""
+    """One case over all its prompts. Ratios are medians of times relative to the stock cache's."""
 
     label: str
     prompts: int
     identical: int
+    """Number of prompts with identical answers."""
     ties: int
+    """Number of prompts whose answers first differ at a tie."""
     tokens: int
     same: int
+    """Number of leading tokens that are the same."""
     prefill_ratio: float
     decode_ratio: float
     tokens_a_round: float | None
+    """Tokens per round of drafts."""
     right: float | None
+    """Share of accepted drafts."""
     within_budget: bool | None
     error: str = ""
     logits: float | None = None
+    """Maximum difference of the logits."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """All answers, and the reasons of cases that refused, by label."""
+    """All answers."""
 
     answers: list[ComparedAnswer]
     refused: dict[str, str]
+    """Reasons of refused cases, by label."""
 
     @property
     def rows(self) -> list[ProveRow]:
-        """A row for every case, in the order in which they were first answered."""
+        """A row for each case, in the order of the first answers."""
         labels = dict.fromkeys(answer.label for answer in self.answers)
         rows = [_row(label, [answer for answer in self.answers if answer.label == label]) for label in labels]
         return rows + [
@@ -93,7 +99,7 @@ class Proof:
 
 
 class Prove(Study):
-    """Answers to prompts made of a text, and how long they take."""
+    """Answers to prompts made from a text, and their time."""
 
     name = "prove"
     about = "compare the answers of other caches with the unbounded cache's, token by token, and their time"
@@ -150,7 +156,7 @@ class Prove(Study):
     )
 
     def variant(self) -> Study:
-        """Return the study of receipts where ``receipt`` is set."""
+        """Return the study of receipts if ``receipt`` is set."""
         if not self.receipt:
             if self.markdown:
                 raise UsageError("--markdown prints a receipt; add --receipt.")
@@ -165,15 +171,15 @@ class Prove(Study):
         return ReceiptStudy(methods=methods, markdown=bool(self.markdown))
 
     def measure(self, trial: Trial) -> Proof:
-        """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read
-        or written."""
+        """Answer prompts made from the files or the built-in text. Raises StoreError if the store cannot be read or
+        written."""
         text = text_of(trial.sources) if trial.sources else "\n\n".join([TEXT] * 3)
         given = prompts(trial.tokenizer, text, self.lengths, self.prompts, self.kinds)
         return self.answer(trial.loaded, given, trial.progress)
 
     def answer(self, loaded: Loaded, given: Sequence[Prompt], progress: Progress) -> Proof:
-        """Answer ``given`` with every case or with one case a prompt, in turn; the store's answers of the same model,
-        precision, machine, prompt and case are not asked for again."""
+        """Answer ``given`` with every case, or each prompt with the next case in turn. Answers in the store with the
+        same model, precision, machine, prompt and case are reused."""
         known = {} if self.store is None else _known(self.store)
         listed = self.cases()
         setting = json.dumps(machine(loaded))
@@ -198,7 +204,7 @@ class Prove(Study):
         return found
 
     def cases(self) -> list[AnswerCase]:
-        """Return every method with every budget, checkpoint kind and place that it takes."""
+        """Return every method with every budget, checkpoint kind and place that it accepts."""
         found: list[AnswerCase] = []
         for method in self.methods:
             options = takes(method)
@@ -209,7 +215,7 @@ class Prove(Study):
                     self.checkpoints if "checkpoint" in options else [None],
                     self.where if "where" in options else [None],
                 )
-                if not (kind == "tokens" and where not in (None, self.where[0]))  # ids are where the model is
+                if not (kind == "tokens" and where not in (None, self.where[0]))  # ids are always on the model's device
             ]
         return found
 
@@ -220,7 +226,8 @@ class Prove(Study):
         refused: dict[str, str],
         progress: Progress,
     ) -> Iterator[ComparedAnswer]:
-        """Yield the missing answers, each prompt's after the stock cache's; note what refuses."""
+        """Yield the missing answers, each prompt's after the stock cache's. Add the reasons of refused cases to
+        ``refused``."""
         total = len(missing) + len({id(prompt) for prompt, *_ in missing})
         done, rival = 0, "full" if self.bits else STOCK
         for _, group in groupby(missing, key=lambda one: id(one[0])):
@@ -249,7 +256,6 @@ class Prove(Study):
                 yield answer
 
     def problem(self, found: Proof) -> str | None:
-        """Return whether nothing was answered."""
         return None if found.answers else next(iter(found.refused.values()), "No prompt was answered.")
 
     def as_json(self, found: Proof) -> dict[str, Any]:
@@ -307,7 +313,7 @@ def _row(label: str, answers: Sequence[ComparedAnswer]) -> ProveRow:
 
 
 def _known(store: Path) -> dict[str, ComparedAnswer]:
-    """Return the answers of a file by their keys; a line that a kill left torn is none."""
+    """Return the answers of a file by their keys. An incomplete last line is ignored."""
     found = {}
     for line in whole_lines(store)[0]:
         with suppress(ValidationError):

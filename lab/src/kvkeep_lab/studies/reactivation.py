@@ -1,12 +1,13 @@
-"""``reactivation``: tokens that were not heavy hitters and are needed after all (KVReviver's Fig. 2).
+"""``reactivation``: tokens that are no heavy hitters but receive attention later (KVReviver's Fig. 2).
 
-Attention is the mean of a KV head's query heads; no token is a heavy hitter for being recent, as in the paper. Who is:
+Attention is the mean over a KV head's query heads. As in the paper, recent tokens are not heavy hitters by default. The
+rules for heavy hitters:
 
     h2o         the most attention from all of the prompt's queries
-    snapkv      the most from its last 32, each pooled with its 3 neighbours on either side (the largest)
-    foresight   the most from the queries to come: what no rule can know, and the least that this measure can give
+    snapkv      the most attention from its last 32 queries, max-pooled over 3 neighbours on either side
+    foresight   the most attention from the later queries: the lower bound of this measure, which no rule can reach
 
-Layers with a sliding window forget by themselves and are left out.
+Layers with a sliding window are left out, because they drop old entries themselves.
 """
 
 from __future__ import annotations
@@ -37,42 +38,44 @@ WINDOW, KERNEL = 32, 7
 
 @dataclass(frozen=True)
 class ReactivationRow:
-    """One layer, one rule and one share of heavy hitters; means over KV heads.
-
-    others: tokens of the prompt that are not heavy hitters. reactivated: the share of them that some later query
-    makes active. activations: how many queries do, the mean over the others. missed: the share of all activations of
-    the prompt's tokens that are of others. mass: the share of its attention to the prompt that a query pays to
-    others, mean. by_distance: of pairs of a query and one of the others as far apart as
-    :data:`Reactivation.distances` says, the share that is active; None where there are no pairs.
-    """
+    """One layer, one rule and one share of heavy hitters; means over KV heads."""
 
     layer: int
     rule: str
     ratio: float
+    """Share of heavy hitters."""
     others: int
+    """Number of prompt tokens that are not heavy hitters."""
     reactivated: float
+    """Share of the others that at least one later query makes active."""
     activations: float
+    """Mean number of queries that make one of the others active."""
     missed: float
+    """Share of the others in all activations of prompt tokens."""
     mass: float
+    """Mean share of the others in a query's attention to the prompt."""
     by_distance: list[float | None]
+    """Share of active pairs of a query and one of the others, by the bins of :attr:`Reactivation.distances`; None for a
+    bin without pairs."""
 
 
 @dataclass(frozen=True)
 class Reactivation:
-    """All rows. distances: the least and the most tokens from a query back to a token, by bin. active: by layer, how
-    many of the prompt's tokens a query makes active, mean."""
+    """All rows."""
 
     tokens: int
     prompt: int
     threshold: float
+    """Share of a query's attention above which a token is active."""
     ratios: list[float]
     distances: list[tuple[int, int]]
+    """Minimum and maximum distance from a query back to a token, in tokens, by bin."""
     active: dict[int, float]
+    """Mean number of prompt tokens that a query makes active, by layer."""
     rows: list[ReactivationRow]
 
     @property
     def rules(self) -> list[tuple[str, float]]:
-        """Rules and ratios."""
         return each(self.rows, "rule", "ratio")
 
     def of(self, rule: str, ratio: float) -> list[ReactivationRow]:
@@ -84,7 +87,7 @@ class Reactivation:
         return fmean(getattr(row, measure) for row in self.of(rule, ratio))
 
     def at_distance(self, rule: str, ratio: float) -> list[float | None]:
-        """Return ``by_distance``, the mean over layers."""
+        """Return the mean of ``by_distance`` over layers."""
         columns = zip(*(row.by_distance for row in self.of(rule, ratio)), strict=True)
         found = [[value for value in column if value is not None] for column in columns]
         return [fmean(column) if column else None for column in found]
@@ -193,8 +196,8 @@ class ReactivationStudy(TextStudy):
 def reactivated(
     before: Tensor, after: Tensor, threshold: float, ratios: Sequence[float], bins: Sequence[tuple[int, int]]
 ) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return what :class:`ReactivationRow` holds, by rule and ratio, for the attention of the prompt's queries,
-    ``before`` (kv_heads, prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
+    """Return the measures of :class:`ReactivationRow` by rule and ratio. ``before``: attention of the prompt's queries,
+    (kv_heads, prompt, tokens). ``after``: attention of the later queries, (kv_heads, later, tokens)."""
     prompt, later = before.shape[1], after.shape[1]
     paid = after[..., :prompt]
     active = paid > threshold
@@ -225,7 +228,7 @@ def reactivated(
 
 
 def _scores(before: Tensor, after: Tensor) -> dict[str, Tensor]:
-    """Return what each rule goes by, (kv_heads, prompt)."""
+    """Return the score of each rule, (kv_heads, prompt)."""
     votes = before[:, -WINDOW:].sum(1)
     return {
         "h2o": before.sum(1),
@@ -235,14 +238,14 @@ def _scores(before: Tensor, after: Tensor) -> dict[str, Tensor]:
 
 
 def _by_kv_head(attended: Attended, queries: Tensor) -> Tensor:
-    """Return the attention that queries pay, mean over the query heads of each KV head: (kv_heads, queries,
+    """Return the attention weights of queries, the mean over the query heads of each KV head: (kv_heads, queries,
     tokens)."""
     weights = attended.weights(queries)[0]
     return weights.view(attended.key.shape[1], -1, *weights.shape[1:]).mean(1)
 
 
 def _bins(tokens: int) -> list[tuple[int, int]]:
-    """Return distances 1-16, 17-32, 33-64, ... up to what the text has."""
+    """Return the distances 1-16, 17-32, 33-64, ... up to the length of the text."""
     bins = [(1, 16)]
     while bins[-1][1] < tokens - 1:
         bins.append((bins[-1][1] + 1, 2 * bins[-1][1]))

@@ -1,5 +1,5 @@
-"""``rebuilt``: keys and values rebuilt from residuals, against the cached ones (KV-Direct's Table 2, and what its
-section 5.4 finds beyond sliding windows), and their entropy given the residual (Eq. 17, arXiv:2603.19664)."""
+"""``rebuilt``: compares keys and values rebuilt from residuals with the cached ones (KV-Direct's Table 2, and section
+5.4 for sliding windows), and measures their entropy given the residual (Eq. 17, arXiv:2603.19664)."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
 SINGLE_ROWS = 16
-"""Tokens, spread evenly over the text, that are also rebuilt one by one."""
+"""Number of tokens that are also rebuilt one by one, spread evenly over the text."""
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """Bits a token that keys and values have left once the residual is known (Eq. 17 says 0), of one layer or the most
-    of several.
-
-    ordered: given residual and position, of the cached entry and the one rebuilt with the same shapes. any_order: the
-    same with those rebuilt by pages and by single rows, too. keys, values: of the cached ones, given the residual
-    alone, as the equation is written: at the first layer a token that occurs twice has one residual and two positions.
-    """
+    """Entropy of keys and values given the residual, in bits per token: of one layer, or the maximum over layers.
+    Eq. 17 gives 0."""
 
     ordered: float = 0.0
+    """Entropy given residual and position, over the cached entry and the one rebuilt with the same shapes."""
     any_order: float = 0.0
+    """The same, also over the entries rebuilt by pages and by single rows."""
     keys: float = 0.0
+    """Entropy of the cached keys given only the residual, as in the equation. At the first layer, a token that occurs
+    twice has one residual and two positions."""
     values: float = 0.0
+    """Entropy of the cached values given only the residual."""
 
     def __or__(self, other: Entropy) -> Entropy:
-        """Return the larger of each."""
+        """Return the larger value of each field."""
         return Entropy(**{name: max(value, getattr(other, name)) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One layer's. same: all rows at once, the shapes of the forward pass. pages: a third of the rows at a time.
-    rows: single tokens. Sums may run in another order where the shapes are others."""
+    """The differences of one layer. With other shapes, sums may be computed in another order."""
 
     layer: int
     same: Difference
+    """All rows at once, with the shapes of the forward pass."""
     pages: Difference
+    """A third of the rows at a time."""
     rows: Difference
+    """Single tokens."""
     entropy: Entropy = Entropy()
 
 
 @dataclass(frozen=True)
 class RebuiltEntries:
-    """The largest of all layers of one ``kind`` ("full", "sliding"), in one dtype and at one length. entropy: None in
-    results of earlier versions."""
+    """The largest differences of all layers of one ``kind`` ("full", "sliding"), in one dtype and at one length."""
 
     dtype: str
     length: int
@@ -75,10 +76,11 @@ class RebuiltEntries:
     rows: Difference
     layers: tuple[LayerDifference, ...]
     entropy: Entropy | None = None
+    """None in results of earlier versions of kvkeep."""
 
     @property
     def holds(self) -> bool:
-        """With the same shapes, not a bit differs; other shapes are reported, nothing is claimed of them."""
+        """Whether all bits are equal with the same shapes. The claim does not cover other shapes."""
         return self.same.none
 
 
@@ -87,14 +89,14 @@ _PARTS = {"same": "same shapes", "pages": "by pages", "rows": "by single rows"}
 
 @dataclass(frozen=True)
 class Differences:
-    """By dtype, length and kind of layer, and beyond sliding windows where there are."""
+    """The differences by dtype, length and kind of layer, and those beyond sliding windows, if the model has any."""
 
     rows: list[RebuiltEntries]
     windows: Windows | None
 
 
 class Rebuilt(Study):
-    """KV-Direct's Table 2, and what its section 5.4 finds beyond sliding windows."""
+    """KV-Direct's Table 2, and section 5.4 for sliding windows."""
 
     name = "rebuilt"
     about = "keys and values rebuilt from residuals against the cached ones, by length and dtype"
@@ -141,7 +143,6 @@ class Rebuilt(Study):
         return super().plain(replace(found, rows=[replace(row, layers=()) for row in found.rows]))
 
     def scores(self, found: Differences) -> dict[str, float]:
-        """Return the largest differences."""
         scores = {name: max(getattr(row.same, name) for row in found.rows) for name in ("keys", "values")}
         if bits := [row.entropy for row in found.rows if row.entropy is not None]:
             union = reduce(or_, bits)
@@ -149,7 +150,7 @@ class Rebuilt(Study):
         return scores if found.windows is None else scores | {"window": found.windows.held.keys}
 
     def tables(self, found: Differences) -> list[Table]:
-        """Return Table 2, and another of what lies beyond windows."""
+        """Return Table 2, and a table of the differences beyond windows."""
         table = Table(
             "Rebuilt against cached: max |ΔK|, max |ΔV|",
             ["dtype, layers", "tokens", *_PARTS.values(), "H(K, V | h, p)", "any shapes", "H(K | h)", "H(V | h)"],
@@ -165,7 +166,7 @@ class Rebuilt(Study):
         return [table] if found.windows is None else [table, found.windows.table()]
 
     def draw(self, found: Differences, path: FilePath, *, title: str) -> None:
-        """Draw the largest difference by length, dtype and shapes; 0 lies on the axis."""
+        """Draw the largest difference by length, dtype and shapes. A difference of 0 lies on the axis."""
         title = f"{title}: largest difference of keys and values"
         lines = each(found.rows, "dtype", "kind")
         with panels(path, title, 3, 4.2, sharey=True) as grid:
@@ -184,8 +185,8 @@ class Rebuilt(Study):
 def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -> Iterator[RebuiltEntries]:
     """Rebuild keys and values from the residuals of a forward pass in the dtype called ``name``, for each length.
 
-    In another dtype than the model's a copy is cast, and dropped afterwards. Keys of sliding layers are compared at
-    all positions, the windowed cache's own in :mod:`kvkeep_lab.studies.windows`.
+    A dtype other than the model's uses a temporary copy of the model. Keys of sliding layers are compared at all
+    positions; :mod:`kvkeep_lab.studies.windows` compares those in the windowed cache.
     """
     bind(model)
     dtype = getattr(torch, name)
@@ -194,7 +195,7 @@ def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -
     adapter = Adapter(cast)
     geometry = ModelGeometry.from_config(model.config)
     for length in lengths:
-        # A cache without a config keeps what sliding layers would drop, so that all of it can be compared.
+        # A cache without a config stores all entries of sliding layers too, so that all can be compared.
         entering, cache = observed(adapter.decoder, ids[:, :length], DynamicCache())
         for kind in ("full", "sliding"):
             layers = tuple(
@@ -222,7 +223,7 @@ def _layer(adapter: Adapter, index: int, hidden: Tensor, cached_layer: Any) -> L
     same = span(0, length)
     pages = torch.cat([span(low, min(low + page, length)) for low in range(0, length, page)])
     rows = torch.cat([span(at, at + 1) for at in singles])
-    keys = cached_layer.keys.shape[1] * cached_layer.keys.shape[-1]  # elements of a token's keys, which come first
+    keys = cached_layer.keys.shape[1] * cached_layer.keys.shape[-1]  # elements of a token's keys, before its values
 
     def apart(rebuilt: Tensor, expected: Tensor) -> Difference:
         return difference((rebuilt[:, :keys], rebuilt[:, keys:]), (expected[:, :keys], expected[:, keys:]))
@@ -246,5 +247,5 @@ def _flat(entries: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """Return the bytes of each row, (rows, bytes): 0 and -0 differ, and a NaN is what it is."""
+    """Return the bytes of each row, (rows, bytes). Bytes distinguish 0 from -0, and equal NaNs are equal."""
     return rows.contiguous().view(torch.uint8)

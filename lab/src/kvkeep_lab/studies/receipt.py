@@ -1,4 +1,4 @@
-"""``prove --receipt``: digests of logits, tokens and saved sessions, to be compared with those of another machine."""
+"""``prove --receipt``: digests of logits, tokens and saved sessions, for comparison with those of another machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReceiptStudy(Study):
     markdown: bool = Field(False, description="print the table as Markdown")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise UsageError where there is no native library, and for methods without a row."""
+        """Raise UsageError without the native library, and for methods that receipts do not cover."""
         check_library()
         known = list(dict.fromkeys(case.method for case in CASES))
         for method in self.methods:

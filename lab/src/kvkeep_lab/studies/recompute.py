@@ -1,6 +1,6 @@
-"""``recompute``: is it faster to recompute evicted entries, or to read them?
+"""``recompute``: compares the time of recomputing evicted entries with that of reading them.
 
-KV-Direct (arXiv:2603.19664, section 5.8, Fig. 7) finds projecting up to five times as fast as reading.
+In KV-Direct (arXiv:2603.19664, section 5.8, Fig. 7), recomputing is up to five times as fast as reading.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvkeep_lab.tasks.base import Metric
 
 WAYS = (RECOMPUTE, READ, APART, ATTEND, *RERUN)
 PAPER = {1: (1.1, 1.1), 100: (0.46, 0.68), 500: (0.17, 0.3)}
-"""KV-Direct's Fig. 7, as its section 5.8 gives it: the ratio of its models at N tokens, from least to most."""
+"""KV-Direct's Fig. 7, from its section 5.8: minimum and maximum ratio over its models, by number of tokens N."""
 
 COUNTED = (1, 50, 100, 500)
-"""N of the metrics."""
+"""Values of N in the metrics."""
 
 
 @dataclass(frozen=True)
 class Reports:
-    """The loaded model's, and those of layers of other shapes."""
+    """The report of the loaded model, and those of layers with other shapes."""
 
     reports: list[RecallReport]
 
 
 class Recompute(Study):
-    """KV-Direct's Fig. 7, with everything that could decide it varied."""
+    """KV-Direct's Fig. 7, for several numbers of tokens, shapes and kinds of storage."""
 
     name = "recompute"
     about = "compare three ways to get the keys and values of N tokens in one layer: recompute, read, attend in place"
@@ -127,8 +127,8 @@ class Recompute(Study):
         return table
 
     def draw(self, found: Reports, path: FilePath, *, title: str) -> None:
-        """Draw Fig. 7: the first model's times from memory and from disk, and below them the ratio of recompute to read
-        of every model."""
+        """Draw Fig. 7: the first model's times with memory and with disk, and below them every model's ratio of
+        recomputing to reading."""
         figure = blank(9.4)
         grid: Any = figure.subplots(2, 2, sharey="row")
         for (times, ratios), (place, lies) in zip(grid.T, (("device", "in memory"), ("disk", "on disk")), strict=True):

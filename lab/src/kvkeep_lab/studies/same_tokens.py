@@ -1,4 +1,5 @@
-"""``same-tokens``: greedy tokens of every exact way to decode, against the stock cache's (KV-Direct's Table 3)."""
+"""``same-tokens``: compares greedy tokens of all exact ways of decoding with the stock cache's (KV-Direct's
+Table 3)."""
 
 from __future__ import annotations
 
@@ -22,41 +23,44 @@ from kvkeep_lab.tasks.base import Metric
 
 NO_CACHE = "no cache"
 PAPER = {"stock cache": "0.11 s", NO_CACHE: "30/30, 0.19 s, 1.7 ×"}
-"""KV-Direct's Table 3, SmolLM2-135M."""
+"""KV-Direct's Table 3 for SmolLM2-135M."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One way of decoding. ratio: seconds by the stock cache's, prompt included.
-
-    differs_at: the first token that is another one; gap: by how much the stock cache preferred its own there, in
-    logits (about the dtype's rounding: a tie, decided by the order of sums).
-    """
+    """One way of decoding."""
 
     way: str
     matching: int
+    """Number of tokens that equal the stock cache's."""
     of: int
+    """Number of compared tokens."""
     seconds: float
     ratio: float
+    """Seconds relative to the stock cache's, including the prompt."""
     differs_at: int | None = None
+    """Index of the first differing token."""
     gap: float | None = None
+    """Difference of the stock cache's logits of both tokens there. A gap of about the dtype's rounding is a tie, which
+    the order of sums decides."""
 
     @property
     def holds(self) -> bool:
-        """All tokens are the same."""
+        """Whether all tokens are the same."""
         return self.matching == self.of
 
 
 @dataclass(frozen=True)
 class Ways:
-    """All ways, the stock cache first. refused: checkpoint kinds that the family cannot have, and why."""
+    """All ways; the stock cache is first."""
 
     rows: list[Tokens]
     refused: dict[str, str]
+    """Checkpoint kinds that the family does not support, with the reasons."""
 
 
 class SameTokens(Study):
-    """KV-Direct's Table 3, and ``kv-direct`` with every kind of checkpoint beside it."""
+    """KV-Direct's Table 3, and ``kv-direct`` with every kind of checkpoint."""
 
     name = "same-tokens"
     about = "compare greedy tokens with the stock cache, without a cache, and with kv-direct"
@@ -80,7 +84,7 @@ class SameTokens(Study):
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Ways:
-        """Decode every way. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
+        """Decode in every way. Raises UnsupportedModelError if kv-direct does not support the model."""
         model = trial.model
         kinds, refused = checkpoint_kinds(model)
         if self.kinds is not None:
@@ -112,7 +116,7 @@ class SameTokens(Study):
         return scores | ({"direct": min(direct)} if direct else {})
 
     def tables(self, found: Ways) -> list[Table]:
-        """Return Table 3, longer."""
+        """Return an extended Table 3."""
         table = Table("Greedy tokens", ["", "same", "seconds", "by stock's", "differs at", "gap", "the paper's"])
         for row in found.rows:
             where = "-" if row.differs_at is None else f"{row.differs_at}"
@@ -122,7 +126,7 @@ class SameTokens(Study):
         return [table]
 
     def draw(self, found: Ways, path: FilePath, *, title: str) -> None:
-        """Draw bars of seconds, the same tokens written beside them."""
+        """Draw bars of seconds, labelled with the number of same tokens."""
         seconds = [row.seconds for row in found.rows]
         with panels(path, title, height=1.2 + 0.3 * len(found.rows)) as (axes,):
             bars = axes.barh(range(len(seconds)), seconds, color=COLOURS[0], height=0.65)
@@ -134,8 +138,8 @@ class SameTokens(Study):
 
 
 def checkpoint_kinds(model: Any) -> tuple[tuple[CheckpointKind, ...], dict[str, str]]:
-    """Return the checkpoint kinds that the model's family can be used with, and the sentences of those refused. Raises
-    UnsupportedModelError where there are none."""
+    """Return the checkpoint kinds that the model's family supports, and the sentences of refused kinds. Raises
+    UnsupportedModelError if it supports none."""
     kinds: list[CheckpointKind] = []
     refused: dict[str, str] = {}
     for kind in reversed(get_args(CheckpointKind)):

@@ -1,14 +1,15 @@
-"""``sketch-attention``: what errors of a count sketch's keys and values do to attention, beside KVReviver's estimates
-(main text and appendix E).
+"""``sketch-attention``: the effect of a count sketch's errors of keys and values on attention, compared with
+KVReviver's estimates (main text and appendix E).
 
-Of scores A = q k s with errors dA, weights p = softmax(A) have errors of variance
+For scores A = q k s with errors dA, the weights p = softmax(A) have errors of variance
 
     Var(dp_i) = s_A^2 (p_i^2 (1 - p_i)^2 + sum_{j != i} p_j^2 p_i^2),    s_A^2 = s_q^2 s_k^2 a pi / N
 
 to first order, where s_q^2 and s_k^2 are the variances of the elements of queries and keys, and a pi / N is the bound
 of :mod:`kvkeep_lab.studies.sketch_error`. Lemma 3: with random signs the error of the output decouples into that of
-the weights, J dA V, and that of the values, p dV, because the cross term J dA dV has a mean of 0; and a value times a
-random sign has the variance of the value, which is so where its mean is 0 (it is the mean square).
+the weights, J dA V, and that of the values, p dV, because the cross term J dA dV has a mean of 0. The lemma also states
+that a value times a random sign has the variance of the value. This holds only for values with a mean of 0, because the
+variance of the product is the mean square.
 """
 
 from __future__ import annotations
@@ -40,54 +41,62 @@ HEADS = 8
 
 @dataclass(frozen=True)
 class Effects:
-    """Mean squares over the queries of a layer, and their entries, or over several layers.
-
-    score, score_bound: of dA in nats, and s_A^2 by the bound. share: of the weights p. weight: of dp; weight_first: by
-    the formula with the measured mean square of dA, weight_bound: with the bound's. output: of the error of the output
-    o; by_weights, by_values, together: of its parts dp v, p dv and dp dv, the vectors that it is the sum of; linear: of
-    J dA v. These five by the mean square of o.
-    """
+    """Mean squares over the queries of a layer and their entries, or over several layers. Those of outputs are relative
+    to the mean square of the output o."""
 
     score: float
+    """Mean square of dA, in nats."""
     score_bound: float
+    """s_A^2 by the bound."""
     share: float
+    """Mean square of the weights p."""
     weight: float
+    """Mean square of dp."""
     weight_first: float
+    """Mean square of dp by the formula, with the measured mean square of dA."""
     weight_bound: float
+    """Mean square of dp by the formula, with the bound of dA."""
     output: float
+    """Mean square of the error of o, which is the sum of dp v, p dv and dp dv."""
     by_weights: float
+    """Mean square of dp v."""
     by_values: float
+    """Mean square of p dv."""
     together: float
+    """Mean square of dp dv."""
     linear: float
+    """Mean square of J dA v."""
 
 
 @dataclass(frozen=True)
 class SketchRow:
-    """Entries of one sort at one load, mean over layers; others: how many share a slot with an entry."""
+    """Entries of one sort at one load, as the mean over layers."""
 
     sort: str
     load: float
     others: float
+    """Mean number of other entries in an entry's slot."""
     effects: Effects
 
     @property
     def decoupled(self) -> float:
-        """The error of the output by the two parts that Lemma 3 leaves: 1 by the lemma."""
+        """Ratio of the output's error to the sum of the two parts in Lemma 3, which gives 1."""
         return self.effects.output / (self.effects.by_weights + self.effects.by_values)
 
 
 @dataclass(frozen=True)
 class AttentionErrors:
-    """All sorts and loads. centred: the mean square of the text's values by their variance over tokens (Lemma 3: 1)."""
+    """All sorts and loads."""
 
     tokens: int
     queries: int
     rows: list[SketchRow]
     centred: float
+    """Ratio of the mean square of the text's values to their variance over tokens (Lemma 3: 1)."""
 
 
 class SketchAttention(TextStudy):
-    """KVReviver's Var(dp) and Lemma 3, for normal vectors and on a model's own attention."""
+    """KVReviver's Var(dp) and Lemma 3, for normal vectors and for a model's attention."""
 
     name = "sketch-attention"
     about = "the error of attention weights and outputs with sketched keys and values, against KVReviver's estimates"
@@ -175,7 +184,7 @@ class SketchAttention(TextStudy):
         return [weights, outputs]
 
     def draw(self, found: AttentionErrors, path: FilePath, *, title: str) -> None:
-        """Draw the error of weights beside the estimate, and of outputs beside the two parts, by load."""
+        """Draw the error of weights with its estimate, and the error of outputs with its two parts, by load."""
         with panels(path, title, 2, 4.6) as (weights, outputs):
             for place, sort in enumerate(each(found.rows, "sort")):
                 mine = where(found.rows, sort=sort)
@@ -192,8 +201,8 @@ class SketchAttention(TextStudy):
 
 
 def effects(layer: Attended, at: Tensor, slots: int, signed: bool, seed: int) -> Effects:
-    """Return what a sketch of ``slots`` slots does to one layer's attention of the queries ``at`` (positions);
-    ``signed``: whether keys have signs. Values have."""
+    """Return the effects of a sketch with ``slots`` slots on the attention of one layer's queries ``at`` (positions).
+    ``signed``: whether keys have random signs. Values always have them."""
     heads = layer.query.shape[1]
     sketched = (
         _estimates(part[0].float(), slots, sign, seed) for part, sign in ((layer.key, signed), (layer.value, True))
@@ -209,7 +218,7 @@ def effects(layer: Attended, at: Tensor, slots: int, signed: bool, seed: int) ->
     off, linear = noisy - weights, weights * (error - (weights * error).sum(-1, keepdim=True))
     pairs = int(seen.expand(heads, -1, -1).sum())
     score = float(error.square().sum()) / pairs
-    # s_A^2 of the paper, whose scaling is 1 / sqrt(dim)
+    # the paper's s_A^2; its scaling is 1 / sqrt(dim)
     per_element = float(layer.query[0].float().square().mean() * layer.key[0].float().square().mean())
     bound = per_element * layer.scaling**2 * keys.shape[-1] * math.pi * (layer.key.shape[2] - 1) / slots / ROWS
     squares = weights.square()
@@ -222,7 +231,7 @@ def effects(layer: Attended, at: Tensor, slots: int, signed: bool, seed: int) ->
 
 
 def _estimates(vectors: Tensor, slots: int, signed: bool, seed: int) -> Tensor:
-    """Return what a sketch of all ``vectors`` (heads, n, dim) estimates each of them to be, by the median."""
+    """Return the median estimates of ``vectors`` (heads, n, dim) by a sketch of all of them."""
     heads, count, dim = vectors.shape
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
     sketch = CountSketch(heads, ROWS, slots, dim, signed, like=vectors)

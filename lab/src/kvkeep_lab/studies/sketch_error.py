@@ -1,4 +1,4 @@
-"""``sketch-error``: the error of estimates of a count sketch, against their bounds."""
+"""``sketch-error``: compares the errors of a count sketch's estimates with their bounds."""
 
 from __future__ import annotations
 
@@ -26,50 +26,53 @@ ROWS = 3
 """KVReviver's r."""
 
 _LEVELS = ((0, 0), (3, 2), (5, 4), (9, 8))
-"""Bits of an element, scale and offset included, and of its code."""
+"""Bits of an element with its part of scale and offset, and bits of its code."""
 
 NORMAL, PUBLISHED, KEYS, VALUES = "normal", "keys, as published", "keys, signed", "values"
 
 
 @dataclass(frozen=True)
 class Error:
-    """Vectors of one sort at one load, mean over layers.
-
-    load: as it was asked for. others: how many share a slot with a vector, mean, by which bounds go. median, mean: the
-    mean squared error of estimates by the median of three slots, and by their mean, in units of the vectors' mean
-    square s^2. constant: the same of one vector for all, their mean: what is had without a sketch. crowded: the share
-    of slots with more than twice as many others as in the mean (delta = 1 in the Chernoff bound). coded: the error of
-    uniform codes in the same bytes, slots having 16 bits an element (:func:`coded_error`); None in results of earlier
-    versions.
-    """
+    """Vectors of one sort at one load, as the mean over layers. Errors are mean squares in units of the vectors' mean
+    square s^2."""
 
     sort: str
     load: float
+    """Requested load: vectors per slot."""
     others: float
+    """Mean number of other vectors in a vector's slot, which the bounds use."""
     median: float
+    """Error of the median of three slots."""
     mean: float
+    """Error of the mean of three slots."""
     constant: float
+    """Error of the mean of all vectors as the estimate of each, which needs no sketch."""
     crowded: float
+    """Share of slots with more than twice the mean number of others (delta = 1 in the Chernoff bound)."""
     coded: float | None = None
+    """Error of uniform codes in the same bytes, if slots have 16 bits per element (:func:`coded_error`); None in
+    results of earlier versions of kvkeep."""
 
     @property
     def least(self) -> float:
-        """What no linear sketch of so many slots is below, of independent vectors about 0: 1 - N / n, in s^2."""
+        """Minimum error of any linear sketch with the same number of slots N, for n independent vectors with a mean of
+        0: 1 - N / n, in s^2."""
         return max(0.0, 1 - ROWS / self.load)
 
     @property
     def predicted(self) -> float:
-        """Variance of the median of three normal sums of so many vectors, in s^2 (Lemma 2)."""
+        """Variance of the median of three normal sums of :attr:`others` vectors, in s^2 (Lemma 2)."""
         return MEDIAN[ROWS] * self.others
 
     @property
     def bound(self) -> float:
-        """a pi / N: the variance that is exceeded with a probability below :attr:`chance` (a / N is others / r)."""
+        """a pi / N: the bound of the variance, with a / N = others / r. The variance exceeds it with a probability
+        below :attr:`chance`."""
         return math.pi * self.others / ROWS
 
     @property
     def chance(self) -> float:
-        """exp(-a / N)."""
+        """exp(-a / N): the upper bound of the probability of a variance above :attr:`bound`."""
         return math.exp(-self.others / ROWS)
 
 
@@ -82,7 +85,7 @@ class Errors:
 
 
 class SketchError(TextStudy):
-    """KVReviver's appendix E: its lemmas and bounds against normal vectors, and against a model's keys and values."""
+    """KVReviver's appendix E: its lemmas and bounds, tested on normal vectors and on a model's keys and values."""
 
     name = "sketch-error"
     about = "the error of a count sketch's estimates by load, against the bounds, for normal vectors and real entries"
@@ -114,7 +117,7 @@ class SketchError(TextStudy):
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Errors:
-        cache = DynamicCache()  # without a config it keeps what sliding layers would drop
+        cache = DynamicCache()  # without a config it stores all entries of sliding layers too
         trial.model(self.passage(trial), cache=cache, logits_to_keep=1)
         draw = trial.seed or 0
         normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(draw))
@@ -147,7 +150,7 @@ class SketchError(TextStudy):
         return scores
 
     def tables(self, found: Errors) -> list[Table]:
-        """Return errors beside the bounds, and how full slots are."""
+        """Return the errors with the bounds, and the load of slots."""
         sorts = each(found.rows, "sort")
         table = Table(
             f"Error of the median of three, in mean squares; {found.tokens:,} vectors",
@@ -175,7 +178,7 @@ class SketchError(TextStudy):
         return [table, crowded, bits]
 
     def draw(self, found: Errors, path: FilePath, *, title: str) -> None:
-        """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
+        """Draw errors by load, with those of the lemma, of the bound and of one mean vector."""
         words = "mean squared error by mean square (dotted: of one mean vector for all)"
         with panels(path, title, height=4.6) as (axes,):
             for place, sort in enumerate(each(found.rows, "sort")):
@@ -191,12 +194,13 @@ class SketchError(TextStudy):
 
 
 def coded_error(vectors: Tensor, ratio: float) -> float:
-    """Return the mean squared error of uniform codes of ``vectors`` (heads, n, dim), by their mean square, in the bytes
-    of ``ratio`` n vectors of 16 bits.
+    """Return the mean squared error of uniform codes of ``vectors`` (heads, n, dim), relative to their mean square, in
+    the bytes of ``ratio`` n vectors of 16 bits.
 
     Codes are those of :mod:`kvkeep.stores.evicted.coded`: by channel over 32 vectors, with a scale and an offset of 16
-    bits each, so 3, 5 or 9 bits an element. Where the bytes lie between two of these, so many groups have the one and
-    the others the other; below 3 bits some are lost, and count as 0. What 32 does not divide is left out.
+    bits each, so 3, 5 or 9 bits per element. For bytes between two of these, some groups have the lower number of bits
+    and the others the higher. Below 3 bits, some vectors are dropped and count as 0. An incomplete last group is left
+    out.
     """
     groups = vectors[:, : vectors.shape[1] // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, 3)
     bits = min(16 * ratio, float(_LEVELS[-1][0]))
@@ -210,8 +214,7 @@ def coded_error(vectors: Tensor, ratio: float) -> float:
 
 
 def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, ...]:
-    """Return the others in a slot, the errors of a sketch of ``vectors`` (heads, n, dim), the share of crowded slots,
-    and the error of codes."""
+    """Return for a sketch of ``vectors`` (heads, n, dim) the fields of :class:`Error` from ``others`` on."""
     heads, count, dim = vectors.shape
     slots = max(1, round(count / load))
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)

@@ -1,12 +1,12 @@
-"""``spectra``: why keys would be alike and values not (KVSlimmer's Fig. 2, arXiv:2603.00907, section 3.2).
+"""``spectra``: tests why keys are similar and values are not (KVSlimmer's Fig. 2, arXiv:2603.00907, section 3.2).
 
 With y_t = x_t W of one head, W = U S V^T and l_i = s_i^2 the eigenvalues of W W^T in falling order, the cosine of
 adjacent tokens is a sum over modes (Eqs. 7-8)
 
     cos(y_t, y_t+1) = sum_i c_i,    c_i = l_i p_t,i p_t+1,i / (|y_t| |y_t+1|),    p_t,i = x_t u_i
 
-x is what the projection is handed (the normalised residual), so y has neither bias nor norm nor rotation. As s_i p_t,i
-is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is never formed.
+x is the input of the projection (the normalised residual), so y has no bias, norm or rotation. As s_i p_t,i
+is the i-th coordinate of y_t in V, modes cost one product of y with V. U is not computed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ ENERGY = 0.9
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of one layer; means are over its heads, and over pairs of tokens.
-
-    cosine: of adjacent tokens (Eq. 5), the sum of ``contributions``. apart: of tokens half the text apart, alike for
-    other reasons than being neighbours. attended: of adjacent tokens as attention receives them, with bias, norms
-    and rotation. modes: the share of all modes that it takes to hold 90 % of the energy sum_i l_i. eigenvalues: l_i
-    over their sum, contributions: c_i, falling in l. head_cosines, head_modes: the two by head.
-    """
+    """One projection of one layer. Means are over its heads and over pairs of tokens."""
 
     layer: int
     kind: str
@@ -49,26 +43,35 @@ class Projection:
     heads: int
     dim: int
     cosine: float
+    """Mean cosine of adjacent tokens (Eq. 5): the sum of ``contributions``."""
     apart: float
+    """Mean cosine of tokens at a distance of half the text, for comparison with neighbours."""
     attended: float
+    """Mean cosine of adjacent tokens in the input of attention, with bias, norms and rotation."""
     modes: float
+    """Share of modes that hold 90 % of the energy sum_i l_i."""
     eigenvalues: list[float]
+    """l_i relative to their sum, in falling order."""
     contributions: list[float]
+    """c_i, in falling order of l_i."""
     head_cosines: list[float]
+    """``cosine`` by head."""
     head_modes: list[float]
+    """``modes`` by head."""
 
 
 @dataclass(frozen=True)
 class Spectra:
-    """All projections, and over all heads the rank correlation of ``modes`` and ``cosine`` by projection and of all
-    ("all"): the paper's account expects it to be strongly negative. None: fewer than three heads, or all alike."""
+    """All projections."""
 
     tokens: int
     rows: list[Projection]
     correlation: dict[str, float | None]
+    """Rank correlation of ``modes`` and ``cosine`` over heads, by projection and for all of them ("all"). The paper
+    predicts a strongly negative one. None: fewer than three heads, or equal values."""
 
     def mean(self, projection: str, measure: str, layer: int | None = None) -> float | None:
-        """Return the mean of a measure over layers, or a layer's; None where the layer has no such projection."""
+        """Return the mean of a measure over layers, or that of one layer; None if the layer lacks the projection."""
         rows = where(self.rows, projection=projection, **({} if layer is None else {"layer": layer}))
         return mean(rows, measure)
 
@@ -93,8 +96,8 @@ class SpectraStudy(TextStudy):
     )
 
     def measure(self, trial: Trial) -> Spectra:
-        """Look at every layer while the passage is read. Raises UnsupportedModelError for a family whose heads have no
-        weights of their own."""
+        """Measure every layer in one pass over the passage. Raises UnsupportedModelError for a family without weights
+        per head."""
         model, ids = trial.model, self.passage(trial)
         weights = head_weights(model)
         geometry = ModelGeometry.from_config(model.config)
@@ -141,7 +144,7 @@ class SpectraStudy(TextStudy):
         return [table]
 
     def draw(self, found: Spectra, path: FilePath, *, title: str) -> None:
-        """Draw Fig. 2: cosines by layer, eigenvalues and contributions by mode (thin: each layer; bold: their mean)."""
+        """Draw Fig. 2: cosines by layer, eigenvalues and contributions by mode (thin lines: layers; bold: mean)."""
         title = f"{title}, {found.tokens:,} tokens"
         with panels(path, title, 3) as (left, middle, right):
             for place, name in enumerate(PROJECTIONS):
@@ -196,17 +199,17 @@ def _layer(weights: HeadWeights, kind: str, x: Tensor, attended: Attended) -> li
 
 
 def modes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues of M = W W^T that can differ from 0, falling, (heads, dim), and V, whose columns are in
-    that order, (heads, dim, dim), of ``weight`` (heads, dim, hidden), the paper's W transposed. They are those of W^T
-    W, which is dim by dim; taken in float64, returned in float32."""
+    """Return the eigenvalues of M = W W^T that can differ from 0, in falling order, (heads, dim), and V with columns in
+    that order, (heads, dim, dim). ``weight``: the paper's W transposed, (heads, dim, hidden). The eigenvalues are those
+    of W^T W, which is dim by dim. They are computed in float64 and returned in float32."""
     wide = weight.double()
     values, vectors = torch.linalg.eigh(wide @ wide.transpose(-1, -2))
     return values.flip(-1).clamp(min=0).float(), vectors.flip(-1).float()
 
 
 def contributed(rows: Tensor, by: int = 1) -> Tensor:
-    """Return c_i (Eq. 8) of rows (heads, tokens, dim), coordinates in V, with those ``by`` tokens later: (heads,
-    tokens - by, dim). Their sum over dim is the cosine."""
+    """Return c_i (Eq. 8) of each row and the row ``by`` tokens later, (heads, tokens - by, dim). Their sum over dim is
+    the cosine. ``rows``: coordinates in V, (heads, tokens, dim)."""
     unit = torch.nn.functional.normalize(rows, dim=-1)
     return unit[:, :-by] * unit[:, by:]
 

@@ -1,5 +1,5 @@
-"""``stream``: a text of any length through one cache: memory, time and perplexity along the way (StreamingLLM's claim,
-arXiv:2309.17453, Figs. 3 and 5)."""
+"""``stream``: reads a text of any length through one cache and measures memory, time and perplexity along the text
+(StreamingLLM's claim, arXiv:2309.17453, Figs. 3 and 5)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, OwnMethod, TextStu
 from kvkeep_lab.tables import Table, fixed, megabytes
 
 STEPS = 16
-"""Tokens at the end of each stretch that are read one by one, and timed."""
+"""Number of tokens at the end of each stretch that are read one by one and timed."""
 
 
 @dataclass(frozen=True)
 class StreamStretch:
-    """Some tokens in a row.
-
-    start: the first's number in the text. perplexity: of each, given all before it that the cache keeps. read_ms,
-    step_ms: milliseconds a token, read in chunks, and one by one (median). memory: afterwards.
-    """
+    """Consecutive tokens."""
 
     start: int
+    """Index of the first token in the text."""
     tokens: int
     perplexity: float
+    """Perplexity of the tokens, each given the preceding tokens that the cache keeps."""
     read_ms: float
+    """Milliseconds per token when read in chunks."""
     step_ms: float
+    """Median milliseconds per token when read one by one."""
     memory: Memory
+    """Memory after the stretch."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,10 @@ def stretches(
     stretch: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[StreamStretch]:
-    """Read ``ids`` into ``cache``, ``stretch`` tokens at a time, and yield what each stretch was like.
+    """Read ``ids`` into ``cache``, ``stretch`` tokens at a time, and yield the measurements of each stretch.
 
-    The last token is only predicted. Raises UsageError where the cache cannot go on, before the stretch that it cannot
-    take; what was yielded until then stands.
+    The last token is only predicted. Raises UsageError before a stretch that exceeds the cache's maximum length; the
+    stretches yielded before remain valid.
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
     for start in range(0, tokens.shape[1] - 1, stretch):

@@ -1,4 +1,4 @@
-"""``throughput``: tokens a second and bytes, by rows of a batch."""
+"""``throughput``: tokens per second and bytes, by number of rows of a batch."""
 
 from __future__ import annotations
 
@@ -21,49 +21,53 @@ from kvkeep_lab.timing import TimingCase, run
 FULL, REVIVER = STOCK, "kvreviver"
 PAPER = {(1, REVIVER): 6.48, (2, REVIVER): 10.16, (8, REVIVER): 19.10, (16, REVIVER): 22.46}
 PAPER |= {(1, FULL): 12.67, (2, FULL): 21.48}
-"""KVReviver's Table 1, tokens a second (Llama-2-7B, one A100)."""
+"""KVReviver's Table 1: tokens per second (Llama-2-7B, one A100)."""
 
 FITS = 8
-"""Times as many rows as the full cache's, which the paper's memory holds at 10 %."""
+"""Ratio of the rows at a budget of 10 % to those of the full cache, in the paper's memory."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One method with so many rows. held_bytes: entries that attention reads, in full or in a smaller form, after the
-    last step; 0 for engines by others, which do not say. error: why there is nothing else."""
+    """One method with ``batch`` rows."""
 
     batch: int
     method: str
     prefill_s: float | None = None
     step_ms: float | None = None
     held_bytes: int = 0
+    """Bytes of entries that attention reads, in full or compressed, after the last step; 0 for engines by others, which
+    do not report them."""
     error: str = ""
+    """Reason of missing measurements."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all rows together during decoding; nan without measurements."""
+        """Tokens per second of all rows during decoding; nan without measurements."""
         return 1e3 * self.batch / (self.step_ms or math.nan)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """All of them. notes: what is to be said of other engines."""
+    """All measurements."""
 
     rows: list[Rate]
     notes: list[str] = field(default_factory=list)
+    """Notes on engines by others."""
 
     def of(self, batch: int, method: str) -> Rate | None:
-        """Return what was measured of one method with so many rows; None where it was not."""
+        """Return the measurements of a method with ``batch`` rows; None if they are missing."""
         return next((row for row in where(self.rows, batch=batch, method=method) if row.step_ms is not None), None)
 
     def ratio(self, batch: int, method: str, rival_batch: int | None = None) -> float | None:
-        """Return a method's tokens a second by the stock cache's, with as many rows or ``rival_batch``."""
+        """Return a method's tokens per second relative to the stock cache's with ``rival_batch`` rows (None: the same
+        number of rows)."""
         mine, full = self.of(batch, method), self.of(rival_batch or batch, FULL)
         return None if mine is None or full is None else mine.tokens_per_s / full.tokens_per_s
 
 
 class Throughput(EngineStudy):
-    """KVReviver's Table 1, and methods that keep the same bytes in other ways."""
+    """KVReviver's Table 1, and other methods within the same bytes."""
 
     name = "throughput"
     about = "compare tokens per second of transformers' own cache with methods within a budget, by batch size"
@@ -128,7 +132,7 @@ class Throughput(EngineStudy):
         return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Rates) -> list[Table]:
-        """Return Table 1, longer."""
+        """Return an extended Table 1."""
         one = found.of(1, FULL)
         table = Table(
             f"{self.length} tokens a row, budget {self.budget}",

@@ -1,4 +1,4 @@
-"""``token-bytes``: bytes of a token as keys and values, as one residual, and as each kind of checkpoint."""
+"""``token-bytes``: bytes per token as keys and values, as one residual, and as each kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -27,36 +27,41 @@ PAPER = {
 }
 """KV-Direct's Table 1: KB of keys and values, KB of one residual, rho."""
 
-_READ = 16  # tokens that a cache is measured with
+_READ = 16  # tokens read to measure a cache
 
 
 @dataclass(frozen=True)
 class TokenSize:
-    """One model, bytes a token. full, sliding: layers. residual: one vector (Eq. 24). checkpoints: by kind. held: what
-    transformers' cache was seen to hold, where there was a model to ask."""
+    """One model. Sizes are bytes per token."""
 
     model: str
     full: int
+    """Number of full layers."""
     sliding: int
+    """Number of sliding layers."""
     kv_heads: int
     head_dim: int
     hidden: int
     entries: int
     residual: int
+    """Bytes of one vector (Eq. 24)."""
     rho: float
     checkpoints: dict[str, int]
+    """Bytes by kind of checkpoint."""
     held: float | None = None
+    """Measured bytes of transformers' cache; None for models that were not loaded."""
 
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """All models, the loaded one first."""
+    """All models; the loaded one is first."""
 
     rows: list[TokenSize]
 
 
 class TokenBytes(Study):
-    """KV-Direct's Table 1 and Fig. 2, from configs alone; of the loaded model in its own dtype, beside its cache."""
+    """KV-Direct's Table 1 and Fig. 2, computed from configs. The loaded model has its dtype, and its cache is also
+    measured."""
 
     name = "token-bytes"
     about = "bytes a token: keys and values, one residual, every kind of checkpoint"
@@ -100,10 +105,10 @@ class TokenBytes(Study):
         return TokenSize(name, *shape, *sizes, checkpoints, measured)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
-        """Return the loaded model's, as if it were in the papers' dtype."""
+        """Return the loaded model's sizes, converted to the paper's dtype."""
         mine = found.rows[0]
         assert mine.held is not None
-        kb = 2 * mine.hidden / mine.residual / 1024  # for each byte as it was loaded
+        kb = 2 * mine.hidden / mine.residual / 1024  # KB per byte of the loaded dtype
         sizes = {"entries": kb * mine.entries, "residual": kb * mine.residual}
         return {"rho": mine.rho, **sizes, "held": mine.held / mine.entries}
 

@@ -1,9 +1,15 @@
 """The effect of truncating keys and values to a rank on a text (KV-Direct, arXiv:2603.19664, section 5.7).
 
-Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token (the
-weights themselves, as the paper's text says; and of keys or values alone, and of all but the first token), or of
-those that are not among the newest 32 or so (method ``lowrank:r``). Beside it, what section 3.3 is about: scores by the
-best M of rank r, M = W_q W_k^T (Eq. 21), with keys and values as they are.
+Truncation projects keys and values onto the first r left singular vectors of each head's W_k and W_v. The ways differ
+in the truncated entries:
+
+* all entries, which truncates the weights as the paper's text says;
+* only keys, or only values;
+* all entries except the first token's;
+* all entries except about 32 of the newest (method ``lowrank:r``).
+
+For section 3.3, scores are also computed by the best M of rank r, M = W_q W_k^T (Eq. 21), with unchanged keys and
+values.
 """
 
 from __future__ import annotations
@@ -32,34 +38,36 @@ EVERY: dict[str, tuple[tuple[str, ...], int]] = {
     "values": (("value",), 0),
     "all but the first": (("key", "value"), 1),
 }
-"""Ways to truncate every entry: what of it, and how many of the text's first tokens are left as they are."""
+"""Ways to truncate every entry: the truncated parts, and the number of first tokens that are not truncated."""
 
 SCORES = "scores"
 LOWRANK = "lowrank"
 WAYS = (*EVERY, SCORES, LOWRANK)
 SPARE_ENTRIES = 128
-"""Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
+"""Entries of the budget in addition to the text, so that no entry is evicted; all but the newest are truncated."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """One rank and one way to truncate. match: the share of greedy tokens that are the full cache's. kl, top1: of the
-    distributions given the full cache's text, mean in nats, and the share with the same largest. error: why there is
-    nothing else."""
+    """One rank and one way to truncate. ``kl`` and ``top1`` compare distributions after the full cache's text."""
 
     way: str
     rank: int
     match: float | None = None
+    """Share of greedy tokens that equal the full cache's."""
     kl: float | None = None
+    """Mean KL in nats."""
     top1: float | None = None
+    """Share of distributions with the same most probable token."""
     error: str = ""
+    """Reason of missing measurements."""
 
 
 def truncations(
     model: Any, prompt: Sequence[int], listed: Sequence[int], *, new: int, progress: Progress
 ) -> list[Truncation]:
-    """Truncate to every rank of ``listed``, in all ways, and continue ``prompt`` (token ids) by ``new`` greedy tokens.
-    Raises UsageError for a rank out of 1 ... d_head."""
+    """Truncate to every rank of ``listed`` in all ways, and continue ``prompt`` (token ids) by ``new`` greedy tokens.
+    Raises UsageError for a rank outside 1 ... d_head."""
     bind(model)
     geometry = ModelGeometry.from_config(model.config)
     dim = max(max(layer.key_dim, layer.value_dim) for layer in geometry.layers)
@@ -104,9 +112,9 @@ def _every_entry(model: Any, ids: Tensor, listed: Sequence[int], new: int, progr
 
 @contextmanager
 def truncated(model: Any, rank: int, parts: Sequence[str] = ("key", "value"), spared: int = 0) -> Iterator[None]:
-    """Within the block, let each head's ``parts`` keep only what lies in the first ``rank`` left singular vectors of
-    its W_k, or W_v. The first ``spared`` tokens of a text are left as they are. Raises UnsupportedModelError where
-    keys and values have no modules of their own."""
+    """Within the block, project each head's ``parts`` onto the first ``rank`` left singular vectors of its W_k or W_v.
+    The first ``spared`` tokens of a text are not projected. Raises UnsupportedModelError if keys and values have no
+    separate modules."""
     mapped = [
         (weights.layer, name, _onto(weights.parts[name], rank))
         for weights in head_weights(model)
@@ -119,8 +127,8 @@ def truncated(model: Any, rank: int, parts: Sequence[str] = ("key", "value"), sp
 
 @contextmanager
 def scored_by(model: Any, rank: int) -> Iterator[None]:
-    """Within the block, score by each query head's M_r (Eq. 21), before norms of heads and rotation as the paper has
-    it. Raises UnsupportedModelError where queries have no module of their own."""
+    """Within the block, compute scores by each query head's M_r (Eq. 21), before norms of heads and rotation as in the
+    paper. Raises UnsupportedModelError if queries have no separate module."""
     weights, geometry = head_weights(model), ModelGeometry.from_config(model.config)
     mapped = []
     for layer, of_layer in zip(geometry.layers, weights, strict=True):
@@ -132,8 +140,8 @@ def scored_by(model: Any, rank: int) -> Iterator[None]:
 
 
 def best_scores(query: Tensor, key: Tensor, rank: int) -> Tensor:
-    """Return T, (heads, dim, dim), such that queries q T score keys as M of ``rank`` does: with U the first left
-    singular vectors of M = W_q W_k^T, and W_q = Q R, it is U U^T W_q = W_q R^-1 A A^T R, where U = Q A.
+    """Return T, (heads, dim, dim), with which queries q T have the scores of M at rank ``rank``. With U, the first left
+    singular vectors of M = W_q W_k^T, and with W_q = Q R and U = Q A: U U^T W_q = W_q R^-1 A A^T R.
 
     query: W_q transposed, (heads, dim, hidden); key: (kv_heads, dim, hidden).
     """
@@ -151,7 +159,7 @@ def _onto(weight: Tensor, rank: int) -> Tensor:
 
 @contextmanager
 def _mapped(model: Any, maps: Sequence[tuple[int, str, Tensor]], spared: int) -> Iterator[None]:
-    """Multiply what projections give, by layer and name, with a matrix (dim, dim) for each head."""
+    """Multiply the outputs of projections, given by layer and name, by a matrix (dim, dim) per head."""
     adapter = bind(model)
     handles = []
     try:
@@ -168,10 +176,10 @@ def _mapped(model: Any, maps: Sequence[tuple[int, str, Tensor]], spared: int) ->
 
 def _multiplying(matrix: Tensor, spared: int) -> Any:
     def hook(module: Any, args: Any, output: Tensor) -> Tensor:
-        bias = 0 if module.bias is None else module.bias  # not a part of W
+        bias = 0 if module.bias is None else module.bias  # the bias is not part of W
         rows = (output - bias).unflatten(-1, matrix.shape[:2]).unsqueeze(-2)
         kept = (rows @ matrix.to(output.dtype)).flatten(-3) + bias
-        if spared and output.shape[-2] > 1:  # a whole text; single tokens come later
+        if spared and output.shape[-2] > 1:  # a text; single tokens come later in it
             kept[..., :spared, :] = output[..., :spared, :]
         return kept
 

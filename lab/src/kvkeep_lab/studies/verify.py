@@ -1,4 +1,4 @@
-"""``verify``: the claims everything rests on, on one's own model: KV-Direct's Tables 1-3, Fig. 8 and Eq. 28."""
+"""``verify``: checks KV-Direct's basic claims on the user's model: Tables 1-3, Fig. 8 and Eq. 28."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ TABLE_1 = (
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Everything measured, and Table 1's row for this model (bytes a token).
-
-    refused: checkpoint kinds that this family cannot rebuild entries from, and why; they are not checked.
-    windows: None where the model has no sliding layers, or no positions beyond them.
-    """
+    """All measurements, and the row of Table 1 for this model."""
 
     model: str
     dtype: str
     kv_bytes: int
+    """Bytes of a token's keys and values."""
     residual_bytes: int
+    """Bytes of a token's residual."""
     rho: float
     reconstruction: list[RebuiltEntries]
     tokens: list[Tokens]
     patching: list[Patching]
     memory: list[Bytes]
     windows: Windows | None
+    """None if the model has no sliding layers, or no positions beyond their windows."""
     refused: dict[str, str]
+    """Checkpoint kinds from which this family cannot rebuild entries, with the reasons. They are not checked."""
 
     @property
     def claims(self) -> dict[str, list[Any]]:
-        """The measurements by the claim that they are of; each says whether it ``holds``."""
+        """The measurements by claim. Each has ``holds``."""
         found: dict[str, list[Any]] = {
             "keys and values are rebuilt to the bit (Table 2)": self.reconstruction,
             "greedy tokens are the stock cache's (Table 3)": self.tokens,
@@ -59,11 +59,11 @@ class VerifyReport:
 
     @property
     def failures(self) -> int:
-        """How many measurements contradict a claim."""
+        """Number of measurements that contradict a claim."""
         return sum(not row.holds for rows in self.claims.values() for row in rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types, each measurement with whether it ``holds``."""
+        """Return plain types. Each measurement has ``holds``."""
 
         def plain(rows: list[Any]) -> list[dict[str, Any]]:
             return [asdict(row) | {"holds": row.holds} for row in rows]
@@ -74,7 +74,7 @@ class VerifyReport:
 
 
 class Verify(Study):
-    """All checks; a command that fails where a claim does not hold."""
+    """All checks. The command fails if a claim does not hold."""
 
     name = "verify"
     about = "check the claims on your model: entries rebuilt to the bit, the same tokens, KL = 0, bytes as predicted"
@@ -89,7 +89,7 @@ class Verify(Study):
     )
 
     def measure(self, trial: Trial) -> VerifyReport:
-        """Run all checks. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
+        """Run all checks. Raises UnsupportedModelError if kv-direct does not support the model."""
         model, tokenizer, quick = trial.model, trial.tokenizer, self.quick
         bind(model)
         dtype = str(model.dtype).removeprefix("torch.")

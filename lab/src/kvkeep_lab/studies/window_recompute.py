@@ -1,5 +1,5 @@
-"""``window-recompute``: HellaSwag and perplexity by a recompute that knows no sliding windows (KV-Direct's section 5.4,
-arXiv:2603.19664: Gemma 3 4B falls from 49.2 to 25.0 %), and by others that leave something else out."""
+"""``window-recompute``: HellaSwag and perplexity with a recompute that ignores sliding windows (KV-Direct's section
+5.4, arXiv:2603.19664: Gemma 3 4B falls from 49.2 to 25.0 %), and with recomputes that omit another step."""
 
 from __future__ import annotations
 
@@ -30,40 +30,44 @@ FULL, DIRECT, BLIND, TURNED, UNSCALED = (
     "full cache", "kv-direct, residuals", "without windows", "rotated as full layers are", "embeddings unscaled",
 )  # fmt: skip
 ROWS = "hellaswag_val_first500.jsonl"
-"""In the data folder: objects with ctx, endings and label. A command takes any such file."""
+"""File in the data folder: objects with ctx, endings and label. A command accepts any such file."""
 
 SCORED = 256
-"""Tokens at the end of a long text that perplexity is of: all of them are beyond the window."""
+"""Number of last tokens of a long text for the perplexity. All of them are beyond the window."""
 
 
 @dataclass(frozen=True)
 class WindowAccuracy:
-    """One way. right: the share of rows whose likeliest ending is the right one; same: of those whose likeliest ending
-    is the full cache's. perplexity: of a text's last tokens, None where no text reaches beyond the windows."""
+    """One way."""
 
     way: str
     right: float
+    """Share of rows whose most likely ending is the right one."""
     same: float
+    """Share of rows whose most likely ending is that of the full cache."""
     perplexity: float | None
+    """Perplexity of a text's last tokens; None if no text is longer than the windows."""
 
 
 @dataclass(frozen=True)
 class Recomputes:
-    """All ways. longest: tokens of the longest row with its ending; text_tokens: of the long text, 0 without one."""
+    """All ways."""
 
     rows: list[WindowAccuracy]
     count: int
     longest: int
+    """Tokens of the longest row with its ending."""
     window: int
     text_tokens: int
+    """Tokens of the long text; 0 without a text."""
 
     def of(self, way: str) -> WindowAccuracy:
-        """Return one of them."""
+        """Return the measurements of one way."""
         return next(row for row in self.rows if row.way == way)
 
 
 class WindowRecompute(Study):
-    """KV-Direct's section 5.4, its limit: what falls on a model with sliding windows, and why."""
+    """The limit in KV-Direct's section 5.4: the loss of accuracy on a model with sliding windows, and its reason."""
 
     name = "window-recompute"
     about = "HellaSwag and perplexity of recomputes that leave out windows, or another part of a Gemma"
@@ -156,7 +160,7 @@ def _agreement(answers: list[int], others: list[int]) -> float:
 def _log_likelihood(
     model: Any, ids: list[int], count: int, within: Callable[[Any, int], AbstractContextManager[None]]
 ) -> float:
-    """Return the sum of ln p of the last ``count`` of ``ids``, in one pass changed by ``within``."""
+    """Return the sum of ln p of the last ``count`` of ``ids``, in one pass within the block ``within``."""
     given = torch.tensor([ids], device=model.device)
     with within(model, len(ids)):
         logits = model(given, use_cache=False, logits_to_keep=count + 1).logits[0, :-1]
@@ -165,7 +169,7 @@ def _log_likelihood(
 
 @contextmanager
 def _rotated_alike(model: Any, length: int) -> Iterator[None]:
-    """Give sliding layers the angles of full ones, where a family has two sorts."""
+    """Rotate in sliding layers by the angles of full layers, in a family with separate angles."""
     decoder, geometry = bind(model).decoder, ModelGeometry.from_config(model.config)
     kinds = getattr(decoder.config, "layer_types", None)
     with ExitStack() as stack:
@@ -180,7 +184,7 @@ def _rotated_alike(model: Any, length: int) -> Iterator[None]:
 
 @contextmanager
 def _unscaled(model: Any, length: int) -> Iterator[None]:
-    """Leave out the factor that a Gemma multiplies its embeddings with."""
+    """Omit the factor of Gemma's embeddings."""
     handle = model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: F.embedding(args[0], module.weight)
     )

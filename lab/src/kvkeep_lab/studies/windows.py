@@ -1,5 +1,5 @@
-"""How far rebuilt keys and values are from the cached ones; and sliding windows beyond their length, where KV-Direct's
-recompute breaks (section 5.4); ours must not."""
+"""Differences of rebuilt and cached keys and values, and a check beyond the length of sliding windows. KV-Direct's
+recompute fails there (section 5.4); kvkeep's must not."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvkeep_lab.tables import Table, number
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest absolute difference of rebuilt and cached keys, and of values."""
+    """Largest absolute differences of rebuilt and cached keys, and of values."""
 
     keys: float = 0.0
     values: float = 0.0
 
     def __or__(self, other: Difference) -> Difference:
-        """Return the larger of both."""
+        """Return the larger difference of each."""
         return Difference(max(self.keys, other.keys), max(self.values, other.values))
 
     @property
     def none(self) -> bool:
-        """Whether not a bit differs."""
+        """Whether there is no difference."""
         return self.keys == 0 and self.values == 0
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def difference(rebuilt: tuple[Tensor, Tensor], cached: tuple[Tensor, Tensor]) ->
 
 
 def observed(decoder: Any, ids: Tensor, cache: Any) -> tuple[list[Tensor], Any]:
-    """Run stock attention over ``ids`` (1, tokens); return the residuals entering each layer, and the filled cache."""
+    """Run stock attention over ``ids`` (1, tokens). Return the residuals before each layer, and the filled cache."""
     entering: list[Tensor] = []
     device = next(decoder.parameters()).device
     with attending(None), probing(lambda index, hidden: entering.append(hidden)):
@@ -59,31 +59,31 @@ def observed(decoder: Any, ids: Tensor, cache: Any) -> tuple[list[Tensor], Any]:
 
 @dataclass(frozen=True)
 class Windows:
-    """After a text longer than the window.
-
-    held: the keys and values that transformers' own windowed cache holds, against those rebuilt at the absolute
-    positions (the paper's Eq. 16 expects keys to differ here). matching: kv-direct's greedy tokens equal to the stock
-    cache's, by checkpoint kind. The paper's recompute runs sliding layers without their window:
-    blind: what that does to the same keys and values, and blind_logits to the last logits; blind_matching: its greedy
-    tokens equal to the stock cache's, each after the stock cache's own.
-    """
+    """The check after a text that is longer than the window. *Blind* is the paper's recompute, which runs sliding
+    layers without their window."""
 
     text_tokens: int
     window: int
     held: Difference
+    """Difference of the entries in transformers' windowed cache and those rebuilt at absolute positions. The paper's
+    Eq. 16 expects keys to differ here."""
     matching: dict[str, int]
+    """Number of kv-direct's greedy tokens that equal the stock cache's, by checkpoint kind."""
     blind: Difference
+    """Difference of the same entries with the blind recompute."""
     blind_logits: float
+    """Largest difference of the last logits with the blind recompute."""
     blind_matching: int
+    """Number of the blind recompute's greedy tokens that equal the stock cache's, each after the stock cache's text."""
     of: int
+    """Number of compared tokens."""
 
     @property
     def holds(self) -> bool:
-        """Not a bit differs in what the window holds, and all tokens are the same."""
+        """Whether the entries in the window are equal to the bit, and all tokens are the same."""
         return self.held.none and all(matching == self.of for matching in self.matching.values())
 
     def table(self) -> Table:
-        """Return what was rebuilt and recomputed."""
         table = Table(
             f"Beyond the window ({self.text_tokens:,} tokens, window {self.window:,})",
             ["", "max |ΔK|, max |ΔV|", "tokens that are the stock cache's"],
@@ -101,8 +101,8 @@ class Windows:
 
 
 def text_length(geometry: ModelGeometry, new: int = 0) -> int:
-    """Return how long a text the check takes: past the widest window, twice its length if that is no more than 512
-    beyond; 0 where the model has no sliding layers, or too few positions to get past them."""
+    """Return the length of the check's text: twice the widest window, but at most 512 tokens beyond it. Return 0 for a
+    model without sliding layers, or with too few positions to exceed their windows."""
     windows = [layer.window for layer in geometry.sliding_layers if layer.window is not None]
     if not windows:
         return 0
@@ -139,8 +139,8 @@ def beyond_the_window(
 
 
 def _in_the_window(model: Any, geometry: ModelGeometry, ids: Tensor) -> tuple[Difference, Difference]:
-    """Return how keys and values rebuilt at absolute positions, and those of a pass without windows, differ from what
-    transformers' windowed cache holds."""
+    """Return two differences from the entries in transformers' windowed cache: of entries rebuilt at absolute
+    positions, and of entries of a pass without windows."""
     adapter = bind(model)
     entering, cache = observed(adapter.decoder, ids, DynamicCache(config=model.config))
     with without_windows(model):
@@ -157,7 +157,7 @@ def _in_the_window(model: Any, geometry: ModelGeometry, ids: Tensor) -> tuple[Di
 
 @contextmanager
 def without_windows(model: Any) -> Iterator[None]:
-    """Within the block, have every layer of ``model`` attend to all that came before, as the paper's recompute does."""
+    """Within the block, every layer of ``model`` attends to all preceding tokens, as in the paper's recompute."""
     with ExitStack() as stack:  # a layer without a mask is causal
         for layer in layers_of(bind(model).decoder):
             stack.enter_context(replacing(layer, attention_mask=None))
@@ -165,6 +165,6 @@ def without_windows(model: Any) -> Iterator[None]:
 
 
 def _last(entries: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cut whole keys and values to as many of the newest as a window kept."""
+    """Return the newest of all keys and values, the number of those in a window."""
     count = kept[0].shape[-2]
     return entries[0][..., -count:, :], entries[1][..., -count:, :]

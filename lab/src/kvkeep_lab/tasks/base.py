@@ -20,7 +20,7 @@ Point = dict[str, int | float | str]
 
 
 def among(what: str, names: Iterable[str]) -> AfterValidator:
-    """Return a validator of a field that is one of ``names``; raises UsageError for any other."""
+    """Return a validator for a field whose value is one of ``names``. It raises UsageError for other values."""
 
     def check(name: str) -> str:
         if name not in names:
@@ -45,7 +45,7 @@ class Metric:
     """Direction of better numbers."""
     kind: Literal["share", "saving", "number", "perplexity"] = "share"
     """"share" (0 to 1, shown in percent), "saving" (the relative saving against another cost, in percent; negative for
-    a higher cost), "number", or "perplexity" (nats a token; the mean is shown as its exponential)."""
+    a higher cost), "number", or "perplexity" (nats per token; the mean is shown as its exponential)."""
     least: float = -math.inf
     """Minimum possible number."""
 
@@ -85,26 +85,28 @@ class TaskOutcome:
 
 
 class Task(BaseModel, ABC):
-    """A task and its sizes: the fields are what an experiment's ``[task]`` may set.
-
-    name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
-    first is the one that figures show. relative: those also shown as a difference from the baseline. mapped: those
-    drawn by point, which takes two axes. axes: fields that list values, of which every combination is a cell of its
-    own. packages: what must be installed, by module and by the name that pip knows; ``extra``: the extra of kvkeep-lab
-    that brings it, "lab" for none.
-    """
+    """A task. Its fields are the settings of an experiment's ``[task]``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
+    """Name in experiments."""
     about: ClassVar[str]
+    """Description in one line."""
     protocol: ClassVar[str]
+    """Description of the measurement for the report."""
     metrics: ClassVar[tuple[Metric, ...]]
+    """The metrics. Figures show the first."""
     relative: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are also shown as differences from the baseline."""
     mapped: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are drawn by point, which requires two axes."""
     axes: ClassVar[tuple[str, ...]] = ()
+    """Fields that list values. Every combination of values is a separate cell."""
     packages: ClassVar[dict[str, str]] = {}
+    """Required packages: names on PyPI by module."""
     extra: ClassVar[str] = "lab"
+    """kvkeep-lab's extra with these packages; "lab" for none."""
 
     samples: int = Field(4, ge=1, description="number of prompts in each cell")
 

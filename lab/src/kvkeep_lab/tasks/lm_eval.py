@@ -1,4 +1,4 @@
-"""Any task of lm-evaluation-harness, with its prompts and its judgement."""
+"""Any task of lm-evaluation-harness, with its prompts and scores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ SPLITS = ("train", "validation", "test")
 
 
 class LmEval(Task):
-    """One of the harness's tasks by its name, as it is or with some of its configuration changed, or one of your own.
+    """A task of the harness by its name, unchanged or with changes to its configuration, or a user's task.
 
-    The harness fetches its tasks' data from the hub. ``file`` in the data folder takes their place: rows with the
-    fields that the task reads, the same for each split, so without examples in the prompt. A ``config`` with an
-    ``output_type`` is a whole task of your own, as its YAML would have it; any other changes the task's.
+    The harness downloads the data of its tasks from the hub. ``file`` in the data folder replaces it: rows with the
+    fields that the task reads. All splits then have the same rows, so the prompt has no examples. A ``config`` with an
+    ``output_type`` is a complete task, as in the harness's YAML files. Another ``config`` changes the task's
+    configuration.
     """
 
     name = "lm-eval"
@@ -66,7 +67,7 @@ class LmEval(Task):
         return [source(data, self.file)] if self.file else []
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Let the harness make the requests of each row; seed 0 takes the first rows, any other draws."""
+        """Return the harness's requests for each row: the first rows for seed 0, else a random draw."""
         with silenced():
             task = self._task(sources)
             count = len(task.eval_docs)
@@ -82,7 +83,7 @@ class LmEval(Task):
         return made
 
     def _task(self, sources: Sequence[Path]) -> Any:
-        """Return the harness's task; raises UsageError for a name that it does not know."""
+        """Return the harness's task. Raises UsageError for an unknown name."""
         changes = dict(self.config)
         if self.fewshot is not None:
             changes["num_fewshot"] = self.fewshot
@@ -94,7 +95,7 @@ class LmEval(Task):
         if not inline and self.task not in manager.all_subtasks:
             raise UsageError(f"lm-evaluation-harness knows no task '{self.task}'; 'lm_eval ls tasks' lists them.")
         config = {"task": self.task, **changes}
-        loaded = manager.load([config if inline else {"group": "kvkeep", "task": [config]}])  # a group's may be changed
+        loaded = manager.load([config if inline else {"group": "kvkeep", "task": [config]}])  # groups allow changes
         (task,) = loaded["tasks"].values()
         return task
 
@@ -127,7 +128,7 @@ class LmEval(Task):
 def _manager(known: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_defaults=known)  # for which it reads thousands of files
+    return TaskManager(include_defaults=known)  # its defaults require thousands of files
 
 
 def _dataset(found: list[dict[str, Any]]) -> Any:
@@ -137,7 +138,7 @@ def _dataset(found: list[dict[str, Any]]) -> Any:
 
 
 def _summed(costs: Sequence[AnswerCost]) -> AnswerCost:
-    """Return what all readings took together: bytes of the one that held most, and the mean of a token's seconds."""
+    """Return the cost of all readings: the bytes of the largest one, and the mean seconds of a token."""
     steps = [cost.token_s for cost in costs if cost.token_s is not None]
     largest = max(costs, key=lambda cost: cost.held_bytes)
     prompt_tokens = max(cost.prompt_tokens for cost in costs)

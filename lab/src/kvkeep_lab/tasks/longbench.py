@@ -1,8 +1,8 @@
 """LongBench: sixteen English tasks on long texts, with its authors' prompts and scores.
 
-lm-evaluation-harness (0.4.13) has these tasks in another protocol: long prompts lose their beginning, not their middle;
-the chat template is put around all prompts or none; and they need the hub and the packages jieba, fuzzywuzzy and rouge.
-Its LongBench v2 compares the likelihoods of four letters, where the authors have an answer written.
+lm-evaluation-harness (0.4.13) has these tasks with another protocol. It truncates long prompts at the start instead of
+the middle. It applies the chat template to all prompts or to none. It needs the hub and the packages jieba, fuzzywuzzy
+and rouge. Its LongBench v2 compares the likelihoods of four letters, while the authors' protocol generates an answer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LongBench(Task):
 
     def _sample(self, tokenizer: Any, name: str, row: dict[str, Any]) -> Sample:
         setting = SETTINGS[name]
-        if (question := row.get("input", row.get("question"))) is None:  # as the release calls it, and as the hub does
+        if (question := row.get("input", row.get("question"))) is None:  # names in the release and on the hub
             raise UsageError(f"A row of {name} has no field 'input'; take the official release (--data).")
         text = cut(tokenizer, setting.prompt.format(input=question, context=row["context"]), self.max_length)
         ids = encode(tokenizer, [{"role": "user", "content": text}], raw=not setting.chat)

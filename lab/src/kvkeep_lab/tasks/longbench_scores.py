@@ -1,7 +1,7 @@
-"""LongBench's scores of an answer: a share from 0 to 1 for each right answer, the best of which counts.
+"""LongBench's scores of an answer: a share from 0 to 1 for each right answer. The best one counts.
 
-Written after the definitions of its ``metrics.py``, and of the packages ``rouge`` 1.0.1 and ``fuzzywuzzy`` 0.18 that it
-calls, of which neither is needed here.
+The scores follow the definitions in LongBench's ``metrics.py``, and in the packages ``rouge`` 1.0.1 and ``fuzzywuzzy``
+0.18 that it calls. These packages are not needed here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def qa_f1(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the words, as SQuAD has them: lower case, no punctuation, no articles."""
+    """Return the F1 of the words as in SQuAD: lower case, without punctuation and articles."""
     written, wanted = Counter(_words(text)), Counter(_words(right))
     common = (written & wanted).total()
     return 2 * common / (written.total() + wanted.total()) if common else 0.0
 
 
 def rouge_l(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L of whole summaries, as the package ``rouge`` has it: words end at spaces, sentences at full stops, case
-    and endings count, and each *different* word counts once.
+    """Return the ROUGE-L of complete summaries as in the package ``rouge``. Words end at spaces, sentences at full
+    stops. Case and word endings matter, and each *different* word counts once.
 
-    What each sentence of ``right`` has in common with each of ``text``, in order, makes one set; F1 is of its size by
-    those of the sets of all words. rouge-score, which task ``summary`` uses, has one sequence of stemmed words in lower
-    case, repeated words counted, so the two are not to be compared. The package's own recursion fails, and LongBench
-    then counts 0, for sentences of about a thousand words together; here they are counted.
+    The common subsequences of every sentence of ``right`` and every sentence of ``text`` form one set of words. F1
+    compares the size of this set with the sizes of the sets of all words.
+
+    rouge-score, which task ``summary`` uses, has one sequence of stemmed lower-case words and counts repeated words.
+    The two scores are not comparable. For sentences of about a thousand words in total, the recursion of ``rouge``
+    fails, and LongBench scores 0. Here such sentences are scored.
     """
     written, wanted = _sentences(text), _sentences(right)
     if not written or not wanted:
@@ -44,8 +46,8 @@ def rouge_l(text: str, right: str, classes: Sequence[str] = ()) -> float:
 
 
 def classification(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """One by the number of classes that ``text`` names, if the right one is among them; classes whose names are part of
-    the right one's do not count."""
+    """Return 1 divided by the number of classes that ``text`` names if the right one is among them, else 0. Classes
+    whose names are part of the right one's name do not count."""
     named = [name for name in classes if name in text and (name == right or name not in right)]
     return 1 / len(named) if right in named else 0.0
 
@@ -63,8 +65,8 @@ def count(text: str, right: str, classes: Sequence[str] = ()) -> float:
 
 
 def code_similarity(text: str, right: str, classes: Sequence[str] = ()) -> float:
-    """How like ``right`` the first line of code is, by difflib's blocks in whole percent; lines with a backtick, ``#``
-    or ``//`` are passed over."""
+    """Return the similarity of the first line of code to ``right`` by difflib's blocks, rounded to percent. Lines with
+    a backtick, ``#`` or ``//`` are skipped."""
     lines = text.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, right).ratio()) / 100
@@ -81,13 +83,13 @@ def _words(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return the words of each sentence; one of spaces alone has the empty word, as the package has it."""
+    """Return the words of each sentence. A sentence of spaces has one empty word, as in the package."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _in_common(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    """Return the longest common subsequence, and of several the one that the package finds: walking back from the
-    ends, it goes on in ``right`` where both ways are as long."""
+    """Return the longest common subsequence. Among several, return the package's: its backward search moves in
+    ``right`` if both directions are equally long."""
     table = [[0] * (len(right) + 1)]
     for word in left:
         row = [0]

@@ -17,7 +17,7 @@ from kvkeep_lab.tasks.longbench import cut
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 PROMPT = resources.files("kvkeep_lab.tasks").joinpath("longbench_v2.txt").read_text("utf-8")
-"""The authors' own (prompts/0shot.txt of THUDM/LongBench, MIT), to the letter."""
+"""The authors' prompt, unchanged (prompts/0shot.txt of THUDM/LongBench, MIT)."""
 
 _BRACKETED = re.compile(r"The correct answer is \(([A-D])\)")
 _BARE = re.compile(r"The correct answer is ([A-D])")

@@ -17,7 +17,7 @@ from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 
 class Match(Task):
-    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.reference` for what is computed."""
+    """Passages of texts, continued greedily. :mod:`kvkeep_lab.reference` describes the figures."""
 
     name = "match"
     about = "tokens, KL and perplexity against the full cache, on passages of any text"

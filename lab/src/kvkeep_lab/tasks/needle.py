@@ -23,13 +23,14 @@ Depth = Annotated[float, Field(ge=0, le=100)]
 
 @dataclass(frozen=True)
 class NeedleForm:
-    """A needle and its question. ``{key}`` and ``{value}`` are drawn anew for each sample where they stand. lead: how
-    the answer is begun for the model; value: what it has to go on with."""
+    """A needle and its question. Each sample draws new values for ``{key}`` and ``{value}``."""
 
     needle: str
     question: str
     lead: str
+    """The beginning of the answer, which is given to the model."""
     value: str = "{value}"
+    """The expected continuation."""
 
     def filled(self, draw: random.Random) -> NeedleForm:
         """Return the form of one sample."""
@@ -60,7 +61,7 @@ FORMS = {
 
 
 class Needle(Task):
-    """Depth × length: how far into the haystack the needle lies, in percent, and the tokens of the whole prompt."""
+    """Depth × length: the place of the needle in the haystack, in percent, and the tokens of the complete prompt."""
 
     name = "needle"
     about = "a needle in a haystack of any texts, by depth and length"

@@ -17,7 +17,7 @@ from kvkeep_lab.tasks.rows import drawn, source
 
 
 class Perplexity(Task):
-    """Windows of one text; a sample is a window."""
+    """Windows of one text. Each sample is a window."""
 
     name = "perplexity"
     about = "perplexity of any text, token by token through the bounded cache"

@@ -1,4 +1,4 @@
-"""Rows of data sets: from JSON files in the data folder, or else from the Hugging Face hub."""
+"""Rows of data sets, from JSON files in the data folder or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set of the hub. part: its configuration, if it has some. split: of it, and rows: as many from its
-    beginning, None being all."""
+    """A data set of the hub."""
 
     repository: str
     part: str | None = None
+    """Its configuration, if it has any."""
     split: str = "test"
     rows: int | None = None
+    """Number of first rows to use; None for all."""
 
     @property
     def file(self) -> str:
-        """What its rows are called on this disk."""
+        """Name of the local file of its rows."""
         named = (self.repository, self.part, self.split, None if self.rows is None else f"first{self.rows}")
         return "-".join(part for part in named if part).replace("/", "-") + ".jsonl"
 
 
 def source(data: Path | None, file: str, hub: Hub | None = None) -> Path:
     """Return the path of a data set's file: ``data`` itself if it is a file, or ``file`` in that folder. Without
-    ``data`` it is the hub's, fetched into kvkeep's cache folder the first time.
+    ``data``, the rows are downloaded from the hub to kvkeep's cache folder, once.
 
-    Raises UsageError, saying what to do, where there is no such file, or no package ``datasets``; KvkeepError where the
-    hub does not answer.
+    Raises UsageError, with advice, if the file or the package ``datasets`` is missing, and KvkeepError if the hub does
+    not answer.
     """
     if data is not None:
         path = data if data.is_file() else data / file
@@ -67,7 +68,7 @@ def _fetched(hub: Hub, path: Path, file: str) -> Path:
             found = import_module("datasets").load_dataset(hub.repository, hub.part, split=hub.split, streaming=True)
             with (folder / path.name).open("w", encoding="utf-8") as lines:
                 lines.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in islice(found, hub.rows))
-        except Exception as error:  # of many libraries: the hub's, the network's, the file format's
+        except Exception as error:  # from many libraries: hub, network, file formats
             reason = str(error).strip().splitlines() or [repr(error)]
             raise KvkeepError(
                 f"The data set '{hub.repository}' could not be fetched from the hub ({reason[0]}); "
@@ -78,9 +79,9 @@ def _fetched(hub: Hub, path: Path, file: str) -> Path:
 
 
 def rows(path: Path, *wanted: str) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, or of one JSON list; a file that is one JSON object is one row.
+    """Return the objects of a file of JSON lines or of one JSON list. A file with a single JSON object has one row.
 
-    Raises UsageError, naming the line (or the place in the list), where one is no object or lacks a field of
+    Raises UsageError with the line (or the place in the list) of a row that is no object or lacks a field of
     ``wanted``.
     """
     text = read_text(str(path))

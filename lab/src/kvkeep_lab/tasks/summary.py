@@ -21,12 +21,12 @@ _KINDS = ("rouge1", "rouge2", "rougeL")
 
 @dataclass(frozen=True)
 class SummaryForm:
-    """The fields of article and summary in a data set; instruction: the request after the article, "" where the
-    article says so itself."""
+    """The fields of article and summary in a data set."""
 
     article: str
     summary: str
     instruction: str = ""
+    """The request after the article; "" if the article contains it."""
 
 
 FORMS = (
@@ -34,7 +34,7 @@ FORMS = (
     SummaryForm("article", "highlights", "Summarize the above article in 3 sentences."),
     SummaryForm("document", "summary", "Summarize the above article in 1 sentence."),
 )
-"""HELM's own files, and CNN/DM and XSum as the hub has them, with HELM's instructions."""
+"""The forms of HELM's files, and of CNN/DM and XSum on the hub with HELM's instructions."""
 
 HUBS = {
     "cnn_dm.jsonl": Hub("abisee/cnn_dailymail", "3.0.0", rows=500),
@@ -65,7 +65,7 @@ class Summary(Task):
     new: int = Field(64, ge=1, description="the most tokens of a summary")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the file; without data that of :data:`HUBS`."""
+        """Return the file in ``data``, or without ``data`` that of :data:`HUBS`."""
         return [source(data, self.file, HUBS.get(self.file))]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -88,7 +88,7 @@ def _prompt(tokenizer: Any, article: str) -> list[int]:
 
 
 def articles(path: Path) -> list[tuple[str, str]]:
-    """Return (article with its instruction, summary) of every row; raises UsageError for one of no known form."""
+    """Return (article with its instruction, summary) of every row. Raises UsageError for a row of an unknown form."""
     found = []
     for number, row in enumerate(rows(path), start=1):
         form = next((form for form in FORMS if form.article in row and form.summary in row), None)
@@ -101,7 +101,7 @@ def articles(path: Path) -> list[tuple[str, str]]:
 
 
 def rouge(expected: str, text: str) -> dict[str, float]:
-    """Return the F1 of ROUGE-1, -2 and -L, from 0 to 1, words stemmed."""
+    """Return the F1 of ROUGE-1, -2 and -L of stemmed words, from 0 to 1."""
     scores = _scorer().score(expected, text)
     return {kind: float(scores[kind].fmeasure) for kind in _KINDS}
 

@@ -11,9 +11,9 @@ from typing import Any
 from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
 
-_CHARACTERS = 8  # cut for each token wanted: more than a token of any usual text is long
-_NEAR = 8192  # characters in which the end of a paragraph is looked for
-_TRIES = 200  # places that a seed may choose before a text counts as full
+_CHARACTERS = 8  # characters cut per requested token; longer than usual tokens
+_NEAR = 8192  # maximum distance to the end of a paragraph, in characters
+_TRIES = 200  # places that a seed may try before a text is too short
 
 
 class ShortText(UsageError):
@@ -32,8 +32,8 @@ def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
 
 
 def named_files(given: Sequence[str]) -> list[Path]:
-    """Return the files that a person names: as they are, all ``.txt`` files of a folder, those that a pattern matches,
-    or several by commas. "-" is standard input. Raises UsageError for a folder or a pattern without any."""
+    """Return the files of ``given``. An item is a file, a folder (all its ``.txt`` files), a pattern, or several of
+    these separated by commas; "-" is standard input. Raises UsageError for a folder or a pattern without files."""
     found: list[Path] = []
     for name in given:
         path = Path(name)
@@ -53,7 +53,8 @@ def named_files(given: Sequence[str]) -> list[Path]:
 
 
 def begun(tokenizer: Any, text: str, prompt: str | None, lead: str, gap: str) -> list[int]:
-    """Return a message's token ids with the answer's first words after them, ``gap`` between without a template."""
+    """Return the token ids of a message and of the answer's first words ``lead``. Without a chat template, ``gap``
+    separates them."""
     lead = lead if getattr(tokenizer, "chat_template", None) else f"{gap}{lead}"
     return encode(tokenizer, question(text, prompt)) + list(tokenizer(lead, add_special_tokens=False).input_ids)
 
@@ -64,8 +65,9 @@ def joined(sources: Sequence[Path]) -> str:
 
 
 def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """Return ``tokens`` token ids of ``text``, from a sentence after a place that ``draw`` chooses: after the end of a
-    paragraph if one is near. A text that ends begins again. Raises UsageError where the text is shorter than that."""
+    """Return ``tokens`` token ids of ``text``. They begin at a sentence after a place that ``draw`` chooses, at the
+    start of a paragraph if one is near. After its end, the text is repeated. Raises UsageError if the text has fewer
+    tokens."""
     place = draw.randrange(len(text))
     paragraph = text.find(".\n", place, place + _NEAR)
     start = max(paragraph, text.find(". ", place)) + 2 if paragraph >= 0 else _sentence(text, place) or 0
@@ -84,10 +86,10 @@ def _sentence(text: str, place: int) -> int | None:
 
 
 def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
-    """Return ``count`` pieces of ``text``, each of ``tokens`` tokens from the first sentence after a place that its
-    seed (0, 1, ...) chooses; from the first word where there is no sentence. No two overlap: a seed chooses again until
-    its piece lies apart from those before it, so that a seed's piece does not depend on ``count``. Raises ShortText
-    where the text has no room for them."""
+    """Return ``count`` pieces of ``text`` with ``tokens`` tokens each. A piece begins at the first sentence after a
+    place that its seed (0, 1, ...) chooses, or at the first word if no sentence follows. Pieces do not overlap: a seed
+    chooses again until its piece is separate from the earlier ones. A seed's piece therefore does not depend on
+    ``count``. Raises ShortText if the text is too short for all pieces."""
     found: list[tuple[int, int]] = []
     for seed in range(count):
         draw = random.Random(seed)

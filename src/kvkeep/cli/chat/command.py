@@ -1,4 +1,4 @@
-"""``kvkeep chat``: a conversation within a cache budget, saved and resumed by a session file."""
+"""``kvkeep chat``: a conversation within a cache budget, saved and resumed as a session."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     session: Annotated[
         str | None,
-        typer.Option(help="File to resume from, saved after every answer; with --sessions, a name in that folder."),
+        typer.Option(help="Session to resume, saved after every answer: a name, or the path of a folder for it."),
     ] = None,
     sessions: options.Sessions = None,
     at_end: Annotated[
@@ -77,12 +77,12 @@ def chat(
             requested = cache.parse()
             saver = stack.enter_context(Saver(session, sessions))
             loaded = model.load()
-        screen = _screen(json, plain, history)  # after the line about loading, which redirects standard output
+        screen = _screen(json, plain, history)  # after loading, which redirects standard output
         kept = saver.session
-        if kept is not None and kept.turns:
+        if session is not None and kept is not None and kept.turns:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if cache != CacheOptions() or system:
-                _check_same(kept.path, requested, talk, system)
+                _check_same(session, requested, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)

@@ -161,18 +161,19 @@ def _memory(chat: Chat, rest: str) -> None:
 
 def _save(chat: Chat, rest: str) -> None:
     saver, talk = chat.saver, chat.talk
-    if not rest:
+    if rest in ("", saver.name):
         if saver.session is None:
             raise UsageError(
-                "Name a file: '/save talk.session' to continue later, or '/save talk.md' for a copy to read."
+                "Name the session: '/save talk' to continue later; or a file: '/save talk.md' for a copy to read."
             )
         answering.save(chat)
         if saver.error is None:
-            chat.screen.note(f"Saved to {saver.session.path}, as after every answer.")
+            chat.screen.note(f"Saved {saver.place}, as after every answer.")
     elif rest.endswith(".md"):
         chat.screen.note(f"Written to {_write_new(rest, transcript(talk))}.")
     else:
-        chat.screen.note(f"Saved to {saver.save_as(talk, rest)}, and again after every answer.")
+        saver.save_as(talk, rest)
+        chat.screen.note(f"Saved {saver.place}, and again after every answer.")
 
 
 def _reset(chat: Chat, rest: str) -> None:
@@ -272,8 +273,8 @@ COMMANDS = {
         Command("memory", "", "Show what the cache holds.", _memory),
         Command(
             "save",
-            "[FILE]",
-            "Save the conversation to FILE after every answer, or once to FILE.md as Markdown.",
+            "[NAME]",
+            "Save the conversation as NAME after every answer, or once to the file NAME.md as Markdown.",
             _save,
             _paths,
         ),

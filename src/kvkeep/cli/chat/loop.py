@@ -22,11 +22,12 @@ def run(chat: Chat) -> None:
     finally:
         if not left and saver.session is None and chat.screen.interactive and chat.talk.turns:
             try:
-                chat.screen.note(f"Saved to {saver.save_on_hangup(chat.talk)}.")
+                name = saver.save_on_hangup(chat.talk)
+                chat.screen.note(f"Saved as '{name}'; 'kvkeep chat --session {name}' continues it.")
             except (KvkeepError, OSError) as error:
                 chat.screen.note(str(error))
         if saver.saved and saver.session is not None:
-            chat.screen.note(f"Saved to {saver.session.path}.")
+            chat.screen.note(f"Saved {saver.place}.")
 
 
 def _line(chat: Chat) -> bool:

@@ -65,9 +65,9 @@ class MarkdownWriter:
 
     def __init__(self, console: Console, write: Callable[[str], object]) -> None:
         self._console, self._write = console, write
-        self._source = ""  # the text that is not settled yet
+        self._source = ""  # text that may still change
         self._above: list[str] = []  # the last settled line
-        self._shown: list[str] = []  # that, and the lines of the last block; the cursor is at its end
+        self._shown: list[str] = []  # that line and the last block; the cursor is at its end
         self._width, self._drawn = console.width, 0.0
 
     def add(self, text: str) -> None:
@@ -83,7 +83,7 @@ class MarkdownWriter:
             self._write("\n")
 
     def _draw(self) -> None:
-        if self._console.width != self._width:  # the lines on the screen are where the terminal has put them
+        if self._console.width != self._width:  # the terminal has moved the lines
             self._width, self._above, self._shown = self._console.width, [], []
             self._write("\n")
         settled, self._source = _blocks(self._source)

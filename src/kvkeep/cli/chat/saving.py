@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import Store, is_path, store_folder
+from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError
 
@@ -24,7 +24,7 @@ class Saver:
     def __init__(self, name: str | None = None, folder: str | None = None) -> None:
         if name is None and folder is not None:
             raise UsageError("--sessions needs the name of a session in the folder: --session NAME.")
-        self.folder = folder
+        self.name, self.folder = name, folder
         self.session = None if name is None else self._open(name)
         self.saved = False
         self.error: KvkeepError | None = None
@@ -49,35 +49,43 @@ class Saver:
         self.error, self.saved = None, True
         return None
 
-    def save_as(self, talk: Conversation, name: str) -> str:
-        """Save to the session ``name`` from this call on; return its path. Raises SessionError, and UsageError if the
+    def save_as(self, talk: Conversation, name: str) -> None:
+        """Save to the session ``name`` from this call on. Raises SessionError, and UsageError if the
         session contains a conversation."""
         talk.check_savable()
         fresh = self._open(name)
         try:
             if fresh.turns:
-                raise UsageError(f"There is a session in '{fresh.path}' already; give another name.")
+                raise UsageError(f"There is a session '{name}' already; give another name.")
             talk.save(fresh)
         except BaseException:
             fresh.close()
             raise
         if self.session is not None:
             self.session.close()
-        self.session, self.saved, self.error = fresh, True, None
-        return fresh.path
+        self.name, self.session, self.saved, self.error = name, fresh, True, None
 
     def save_on_hangup(self, talk: Conversation) -> str:
-        """Save a conversation without a session to the folder of sessions; return its name. Raises SessionError."""
+        """Save a conversation without a session to the user's store; return the name. Raises SessionError."""
         name = f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        with StoredSession(Store(store_folder(self.folder)), name, writing=True) as session:
+        with StoredSession(user_store(), name, writing=True) as session:
             talk.save(session)
         return name
+
+    @property
+    def place(self) -> str:
+        """The end of the sentence "Saved ...". There has to be a session."""
+        assert self.session is not None
+        if self.session.name == ONLY:  # at a path
+            return f"to {self.session.path}"
+        return f"as '{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
 
     def _open(self, name: str) -> StoredSession:
         """Return the session, open for writing; a missing one is created."""
         if self.folder is not None or not is_path(name):
-            return StoredSession(Store(store_folder(self.folder)), name, writing=True)
+            return StoredSession(user_store(self.folder), name, writing=True)
         path = os.path.expanduser(name)
+        Store(path).check()
         if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
             raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
         return StoredSession.at(path, writing=True)
@@ -86,7 +94,7 @@ class Saver:
 def last_hangup() -> str | None:
     """Return the name of the last conversation saved on a hang-up within a day, or None."""
     with suppress(OSError, KvkeepError):  # a user without a home has none
-        for info in Store(store_folder()).sessions():
+        for info in user_store().sessions():
             if info.name.startswith(HANGUP_PREFIX) and time.time() - info.used < 86400:
                 return info.name
     return None

@@ -14,7 +14,7 @@ from kvkeep.cli.chat.markdown import MarkdownWriter
 
 try:
     import termios
-except ImportError:  # Windows, which does not echo outside a prompt
+except ImportError:  # Windows echoes only at a prompt
     termios = None  # type: ignore[assignment]
 
 Say = Callable[[str], None]
@@ -73,7 +73,7 @@ class Screen:
         with _echo_off(self.interactive):
             try:
                 yield lambda text: safely(lambda: writer.add(text))
-                safely(lambda: writer.add(""))  # an answer without text is one, too
+                safely(lambda: writer.add(""))  # starts an answer without text
             finally:
                 safely(writer.close)
 
@@ -102,7 +102,7 @@ def _echo_off(interactive: bool) -> Iterator[None]:
     question receives the typed text."""
     with ExitStack() as stack:
         if interactive and termios is not None:
-            with suppress(termios.error):  # of a terminal that was closed
+            with suppress(termios.error):  # the terminal may be closed
                 handle = sys.stdin.fileno()
                 before = termios.tcgetattr(handle)
                 termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])

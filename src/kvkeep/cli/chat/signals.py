@@ -31,7 +31,7 @@ class EndSignals:
     def __enter__(self) -> EndSignals:
         for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
             number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._previous[number] = signal.signal(number, self._end)
         return self
 
@@ -39,7 +39,7 @@ class EndSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self.received:
-            output_error()  # of a closed terminal: nothing is flushed to it at exit
+            output_error()  # prevents a flush to the closed terminal at exit
             if isinstance(error, OSError):
                 raise SystemExit(self.code) from None
 

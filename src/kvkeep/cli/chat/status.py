@@ -15,7 +15,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.units import size
 
 _FORMS = {
-    EntryState.CHECKPOINTED: "in segments",  # of a method that has no checkpoint
+    EntryState.CHECKPOINTED: "in segments",  # for a method without a checkpoint
     EntryState.QUANTISED: "in fewer bits",
     EntryState.MERGED: "merged",
     EntryState.SKETCHED: "in a sketch",
@@ -43,7 +43,7 @@ def places(cache: Any, memory: Memory) -> list[str]:
     tokens = f"{'all ' if resident == length else ''}{resident:,} token{'' if resident == 1 else 's'}"
     here = " and ".join([tokens, *(f"{count:,} {_FORMS[state]}" for state, count in counts.items())])
     bytes_here, stored = memory.resident_bytes + memory.compressed_bytes + memory.checkpoint_bytes["device"], 0
-    if spec is not None and spec.kind != "tokens":  # then the checkpoint holds token ids only
+    if spec is not None and spec.kind != "tokens":  # a checkpoint of kind "tokens" has only ids
         stored = memory.checkpoint_bytes[spec.where]
         bytes_here -= stored if spec.where == "device" else 0
     parts = [f"{'exact: ' if exact else ''}{here} in memory ({size(bytes_here)})"]

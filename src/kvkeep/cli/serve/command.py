@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.options import ModelOptions
+from kvkeep.cli.output import note
 from kvkeep.cli.serve.address import Address, https
 from kvkeep.cli.serve.server_options import (
     GRACE_S,
@@ -15,7 +17,7 @@ from kvkeep.cli.serve.server_options import (
     MemoryOptions,
     NetworkOptions,
     ReplicaOptions,
-    SessionOptions,
+    StoreOptions,
 )
 from kvkeep.cli.startup import startup
 from kvkeep.extras import optional
@@ -35,7 +37,7 @@ def serve(
     measure: Annotated[
         bool, typer.Option(help="Measure this machine once while the server is idle, for 'kvkeep plan'.")
     ] = True,
-    sessions: SessionOptions,
+    store: StoreOptions,
     replicas: ReplicaOptions,
 ) -> None:
     """Serve conversations to OpenAI clients over HTTP, all within one memory limit.
@@ -47,31 +49,39 @@ def serve(
     model.check()
     for package in ("uvicorn", "fastapi", "prometheus_client"):
         optional(package, "serve")
-    replicas.check(memory, network, limits, sessions.sessions)
-    with startup():
-        from kvkeep.cli.serve.ray_serve import serve_replicas
-        from kvkeep.cli.serve.single_process import serve_here
-        from kvkeep.decode.session_store import sessions_folder
-        from kvkeep.serve.service import Service
-
+    replicas.check(memory, network, limits, store.sessions)
     grace = GRACE_S if limits.grace is None else limits.grace
     address = Address(network.host, network.port, https(network.certificate, network.private_key))
     keys, access = _access(network.keys, address, replicas.ray)
-    folder = sessions_folder(sessions.sessions)
-    given: dict[str, Any] = {
-        "model": model.model, "weights": model.weights, "device": model.device, "memory": memory.memory,
-        "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "sessions": folder.absolute(),
-        "quota": sessions.quota, "age": sessions.age, "cors": network.cors or (), "log_requests": log_requests,
-    }  # fmt: skip
-    service = Service.parse(given, memory.cache(), keys)
-    if replicas.ray is None:
-        service.store(shared=replicas.replicas is not None).check_folder()
-    saved = f"sessions: {folder}{sessions.limits()}"
-    if replicas.replicas is None:
-        serve_here(service, address, memory.conversations, grace, saved, access, measure=measure)
-    else:
-        scale = replicas.scale(memory.conversations)
-        serve_replicas(service, scale, replicas.ray, address, grace, saved, access)
+
+    with ExitStack() as stack:
+        server = None
+        if replicas.replicas is None:
+            from kvkeep.cli.serve.listening import listening
+
+            server = stack.enter_context(listening(address, grace))  # before the imports below, which take seconds
+            note(f"{server.url} listens; requests wait until the model is loaded")
+        with startup():
+            from kvkeep.cli.serve.ray_serve import serve_replicas
+            from kvkeep.cli.serve.single_process import serve_here
+            from kvkeep.serve.service import Service
+
+        folder = store.folder()
+        given: dict[str, Any] = {
+            "model": model.model, "weights": model.weights, "device": model.device, "memory": memory.memory,
+            "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
+            "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
+            "log_requests": log_requests,
+        }  # fmt: skip
+        service = Service.parse(given, memory.cache(), keys)
+        if replicas.ray is None:
+            service.store(shared=server is None)
+        saved = store.describe(service)
+        if server is not None:
+            serve_here(server, service, address, memory.conversations, grace, saved, access, measure=measure)
+        else:
+            scale = replicas.scale(memory.conversations)
+            serve_replicas(service, scale, replicas.ray, address, grace, saved, access)
 
 
 def _access(file: str | None, address: Address, ray: str | None) -> tuple[list[str], str]:

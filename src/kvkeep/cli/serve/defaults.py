@@ -44,7 +44,7 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
     loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = with_defaults(service, loaded, conversations, processes)
     del loaded
-    gc.collect()  # a model refers to itself
+    gc.collect()  # models have reference cycles
     trim_memory()
     return service
 

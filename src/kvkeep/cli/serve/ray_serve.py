@@ -20,16 +20,16 @@ def serve_replicas(
     """Run replicas with Ray Serve.
 
     Without the address of a ``cluster``, they run until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds
-    to finish. Replicas in a ``cluster`` keep running. saved, access: lines to print about sessions and keys.
+    to finish. Replicas in a ``cluster`` keep running. saved, access: lines to print about the store and keys.
     """
     port = address.port
     if cluster is None:
         service = with_defaults_for_replicas(service, scale.ongoing, scale.maximum)
-        with address.socket() as free:  # Ray Serve's proxy takes its place
+        with address.socket() as free:  # finds the port that Ray Serve's proxy uses later
             port = free.getsockname()[1]
     with replicas.cluster(cluster, scale):
         stopped = threading.Event()
-        if cluster is None:  # after Ray has set its own handlers, which abort, and before replicas start
+        if cluster is None:  # after Ray sets its handlers, which abort, and before replicas start
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stopped.set())
         proxy = Address(*replicas.deploy(service, scale, address.host, port, address.tls))

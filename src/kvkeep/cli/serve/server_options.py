@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -12,9 +13,11 @@ from kvkeep.budget import bytes_of
 from kvkeep.cli import completion, options
 from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.errors import UsageError
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.serve.replicas import Scale
+    from kvkeep.serve.service import Service
 
 GRACE_S = 10.0
 """Default seconds for running answers to finish."""
@@ -104,25 +107,41 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
-class SessionOptions:
-    """The folder of sessions, their sizes and lifetimes."""
+class StoreOptions:
+    """The store of conversations: its folder, size and lifetime."""
 
     sessions: options.Sessions = None
+    bucket: Annotated[
+        str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")
+    ] = None
     quota: Annotated[
-        str | None,
-        Option(
-            help="Maximum size of all saved sessions (10GB); the least recently used are removed.",
-            show_default="no limit",
-        ),
-    ] = None
+        str, Option(help="Maximum size of the stored blocks (10GB); the least recently used are removed.")
+    ] = "2GB"
     age: Annotated[
-        float | None, Option(min=0, help="Days after which an unused session is removed.", show_default="no limit")
+        float | None,
+        Option(min=0, help="Days after which unused blocks and sessions are removed.", show_default="no limit"),
     ] = None
+    private: Annotated[bool, Option("--private", help="Keep conversations in memory only.")] = False
 
-    def limits(self) -> str:
-        """Return the end of a sentence about the maximum size and age of sessions."""
-        size = "" if self.quota is None else f", at most {self.quota}: the least recently used are removed"
-        return size + ("" if self.age is None else f", removed after {self.age:g} days without use")
+    def folder(self) -> Path | None:
+        """Return the folder of the store; None with --private. Raises UsageError for --private with either."""
+        from kvkeep.blocks.store import store_folder
+
+        if not self.private:
+            return store_folder(self.sessions)
+        for name, value in {"sessions": self.sessions, "bucket": self.bucket}.items():
+            if value is not None:
+                raise UsageError(f"--private keeps conversations in memory only; leave it or --{name} out.")
+        return None
+
+    def describe(self, service: Service) -> str:
+        """Return a line on what is stored where."""
+        if service.folder is None:
+            return "conversations are kept in memory only"
+        age = "" if self.age is None else f", for {self.age:g} days without use"
+        bucket = "" if service.bucket is None else f"{service.bucket} and "
+        where = f"conversations are stored in {bucket}{service.folder}, at most {size(service.quota)}{age}"
+        return f"{where} (--private keeps them in memory)"
 
 
 @dataclass(frozen=True)
@@ -168,8 +187,8 @@ class ReplicaOptions:
         needed = {"--memory": memory.memory, "--method or --budget": memory.cache(), "--sessions": sessions}
         if missing := [name for name, value in needed.items() if not value]:
             raise UsageError(
-                f"With --ray give {' and '.join(missing)}: machines differ in memory, and sessions must be in a folder "
-                "that all of them share."
+                f"With --ray give {' and '.join(missing)}: machines differ in memory, and conversations must be in "
+                "a folder that all of them share."
             )
 
     def scale(self, conversations: int) -> Scale:

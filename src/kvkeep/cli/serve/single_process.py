@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
-
-import uvicorn
 
 from kvkeep.cli.output import note
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.defaults import describe_default, with_defaults
+from kvkeep.cli.serve.listening import HTTPServer
 from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import load
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.connection import uvicorn_config
 from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
@@ -26,13 +23,22 @@ STOPPED = "stopped; all turns are saved"
 
 
 def serve_here(
-    service: Service, address: Address, conversations: int, grace: float, saved: str, access: str, *, measure: bool
+    server: HTTPServer,
+    service: Service,
+    address: Address,
+    conversations: int,
+    grace: float,
+    saved: str,
+    access: str,
+    *,
+    measure: bool,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
+    """Load the model and serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
 
     Args:
+        server: listens on ``address`` already.
         conversations: share the memory if the service names no cache.
-        saved, access: lines to print about sessions and keys.
+        saved, access: lines to print about the store and keys.
         measure: measure this machine when the server is idle.
 
     Raises:
@@ -41,43 +47,31 @@ def serve_here(
     with startup(service.model):
         loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = with_defaults(service, loaded, conversations)
-    with address.socket() as listener:
-        url = address.url(listener.getsockname()[1])
-        engine = service.engine(loaded, shared=False)
-        app = service.application(engine, loaded)
-        server = _Server(uvicorn_config(app, timeout_graceful_shutdown=int(grace) + 1, **address.tls))
-        _raise_file_limit()
-        default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
-        engine.start()
-        size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
-        note(f"{url}/v1  model '{loaded.name}', {size}; chat page: {url}/")
-        if address.is_any:
-            note("from another machine, use this machine's name or address instead")
-        note(default)
-        refusal = engine.sessions.files.refusal
-        note(saved if refusal is None else f"sessions are not saved: {refusal}")
-        note(access)
-        if service.logs:
-            log_requests()
-        _stop_on_signals(server, engine, grace)
-        measuring = Measuring(engine, note)
-        if measure:
-            measuring.start()
-        server.run(sockets=[listener])
-        measuring.stop()
+    engine = service.engine(loaded, shared=False)
+    app = service.application(engine, loaded)
+    _raise_file_limit()
+    default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
+    engine.start()
+    size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
+    note(f"{server.url}/v1  model '{loaded.name}', {size}; chat page: {server.url}/")
+    if address.is_any:
+        note("from another machine, use this machine's name or address instead")
+    note(default)
+    refusal = engine.sessions.storage.refusal
+    note(saved if refusal is None else f"conversations are not stored: {refusal}")
+    note(access)
+    if service.logs:
+        log_requests()
+    _stop_on_signals(server, engine, grace)
+    measuring = Measuring(engine, note)
+    if measure:
+        measuring.start()
+    server.serve_until_exit(app)
+    measuring.stop()
     if engine.fault is not None:
         raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
     engine.stop(0.0)
-    note(STOPPED if refusal is None else "stopped")
-
-
-class _Server(uvicorn.Server):
-    """A server whose signals :func:`_stop_on_signals` handles, so that answers end before connections."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Install no handlers."""
-        yield
+    note("stopped" if engine.sessions.storage.store is None else STOPPED)
 
 
 def _raise_file_limit() -> None:
@@ -91,7 +85,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
-def _stop_on_signals(server: uvicorn.Server, engine: Engine, grace: float) -> None:
+def _stop_on_signals(server: HTTPServer, engine: Engine, grace: float) -> None:
     """Handle SIGTERM and Ctrl-C: refuse new requests, let answers finish within ``grace`` seconds, and stop the server.
     Stop it also when the engine ends."""
 

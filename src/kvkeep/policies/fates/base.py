@@ -63,7 +63,7 @@ class GroupedFate(Fate):
         return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
 
     def resident(self, entries: int) -> int:
-        """Return the exact entries, without those of the incomplete group."""
+        """Return the number of exact entries, without those of the incomplete group."""
         return exact_entries(self.exact, entries)
 
     def _groups(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:

@@ -58,8 +58,14 @@ class InOrder(EvictedStore):
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        for pair in zip(keys, values, strict=True):
+            self.checkpoint.adopt(self.layer, *pair)
+        self.taken = sum(piece.shape[1] for piece in keys)
+        return True
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
-        self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left some rows
+        self.checkpoint.truncate(self.layer, self.taken)  # a failed write may have left rows
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 
@@ -81,7 +87,7 @@ class InOrder(EvictedStore):
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
     def pages(self) -> Iterator[Piece]:
-        """Yield all of them as tensors, a page at a time."""
+        """Yield all entries as tensors, a page at a time."""
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken)
 

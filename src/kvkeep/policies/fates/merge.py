@@ -24,8 +24,8 @@ class Merge(Fate):
     means over all their tokens."""
 
     by: str = "key"
-    """The entry to merge into: "key", that with the most similar key (cosine, as cached), or "slot", the nearest in the
-    text."""
+    """The entry to merge into: "key" is the entry with the most similar key (cosine, as cached), "slot" the nearest
+    entry in the text."""
 
     label: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True

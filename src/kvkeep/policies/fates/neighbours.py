@@ -1,4 +1,4 @@
-"""Fates that merge neighbours: no entry is evicted, the least attended neighbours become one."""
+"""Fates that merge neighbours: instead of an eviction, the least attended neighbours become one entry."""
 
 from __future__ import annotations
 

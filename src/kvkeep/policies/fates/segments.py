@@ -57,7 +57,7 @@ class Segments(Fate):
 
 @dataclass(frozen=True)
 class Promising(Codec):
-    """Entries as they are, beside the least and the greatest of every key channel."""
+    """Entries as they are, beside the minimum and maximum of every key channel."""
 
     kept: ClassVar[EntryState] = EntryState.CHECKPOINTED
 

@@ -81,7 +81,7 @@ class Sketch(Fate):
         return entries - self._sketched(entries)
 
     def _sketched(self, entries: int) -> int:
-        """Return the size of the sketch in entries: a multiple of its rows, two slots or more in each."""
+        """Return the size of the sketch in entries: a multiple of its rows, with two slots or more in each row."""
         return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:

@@ -39,7 +39,7 @@ class InTiers(Fate):
             raise unknown("part of tiers", self.without, PARTS)
 
     def resident(self, entries: int) -> int:
-        """Return the exact entries, without those of the incomplete group."""
+        """Return the number of exact entries, without those of the incomplete group."""
         return min(exact_entries(self.exact, entries), entries // 4)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:

@@ -25,7 +25,7 @@ class FetchOnMiss(PagesThatMatter):
     in use stay."""
 
     limit: int = 64
-    """The most entries of a KV head that come back after a step."""
+    """The maximum number of a KV head's entries that come back after a step."""
     threshold: float = 0.0
     """The share of attention; 0 is 1/T after T tokens."""
 

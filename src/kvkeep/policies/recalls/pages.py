@@ -13,15 +13,15 @@ from kvkeep.policies.recalls.selective import PagesThatMatter
 from kvkeep.stores.readers.bounds import PAGE
 
 ALL = 2**31
-"""A number above that of all pages."""
+"""A number of pages that no text reaches."""
 
 
 @dataclass(frozen=True)
 class Pages(PagesThatMatter):
     """In each step every KV head recalls the ``count`` pages of 32 tokens with the highest bounds.
 
-    The bound of a page is the most that it can add to the head's attention, by the bounds of its keys; the maximum over
-    the step's queries."""
+    The bound of a page is the maximum that it can add to the head's attention, by the bounds of its keys. Of the step's
+    queries, the one with the highest bound counts."""
 
     count: int = 8
     """Pages of a KV head in a step; :data:`ALL` is "all" in a method's name."""

@@ -19,7 +19,7 @@ class Verified(Recall):
     once. Accepted tokens equal those of the unbounded cache; the first wrong one is replaced."""
 
     longest: int = 24
-    """The most tokens that are drafted before they are verified."""
+    """The maximum number of tokens drafted before they are verified."""
 
     label: ClassVar[str] = "all entries, once for each run of drafts"
     source: ClassVar[str] = "arXiv:2211.17192, a model drafting for itself"
@@ -31,8 +31,8 @@ class Verified(Recall):
             raise UsageError(f"Recall 'verified' drafts at least 1 token in a run, not {self.longest}.")
 
     def tail(self, entries: int) -> int:
-        """Return the entries for the drafts and the token before them, at most half of the budget. Raises BudgetError
-        where there is none."""
+        """Return the number of entries for the drafts and the token before them, at most half of the budget. Raises
+        BudgetError where there are none."""
         if entries < 4:
             raise BudgetError(
                 f"A budget of {entries} entries is too small for drafts and the entries they attend to; give at "

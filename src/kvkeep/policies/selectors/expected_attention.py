@@ -50,7 +50,7 @@ class ExpectedAttention(Scored):
 
     @property
     def observation_window(self) -> int:
-        """One query, so that :meth:`observe` gets keys and values; its attention is not used."""
+        """1, so that :meth:`observe` gets keys and values; it ignores the attention of that query."""
         return 1
 
     @property

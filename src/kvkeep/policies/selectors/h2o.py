@@ -34,7 +34,7 @@ class H2O(Selector):
 
     @property
     def observation_window(self) -> None:
-        """All queries count, including those of the prompt."""
+        """None: all queries count, including those of the prompt."""
         return None
 
     @property

@@ -15,7 +15,7 @@ class Nobody(Selector):
     """All entries stay."""
 
     layout: str = "dynamic"
-    """"dynamic" (buffers that grow), "static" (allocated once), or "paged" (blocks of a pool)."""
+    """The memory layout: "dynamic" (buffers that grow), "static" (allocated once), or "paged" (blocks of a pool)."""
 
     leaves: ClassVar[str] = "none"
     source: ClassVar[str] = ""
@@ -23,9 +23,9 @@ class Nobody(Selector):
 
     @property
     def budgeted(self) -> bool:
-        """A static cache needs a budget: the entries to allocate."""
+        """Whether the layout needs a budget: a static cache needs the number of entries to allocate."""
         return self.layout == "static"
 
     def rank(self, entries: Candidates) -> Tensor:
-        """Unused, because nothing is evicted."""
+        """Return any ranks: they are unused, because no entry is evicted."""
         return entries.slots

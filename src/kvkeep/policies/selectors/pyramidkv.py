@@ -19,7 +19,7 @@ class PyramidKV(SnapKV):
     source: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = 20.0
-    """The mean budget beside the window, divided by that of the last layer."""
+    """The mean budget beside the window, divided by the last layer's budget beside the window."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

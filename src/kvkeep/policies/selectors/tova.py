@@ -25,6 +25,6 @@ class Tova(Selector):
         return 1
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return the attention of the last query alone, the mean over the heads of a row."""
+        """Return the attention of the last query: the mean over the heads of a row."""
         mean = weights.unflatten(0, (-1, entries.heads)).mean(1, keepdim=True)
         return mean.repeat(1, entries.heads, 1).flatten(0, 1)

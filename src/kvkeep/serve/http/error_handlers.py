@@ -62,7 +62,7 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, AnyHTTPException):
-        if error.status_code == 400:  # the body is not text, or too deeply nested
+        if error.status_code == 400:  # the body is binary or too deeply nested
             return _unreadable()
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return APIError(error.status_code, f"{error.detail}.", code, headers=error.headers)
@@ -78,7 +78,7 @@ def api_error(error: Exception) -> APIError:
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
         return APIError(400, str(error), code)
     if isinstance(error, SessionBusy):
-        what = str(error).partition(";")[0].rstrip(".")  # the rest is for users who can end the other program
+        what = str(error).partition(";")[0].rstrip(".")  # the rest advises to end the other program
         return APIError(409, f"{what}; retry in a moment.", "session_in_use", headers={"Retry-After": "1"})
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
         return APIError(409, str(error), "session")  # the session has another model, tokenizer or version

@@ -55,7 +55,7 @@ class DocumentedApp(FastAPI):
 
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's validation errors, which clients never get
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's validation errors, which clients never receive
         parts["schemas"].pop(name, None)
     parts["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys, if it has any."}

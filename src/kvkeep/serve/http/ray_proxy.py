@@ -132,9 +132,9 @@ class _Response:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._lost = False  # Serve sent its error instead
-        self._begun = self._complete = False  # the replica's response
-        self._streams = False  # it is a stream of events
+        self._lost = False  # whether Serve sent its error instead
+        self._begun = self._complete = False  # whether the replica's response has begun, and ended
+        self._streams = False  # whether the response is an event stream
 
     async def send(self, message: Message) -> None:
         """Pass a message on, unless it is Serve's error."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from kvkeep.decode.session_store import UNSAVED, SessionInfo, SessionStore
+from kvkeep.blocks.store import UNSAVED, SessionInfo, Store
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
@@ -19,12 +19,12 @@ from kvkeep.serve.session import check_name
 
 def session_routes(engine: Engine) -> APIRouter:
     """Return the routes of an engine's sessions."""
-    routes, pool, files = APIRouter(prefix="/v1/sessions"), engine.sessions, engine.sessions.files
+    routes, pool, storage = APIRouter(prefix="/v1/sessions"), engine.sessions, engine.sessions.storage
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
-        saved = await asyncio.to_thread(_saved, files.store, owner, name)
-        marks = {_name(info): info.mark for info in saved} if files.shared else None
+        saved = await asyncio.to_thread(_saved, storage.store, owner, name)
+        marks = {_name(info): info.mark for info in saved} if storage.shared else None
         found = {_name(info): _facts(info) for info in saved}
         for one, facts in (await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))).items():
             if one in found or "state" in facts:
@@ -56,11 +56,13 @@ def session_routes(engine: Engine) -> APIRouter:
         if name not in await known(*key):
             raise _unknown(name)
         await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
-        if files.store is not None:
+        if storage.store is not None:
             try:
-                await asyncio.to_thread(files.naming_session, key, partial(files.store.remove, "/".join(key)))
+                await asyncio.to_thread(storage.naming_session, key, partial(storage.store.remove, "/".join(key)))
             except SessionError:
-                if await asyncio.to_thread(_saved, files.store, *key):  # else it has no file, or was already deleted
+                if await asyncio.to_thread(
+                    _saved, storage.store, *key
+                ):  # else it is not stored, or was already deleted
                     raise
         return {"name": name, "object": "session", "deleted": True}
 
@@ -75,26 +77,26 @@ def _name(info: SessionInfo) -> str:
     return info.name.rpartition("/")[2]
 
 
-def _saved(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
-    """Return the facts about all files of an owner, or about one."""
+def _saved(store: Store | None, owner: str, name: str | None) -> list[SessionInfo]:
+    """Return the facts about all stored sessions of an owner, or about one."""
     if store is None:
         return []
     if name is None:
         return store.sessions(owner)
-    with suppress(SessionError, UsageError, FileNotFoundError):  # the file is missing or unreadable
+    with suppress(SessionError, UsageError, FileNotFoundError):  # it is missing or unreadable
         return [store.info(f"{owner}/{name}")]
     return []
 
 
-NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The file cannot be read."
+NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The session cannot be read."
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:
-    """Return the facts of a file, without its path."""
+    """Return the facts of a stored session, without its path."""
     return {
         "name": _name(info),
         "object": "session",
-        "state": "in use elsewhere" if info.held else "parked",
+        "state": "in use elsewhere" if info.in_use else "parked",
         "tokens": info.tokens,
         "turns": info.turns,
         "method": info.method,

@@ -25,13 +25,13 @@ _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
 
 
 class Call:
-    """The arguments of one attention: ``spans`` in the order of the text; fewer lanes are read in turns. Codes in
-    groups of 32 entries come before all others.
+    """The arguments of one attention: ``spans`` in the order of the text, codes in groups of 32 entries first. Lane l
+    of the query reads lane l mod n of a span with n lanes.
 
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
-    entries that each lane sees, (lanes,) ints. shift: what is added to the number of an entry for its place in blocks,
-    (lanes,) ints: minus the padding before a row, plus what lies before the first entry given. mask: (lanes or 1,
-    queries or 1, entries) bool, True is seen.
+    range of entries that each lane sees, (lanes,) ints. shift: (lanes,) ints that are added to the number of an entry
+    to find its place in blocks: the entries before the first given one, minus the padding before the row. mask: (lanes
+    or 1, queries or 1, entries) bool, True is seen.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Call:
         self, dtype: torch.dtype = torch.bfloat16, state: Tensor | None = None, resumes: bool = False, last: bool = True
     ) -> tuple[Tensor, Tensor] | None:
         """Return the output (lanes, groups, queries, value_dim) in ``dtype`` (bfloat16 or float32), and the log-sum-exp
-        of scores (lanes, groups, queries) float32; zeros and -inf for a query that sees nothing.
+        of scores (lanes, groups, queries) float32; zeros and -inf for a query that sees no entry.
 
-        state: made by :meth:`new_state`, where an attention takes several calls of whole blocks; a later call
-        ``resumes`` it, and one that is not the ``last`` returns None.
+        state: made by :meth:`new_state`, where an attention takes several calls of whole blocks. A later call
+        ``resumes`` it. Only the ``last`` call returns a result; the others return None.
         """
         output = torch.empty(*self.query.shape[:3], self.value_dim, dtype=dtype) if last else None
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
@@ -98,8 +98,9 @@ class Call:
         return torch.empty(self.query.shape[:3].numel() * (2 + self.value_dim), dtype=torch.float32)
 
     def received(self, lse: Tensor, last: int | None = None, greatest: bool = False) -> Tensor:
-        """Return the attention each entry received of the ``last`` queries, (lanes, entries) float32: summed, mean over
-        the groups, or with ``greatest`` the maximum over both. lse: as :meth:`attend` returned it, over all entries."""
+        """Return the attention that each entry received from the ``last`` queries, (lanes, entries) float32: the sum
+        over queries of the mean over the groups, or with ``greatest`` the maximum over both. lse: from :meth:`attend`,
+        over all entries."""
         lse = lse.contiguous()
         out = torch.empty(len(self.query), self.entries, dtype=torch.float32)
         queries = self.query.shape[2]
@@ -112,8 +113,8 @@ class CollectedAttention:
     """Attention over entries that arrive in pieces, in the order of the text, in as few calls as memory allows.
 
     Stored entries are collected for one call. Entries that were formed for this attention are attended at once, in
-    whole blocks; the entries of an incomplete block are copied until the block is complete. origin: as :class:`Call`'s
-    ``first``, counted from the first piece; blocks are counted from it.
+    whole blocks; the entries of an incomplete block are copied until the block is complete. origin: the first entry
+    that each lane sees, (lanes,) ints, counted from the first piece; blocks are counted from it.
     """
 
     def __init__(self, query: Tensor, scaling: float, origin: Tensor | None = None) -> None:
@@ -121,18 +122,18 @@ class CollectedAttention:
         self._origin = origin
         self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
-        self._newest: Span | None = None  # query i sees its first i + 1 entries
+        self._newest: Span | None = None  # query i attends to its first i + 1 entries
         self._grouped = 0  # spans that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # entries before the collected ones
-        self._skipped: Tensor | None = None  # the number of collected entries that each lane has attended to
+        self._skipped: Tensor | None = None  # number of collected entries that each lane attended to
 
     def __bool__(self) -> bool:
         return bool(self._spans) or self._newest is not None or self._state is not None
 
     def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
-        """Add entries (lanes, n, dim) with a mask (lanes or 1, queries or 1, n) bool, or None. causal: as of a
-        Segment; such entries come after all others. formed: as of a Segment."""
+        """Add entries (lanes, n, dim) with a mask (lanes or 1, queries or 1, n) bool, or None. causal, formed: those of
+        the :class:`Segment`; causal entries come after all others."""
         spans = spans_of(key, value)
         if causal:
             (self._newest,) = spans
@@ -154,22 +155,23 @@ class CollectedAttention:
         return done
 
     def scored(self, greatest: bool) -> tuple[Tensor, Tensor]:
-        """Return the output, bfloat16, and the attention each entry received, (lanes, entries), as
-        :meth:`Call.received`."""
+        """Return the output, bfloat16, and the attention that each entry received, (lanes, entries)
+        (:meth:`Call.received`)."""
         call = self._call(True)
         done = call.attend()
         assert done is not None
         return done[0], call.received(done[1], None, greatest)
 
     def received(self, lse: Tensor, last: int | None, greatest: bool) -> Tensor:
-        """Return the attention that each entry received, (lanes, entries), by a log-sum-exp over more than these."""
+        """Return the attention that each entry received, (lanes, entries). lse: over these entries, perhaps also over
+        others."""
         return self._call(True).received(lse, last, greatest)
 
     def _call(self, last: bool, stop: Tensor | None = None) -> Call:
         entries, spans, newest = sum(count for count, _ in self._masks), self._spans, 0
         if last and self._newest is not None:
             newest, spans = self._newest.entries, [*spans, self._newest]
-        if not spans:  # whole blocks, attended already
+        if not spans:  # all entries were attended in complete blocks
             spans = [self._nothing()]
         mask = self._mask(entries, newest)
         past = entries if newest and mask is None else None
@@ -232,7 +234,7 @@ class CollectedAttention:
 
 
 def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
-    """Return keys, values and mask of a segment without the axis of heads, of all lanes in order."""
+    """Return keys, values and mask of a segment for all lanes in order, without the axis of heads."""
     mask = None if segment.mask is None else segment.mask[:, 0]
     if not isinstance(segment.key, Tensor):
         return segment.key, segment.value, mask
@@ -272,9 +274,9 @@ def attend_all(
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
     does not run.
 
-    query: (batch, heads, queries, dim). key, value: (batch, kv_heads, entries, dim), slots ``start`` .. of the text,
-    the queries' own last. mask: bool, (batch or 1, 1, queries, entries); None: causal. first: the first slot of each
-    row that is not padding, (batch,); None without padding.
+    query: (batch, heads, queries, dim). key, value: (batch, kv_heads, entries, dim), the slots of the text from
+    ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries); None: causal.
+    first: the first slot of each row that is not padding, (batch,); None without padding.
     """
     if not can_attend(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
         return None

@@ -23,8 +23,8 @@ from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
 def can_attend(query: Tensor, keys: Any, values: Any) -> bool:
-    """Return whether the library attends with these: it is loaded, and they are bfloat16 on the CPU, in heads of even
-    width."""
+    """Return whether the library attends with these tensors: it is loaded, and they are bfloat16 on the CPU, in heads
+    of even width."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return False
     return can_read(keys, values)
@@ -68,24 +68,24 @@ def _in_spans(keys: Any, values: Any) -> bool:
 
 
 def _grouped(keys: Any, values: Any) -> bool:
-    """Return whether these are codes in groups of a tile."""
+    """Return whether the entries are codes in groups of a tile."""
     return bool(values.width % 16 == 0)
 
 
 def _by_channel(keys: Any, values: Any) -> bool:
-    """Return whether these are codes of 8 bits with a scale for each channel."""
+    """Return whether the entries are codes of 8 bits with a scale for each channel."""
     return all(part.codes.dtype == torch.int8 and part.codes.shape[2] % 16 == 0 for part in (keys, values))
 
 
 def _sketched(keys: Any, values: Any) -> bool:
-    """Return whether these are means of sums, or medians of a number of sums that the kernel supports."""
+    """Return whether the entries are means of sums, or medians of a number of sums that the kernel supports."""
     return (keys.by == "mean" or len(keys.at) in (1, 3, 5)) and all(
         _bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values)
     )
 
 
 _READABLE = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel, "sketched": _sketched}
-"""Whether the library reads such codes, by their layout."""
+"""By layout: the function that says whether the library reads such codes."""
 
 
 def spans_of(key: Any, value: Any) -> Sequence[Span]:
@@ -123,7 +123,7 @@ def piece_of(span: Span) -> KvPiece:
         tensors = _describe(piece, span.keys, span.values)
         if isinstance(span.keys, Tensor):
             rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries there is no place
+        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries, the address is 0
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
     piece.entries = span.stop - span.start

@@ -1,4 +1,4 @@
-"""Planned steps by the native library: an entry written in each lane, one layer, or all layers at once."""
+"""Planned steps by the native library: writing an entry in each lane, running one layer, or running all layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvkeep.step.plan import Destination, LayerStep
 
 
 def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
-    """Return whether the library writes new entries, of any type of numbers, as a step says."""
+    """Return whether the library can write new entries as a step says; any type of numbers will do."""
     append, ranks = step.append, step.ranks
     return (
         append.keys.device.type == "cpu"
@@ -44,11 +44,11 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
 def run(
     steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Run one layer for a token of each of several sessions: write its entry, and return its attention, (1, row, heads,
-    value_dim); that of tokens of no session is not set.
+    """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
+    heads, value_dim). Places of the row without such a token have arbitrary results.
 
-    steps, tokens: of each session, and its token's place in the row. query: (1, heads, row, dim). key, value: (1,
-    kv_heads, row, dim).
+    steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
+    (1, kv_heads, row, dim).
     """
     heads, row = query.shape[1:3]
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
@@ -74,10 +74,10 @@ def run(
 def run_layers(
     layers: Table, scaling: Table, steps: Sequence[Sequence[LayerStep]], x: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Run all layers of a decoder for a token of each of several sessions; return the output of the last one,
+    """Run all layers of a decoder for one token of each of several sessions; return the output of the last layer,
     (1, tokens, hidden).
 
-    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, one
+    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, a step
     for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
@@ -113,7 +113,7 @@ def _compiled(step: LayerStep) -> _Compiled:
 
 
 class _Compiled:
-    """A :class:`LayerStep` in the library's form: made once, and then updated where the step changes."""
+    """A :class:`LayerStep` in the library's form. It is made once, and updated when the step changes."""
 
     def __init__(self, append: Destination) -> None:
         self.append = append

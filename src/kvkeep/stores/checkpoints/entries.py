@@ -35,12 +35,16 @@ class EntryCheckpoint(Checkpoint):
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
-        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer, of pages that are the same since
+        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
+
+    def adopt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for rows, new in zip(self._rows[layer], (keys, values), strict=True):
+            rows.adopt(new)
 
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield views where the entries are in the device's memory, else copies of a page at a time. lazy: one piece

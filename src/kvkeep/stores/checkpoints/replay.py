@@ -92,8 +92,8 @@ class _Scratch:
         return step.unfolded(attend(step.query, segments, scaling, origin=origin)[0])
 
     def _mask(self, first_query: int, queries: int, start: int, stop: int) -> Tensor | None:
-        """Return which of the slots ``start``..``stop`` queries at slots ``first_query``.. see, (lanes or 1, 1,
-        queries, slots) bool, or None where all are seen: no padding, and none beyond the window."""
+        """Return which of the slots ``start``..``stop`` the queries at slots ``first_query``.. see, (lanes or 1, 1,
+        queries, slots) bool. None: every query sees all of them."""
         mask: Tensor | None = None
         if self.visible is not None:
             mask = self.visible[:, None, None, start:stop].expand(-1, 1, queries, -1).repeat_interleave(self.heads, 0)

@@ -47,7 +47,7 @@ class ResidualCheckpoint(Checkpoint):
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
-        # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
+        # If every layer has residuals, single entries are rebuilt. Otherwise layers run again between anchors.
         # Where heads are split over processes, all processes look up the same ids together, but would pick different
         # ones.
         self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
@@ -66,7 +66,7 @@ class ResidualCheckpoint(Checkpoint):
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
         """Drop the residuals rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger. From the
-        first token that comes as an embedding they are kept as vectors, earlier ones included."""
+        first token that comes as an embedding, the checkpoint keeps them as vectors, earlier ones included."""
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
@@ -96,8 +96,7 @@ class ResidualCheckpoint(Checkpoint):
             self._drop()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the slots that any lane asks for, once for all lanes and a page at a time; then pick those of each
-        lane."""
+        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane."""
         union, place = slot.unique(return_inverse=True)
         rows: Rows | None = self._rows.get(layer)
         by_row = torch.arange(self.ledger.batch, device=slot.device)

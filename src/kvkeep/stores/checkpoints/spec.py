@@ -12,22 +12,22 @@ KINDS = ("tokens", "residual", "kv")
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """The kind and place of a checkpoint.
-
-    kind: "tokens", "residual" or "kv". stride: layers per residual, for kind "residual". where: "device",
-    "host" or "disk". capacity: entries the store may hold; the oldest beyond it are lost, and the cache is
-    lossy from then on; None: unbounded. folder: for "disk".
-    """
+    """The kind and place of a checkpoint."""
 
     kind: str
+    """The form of the data: "tokens", "residual" or "kv"."""
     where: str
+    """The place: "device", "host" or "disk"."""
     stride: int = 1
+    """Layers per residual, for kind "residual"."""
     capacity: int | None = None
+    """Entries the checkpoint may hold; None: no limit. Beyond it the oldest are lost, and the cache is then lossy."""
     folder: str | None = None
+    """The folder of a checkpoint on disk."""
 
     @staticmethod
     def parse(text: str, where: str, *, capacity: int | None = None, folder: str | None = None) -> CheckpointSpec:
-        """Read ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``; raises UsageError for anything else."""
+        """Parse ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``. Raises UsageError for other texts."""
         kind, _, stride = text.partition(":")
         if kind not in KINDS:
             raise unknown("checkpoint kind", kind, KINDS)

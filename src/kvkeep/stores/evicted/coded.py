@@ -1,8 +1,8 @@
-"""Entries in few bits: codes with a scale and an offset, and the two products attention needs of them.
+"""Entries in few bits: codes with a scale and an offset, and the two products that attention needs.
 
 Keys are quantised per channel over groups of 32 entries, values per entry over groups of 32 channels (KIVI,
-arXiv:2402.02750, section 3): x = offset + scale * code. For one query neither is ever written out in full: scale and
-offset are folded into the query (keys) or into the weights (values), and the codes are multiplied as they are.
+arXiv:2402.02750, section 3): x = offset + scale * code. For one query keys and values are multiplied without decoding:
+scale and offset are folded into the query (keys) or into the weights (values).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
 
 
 def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1); of 16 bits, int16 about
-    the middle."""
+    """Quantise along the last axis. Return packed codes, scale and offset (float16, with a last axis of 1). Codes of 16
+    bits are int16, centred at 0."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that codes reach both ends
+    if bits == 16:  # float16 is coarser than a step, so the scale is rounded up to reach both ends
         offset = ((low + high) / 2).half()
         reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
         scale = (reach / (128 - FINE)).clamp(min=1e-6).half()
@@ -78,9 +78,13 @@ class Codes:
     layout: ClassVar[str] = "grouped"
 
     codes: Tensor
+    """uint8, (..., bytes), or int16 for codes of 16 bits."""
     scale: Tensor
+    """(..., 1) float16"""
     offset: Tensor
+    """(..., 1) float16"""
     bits: int
+    """Bits of a code."""
 
     def _numbers(self) -> Tensor:
         return (unpack(self.codes, self.bits, torch.float32) * self.scale.float()).add_(self.offset.float())

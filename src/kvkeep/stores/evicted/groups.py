@@ -26,43 +26,44 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """How a group is stored, and how attention reads it. kept: the state of an entry in a group."""
+    """How a group is stored, and how attention reads it."""
 
     kept: ClassVar[EntryState]
+    """The state of an entry in a group."""
     as_kept: ClassVar[bool] = False
-    """Whether attention reads the parts themselves, all of them for any query, and not numbers decoded from them."""
+    """Attention reads the parts themselves, without decoding, and reads all of them for any query."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data for reading groups."""
+        """Bytes of the codec's data for reading groups."""
         return 0
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return the parts of one group, (lanes, ...) each: keys and values (lanes, GROUP, dim), slots (lanes,
-        GROUP)."""
+        """Encode one group: keys and values (lanes, GROUP, dim), slots (lanes, GROUP). Return its parts, (lanes, ...)
+        each."""
 
     @abstractmethod
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the entries of groups: parts (lanes, groups, ...), slots (lanes, groups, GROUP). holes: some slots are
-        -1."""
+        """Yield the entries of groups. parts: (lanes, groups, ...). slots: (lanes, groups, GROUP). holes: some slots
+        are -1."""
 
 
 class Groups(EvictedStore):
-    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the most groups; beyond it the
-    oldest is overwritten. None: no limit."""
+    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the maximum number of groups;
+    beyond it a new group overwrites the oldest. None: no limit."""
 
     def __init__(self, capacity: int | None, codec: Codec) -> None:
         self.capacity, self.codec = capacity, codec
         self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
-        self.count = 0  # entries that wait
+        self.count = 0  # number of waiting entries
         self.parts: list[Tensor] = []  # (lanes, groups, ...)
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
-        self.written = 0  # groups ever written
+        self.written = 0  # number of groups written
         self.holes = False  # whether some slots are -1
         self.gaps = False  # whether some slots of waiting entries are -1
-        self._evicted = torch.empty(0)  # slots of the entries that a planned step evicts, (lanes, 1)
-        self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
+        self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1)
+        self._spans: list[Span] | None = None  # groups and waiting entries; valid for these tensors
         self._readable = False  # whether the native library reads all of these spans
 
     @property
@@ -113,7 +114,7 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        if not self.waiting or (evicts and self.count == GROUP - 1):  # the first group begins, or one is encoded
+        if not self.waiting or (evicts and self.count == GROUP - 1):  # a first group begins or a group is encoded
             return None
         spans = self.spans()
         if spans is None or self._spans is None or not self._readable:
@@ -181,7 +182,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps, self._spans = bool(holes), True, None  # there may be
+        self.holes, self.gaps, self._spans = bool(holes), True, None  # ``gaps`` is not saved
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None
@@ -200,7 +201,7 @@ class Groups(EvictedStore):
         if not self.parts or self.slots is None:
             within("counts", self.written, 0, 1)
             return
-        within("counts", self.written, 1, sys.maxsize)  # an entry that comes back may be evicted, and written, again
+        within("counts", self.written, 1, sys.maxsize)  # a recalled entry may be evicted and written again
         groups = self.slots.shape[1]
         within("groups", groups, self.kept, (groups if self.capacity is None else self.capacity) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))
@@ -219,13 +220,13 @@ class Groups(EvictedStore):
 
 
 def grown(groups: int, capacity: int | None) -> int:
-    """Return the groups that memory has room for after it grows from ``groups``: half more."""
+    """Return the number of groups to allocate when ``groups`` are full: half more."""
     size = max(8, groups + groups // 2)
     return size if capacity is None else min(capacity, size)
 
 
 def allocated(written: int, capacity: int | None) -> int:
-    """Return the groups that memory has room for after ``written`` groups."""
+    """Return the number of groups allocated after ``written`` groups."""
     size = 0
     while size < (written if capacity is None else min(written, capacity)):
         size = grown(size, capacity)
@@ -235,8 +236,8 @@ def allocated(written: int, capacity: int | None) -> int:
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, capacity: int | None, left: Sequence[int], size: int, number: int
 ) -> PredictedBytes:
-    """Return the bytes of a store of groups of ``size`` bytes a lane. left: the entries of a lane that are evicted, at
-    successive times. number: the temporary bytes for an entry of a lane in attention."""
+    """Return the bytes of a store whose groups have ``size`` bytes a lane. left: the number of entries that a lane
+    evicts in each pass. number: the temporary bytes for an entry of a lane in attention."""
     count, heads = sum(left), layer.kv_heads
     if not count:
         return PredictedBytes()

@@ -34,9 +34,9 @@ class MergeNeighbours(MergesNeighbours):
         super().__init__(site, adapter, slack)
         self.how, self.readers = how, site.readers
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots at the last reset of attention
-        self.due: Tensor | None = None  # (lanes, 1) int32: its value at the next observation, 0: unchanged
-        self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
-        self.group, self.heads = 1, 1  # heads of a group; KV heads of a row
+        self.due: Tensor | None = None  # (lanes, 1) int32: next value of ``since``; 0: unchanged
+        self.outputs: Tensor | None = None  # (lanes, value_dim): sum of heads and queries after ``since``
+        self.group, self.heads = 1, 1  # query heads of a group; KV heads of a row
 
     # -- what is observed ---------------------------------------------------------------------------
 
@@ -69,10 +69,10 @@ class MergeNeighbours(MergesNeighbours):
             self.begin(resident)
 
     def _attention(self, slots: Tensor, scores: Tensor, since: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return each entry's weight, and which entries have one yet.
+        """Return each entry's weight, and which entries already have one.
 
         The weight is the mean over the query heads of the lane, and over the queries since the last merging that could
-        see the entry. A new entry therefore has no disadvantage because few queries followed it.
+        see the entry. So a new entry has no disadvantage from the few queries after it.
         """
         queries = (end - torch.maximum(slots, since)).clamp(min=0)
         return scores / (queries.clamp(min=1) * self.readers), (queries > 0) & (slots >= 0)
@@ -87,7 +87,7 @@ class MergeNeighbours(MergesNeighbours):
         used, device = bank.used, new.keys.device
         if self.since is None or self.moved is None:
             self.since, self.moved = (torch.zeros(lanes, 1, dtype=torch.int32, device=device) for _ in range(2))
-        # A single entry is settled before it is attended: no query has seen it, so it does not merge yet.
+        # A single entry is settled before any query attends to it, so it does not merge yet.
         end = new.first if new.scores is None else new.first + new.count
         slots = torch.cat([bank.slots[:, :used], new.slots], 1)
         fresh = torch.zeros(new.slots.shape, device=device) if new.scores is None else new.scores
@@ -102,7 +102,7 @@ class MergeNeighbours(MergesNeighbours):
         excess = torch.where(occupied > bank.columns, (occupied - bank.columns).clamp(min=self.slack), 0)
         if bool(excess.any()):
             entries.clues = self.clues(bank, entries, end)
-        with self.meter.holding(*both, *both):  # before and after merging
+        with self.meter.holding(*both, *both):  # entries before and after merging
             merged = self._merged(bank, entries, excess, end)
             cut = entries.counts.sum(1, keepdim=True) - merged.counts.sum(1, keepdim=True)
             self.moved[bank.index] += cut.int()
@@ -116,7 +116,7 @@ class MergeNeighbours(MergesNeighbours):
             chosen = cheapest(entries, start + self.how.sinks, excess)
             made = chosen.sum(1, keepdim=True)
             if not int(made.sum()):
-                raise AssertionError("there is nothing to merge")  # budgets leave room for it
+                raise AssertionError("there is nothing to merge")  # budgets prevent this
             entries, tally = merge(entries, chosen, self.how, self._turned, self._output(bank, start, end))
             self.tally = self.tally.to(tally.device) + tally
             excess = excess - made
@@ -131,7 +131,7 @@ class MergeNeighbours(MergesNeighbours):
 
     def clues(self, bank: Bank, entries: OrderedEntries, end: int) -> Tensor | None:
         """Return the data of each entry, beside its attention, that the method needs for merging: (lanes, entries,
-        any), for the slots before ``end``; or None."""
+        any), for the slots before ``end``. None: it needs no other data."""
         return None
 
     def _write(self, bank: Bank, entries: OrderedEntries, merged: Tensor, end: int) -> None:

@@ -16,7 +16,7 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class MergeOnEvict(EvictedStore):
-    """A store without entries: :meth:`merge` merges them into those of a bank."""
+    """A store that keeps no entries: :meth:`merge` merges evicted entries into those of a bank."""
 
     merges = True
 
@@ -26,7 +26,7 @@ class MergeOnEvict(EvictedStore):
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         with self.meter.merging():
             for bank in resident.banks:
-                if bank.columns:  # none: a row of padding so far
+                if bank.columns:  # a row of padding has no columns
                     self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
 
     @abstractmethod

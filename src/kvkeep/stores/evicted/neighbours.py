@@ -23,25 +23,26 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class MergesNeighbours(EvictedStore):
-    """Makes room among resident entries. The selector is not asked to rank.
-
-    by_lane: names of tensors (lanes, ...), each None before its first use. slack: the number of tokens that one merging
-    makes room for while decoding. moved: (lanes, 1) int32, tokens that no count includes: capped, lost where pairs
-    overlapped, or taken by a rollback with others. lost: (lanes, 2 n) int32, slots from..to that rollbacks took with
-    others. tally: (2,) float64, pairs merged so far, and shares that had to be clamped. length: slots settled.
-    """
+    """Makes room among resident entries by merging, without the selector's ranks. slack: the number of tokens that one
+    merging makes room for while decoding."""
 
     keeps = False
     makes_room = True
     by_lane: ClassVar[tuple[str, ...]] = ("moved", "lost")
+    """The names of tensors (lanes, ...), each None before its first use."""
 
     def __init__(self, site: Site, adapter: Adapter, slack: int) -> None:
         self.layer, self.ledger, self.meter = site.layer.index, site.ledger, site.meter
         self.adapter, self.slack = adapter, slack
         self.tally = torch.zeros(2, dtype=torch.float64)
+        """(2,), the number of pairs merged so far, and the number of shares that were clamped."""
         self.moved: Tensor | None = None
+        """(lanes, 1) int32, the number of tokens in no entry's count: beyond the cap, lost where pairs overlapped, or
+        removed by a rollback together with others."""
         self.lost: Tensor | None = None
+        """(lanes, 2 n) int32, the slots from..to that rollbacks removed together with others."""
         self.length = 0
+        """The number of settled slots."""
 
     def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
         """Return keys (lanes, n, dim) rotated to ``by`` (lanes, n) positions later."""
@@ -102,7 +103,6 @@ class MergesNeighbours(EvictedStore):
             setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
 
     def _by_lane(self) -> dict[str, Tensor]:
-        """Return the tensors by lane that exist."""
         return {name: rows for name in self.by_lane if (rows := getattr(self, name)) is not None}
 
     @property

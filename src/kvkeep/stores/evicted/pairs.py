@@ -11,34 +11,34 @@ import torch
 from torch import Tensor
 
 ROUNDS = 12
-"""The most rounds of taking all local minima; pairs that are undecided after them wait for the next pass."""
+"""The maximum number of rounds that take all local minima; pairs that are still undecided wait for the next pass."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
-
-    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
-    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way,
-    None where the store does not note it. clues: what else it knows of each entry
-    (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at
-    all.
-    """
+    """Neighbours to be merged: the first of each pair, and the second. Tensors are (lanes, pairs, ...)."""
 
     keys: tuple[Tensor, Tensor]
+    """Keys rotated to the position of the first, float32."""
     values: tuple[Tensor, Tensor]
+    """The mean value of the tokens that each entry stands for."""
     attention: tuple[Tensor, Tensor]
+    """The weight of each entry, its count included: the mean over the queries that could see it."""
     output: Tensor | None
+    """(lanes, 1, value_dim), the layer's output, averaged in the same way; None where the store does not record it."""
     clues: tuple[Tensor, Tensor] | None
+    """Further data of each entry (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`)."""
     real: Tensor
+    """(lanes, pairs) bool; False marks an empty place."""
 
 
 class PairMerging(ABC):
-    """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
-    0 for none."""
+    """How two neighbours become one entry."""
 
     sinks: int
+    """The number of first entries of a row that are never merged."""
     cap: int
+    """The largest count of an entry; 0: no limit."""
 
     @abstractmethod
     def share(self, pairs: Pairs) -> Tensor:
@@ -48,19 +48,22 @@ class PairMerging(ABC):
 
 @dataclass
 class OrderedEntries:
-    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
-
-    counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
-    entries, any), what else the store knows of each; a merged entry has the sum of both.
-    """
+    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first."""
 
     keys: Tensor
+    """(lanes, entries, key_dim)"""
     values: Tensor
+    """(lanes, entries, value_dim)"""
     slots: Tensor
+    """(lanes, entries), -1 for a hole."""
     counts: Tensor
+    """(lanes, entries) float32, the number of tokens that an entry stands for, at most the cap."""
     attention: Tensor
+    """(lanes, entries) float32"""
     known: Tensor
+    """(lanes, entries) bool: some query has seen the entry."""
     clues: Tensor | None = None
+    """(lanes, entries, any), further data of each entry; a merged entry has the sum of both."""
 
     def at(self, index: Tensor) -> OrderedEntries:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
@@ -72,10 +75,11 @@ class OrderedEntries:
 
 
 class Merged(NamedTuple):
-    """Entries after a pass, and the counts of merged pairs: (2,), all, and those with a clamped share."""
+    """The result of a pass."""
 
     entries: OrderedEntries
     tally: Tensor
+    """(2,), the number of merged pairs, and of those with a clamped share."""
 
 
 def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Tensor:
@@ -90,10 +94,10 @@ def cheapest(entries: OrderedEntries, start: Tensor | int, wanted: Tensor) -> Te
 def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
     """Return which pairs to take: (lanes, n) bool, pair i being entries i and i + 1.
 
-    cost: (lanes, n), inf for pairs that must not merge. wanted: (lanes, 1), the most pairs. No two chosen pairs share
-    an entry. The result is that of a greedy choice by cost, where the first of equal costs wins. A greedy choice
-    contains every pair that is cheaper than both its neighbours. So each round takes all of these at once and removes
-    their neighbours.
+    cost: (lanes, n), inf for pairs that must not merge. wanted: (lanes, 1), the maximum number of pairs. No two chosen
+    pairs share an entry. The result is that of a greedy choice by cost, where the first of equal costs wins. A greedy
+    choice contains every pair that is cheaper than both its neighbours. So each round takes all of these at once and
+    removes their neighbours.
     """
     chosen = torch.zeros(cost.shape, dtype=torch.bool, device=cost.device)
     left = cost.clone()
@@ -122,7 +126,7 @@ def merge(
     pairs = int(chosen.sum(1).max())
     at = (~chosen).int().argsort(dim=1, stable=True)[:, :pairs]
     real = chosen.gather(1, at)
-    one, two = entries.at(at), entries.at(at + real)  # where it is no pair, the entry and itself
+    one, two = entries.at(at), entries.at(at + real)  # without a pair, the second is the entry itself
     dtype, keys = entries.keys.dtype, one.keys.float()
     second, values = turned(two.keys.float(), -one.counts), (one.values.float(), two.values.float())
     clues = None if one.clues is None or two.clues is None else (one.clues, two.clues)
@@ -145,7 +149,7 @@ def merge(
     gone = torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
     result.slots, result.counts = result.slots.masked_fill(gone, -1), result.counts.masked_fill(gone, 0)
     if how.cap:
-        # A count that was cut brings earlier entries nearer.
+        # A clamped count moves earlier entries closer to the end.
         nearer = _from_end(entries.counts) - _from_end(result.counts)
         if bool(nearer.any()):
             result.keys = turned(result.keys.float(), nearer).to(dtype)

@@ -3,13 +3,13 @@
 A sketch has r rows of b slots. A hash gives each id one slot in each row. Its vector is added there, times a hashed
 sign of ±1 where the sketch is signed (Charikar, Chen and Farach-Colton, 2002; KVReviver's Algorithms 1 and 2, which
 call the rows buckets). With n ids, n / b share a slot: the *load*. An estimate is the median of the r slots, element by
-element, or their mean. The mean is linear: products with estimates follow from products with the cells, and no estimate
-is written out.
+element, or their mean. The mean is linear, so products with estimates follow from products with the cells, without
+computing any estimate.
 
-Averaged cells are divided by their number of vectors, which a sketch knows exactly. An estimate is then the median of
+Averaged cells are divided by their number of vectors, which a sketch counts exactly. An estimate is then the median of
 means instead of sums, and therefore no longer than a vector (KVReviver does not divide).
 
-Centred estimates use deviations from the mean of all added vectors, which a sketch knows exactly. Shrunk estimates
+Centred estimates use deviations from the mean of all added vectors, which a sketch has exactly. Shrunk estimates
 multiply the deviation by 1 / (1 + c load), the best factor where all vectors have the same variance. Here c times the
 load is an estimate's variance in units of the vectors' variance; c is :data:`MEDIAN` of r rows for the median, 1 / r
 for the mean.
@@ -113,7 +113,7 @@ class CountSketch:
                 spread = MEDIAN[self.rows] if by == "median" else 1 / self.rows
                 deviation /= 1 + spread / self.slots * count[:, None, None]
             cells = deviation.to(cells.dtype)
-        cells = torch.cat([cells, -cells if self.signed else cells], 1)  # by places: signs are looked up, too
+        cells = torch.cat([cells, -cells if self.signed else cells], 1)  # signed cells are looked up by place
         return Estimates(cells, at, mean, by, meter or Meter())
 
     def select(self, lanes: Tensor) -> None:
@@ -134,18 +134,18 @@ class CountSketch:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimated keys or values that know their products (:class:`~kvkeep.step.plan.Coded`).
-
-    cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, where the cells
-    are deviations from a mean. by: "median" or "mean".
-    """
+    """Estimated keys or values, which compute products without decoding (:class:`~kvkeep.step.plan.Coded`)."""
 
     layout: ClassVar[str] = "sketched"
 
     cells: Tensor
+    """(lanes, 2 cells, dim), by place."""
     at: Tensor
+    """The places of the entries, (rows, lanes, n)."""
     mean: Tensor | None
+    """(lanes, 1, dim) float32, the mean of the vectors where cells are deviations from it; else None."""
     by: str
+    """How an estimate follows from its cells: "median" or "mean"."""
     meter: Meter
 
     def part(self, start: int, stop: int) -> Estimates:
@@ -186,7 +186,7 @@ class Estimates:
         return (written if self.mean is None else written + self.mean).to(dtype)
 
     def _pages(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield estimates without the mean, a page at a time, each page with the number of its first."""
+        """Yield estimates without the mean, a page at a time, each page with the number of its first entry."""
         for start in range(0, self.at.shape[2], PAGE):
             yield start, self._written(self.at[:, :, start : start + PAGE])
 

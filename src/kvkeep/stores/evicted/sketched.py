@@ -26,7 +26,7 @@ class Hashed:
 
     def __init__(self, ledger: Ledger, rows: int) -> None:
         self.ledger, self.rows = ledger, rows
-        self._known: dict[int, Tensor] = {}  # by slots of a row: (rows, batch, slots of the sequence)
+        self._known: dict[int, Tensor] = {}  # by slots per row: (rows, batch, slots of the sequence)
 
     def at(self, slots: Tensor, size: int) -> Tensor:
         """Return the places of the entries at ``slots`` (lanes, n) in rows of ``size`` slots, (rows, lanes, n) int32;
@@ -49,7 +49,7 @@ class Hashed:
 
 
 class Sketched(EvictedStore):
-    """Sketches of keys and values. An entry of a lane is in them or not, by slot.
+    """Sketches of keys and values, and a flag for each lane and slot: whether the entry is in the sketches.
 
     slots: the slots in a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its
     slots. keys: "unsigned", "averaged", or "signed" like values. swap: an entry's estimate becomes resident when its
@@ -63,10 +63,10 @@ class Sketched(EvictedStore):
         self.hashed, self.size, self.estimate, self.by, self.keys = hashed, slots, estimate, by, keys
         self.swap_at, self.meter, self.leads = swap, meter, leads
         self.listens = swap > 0  # type: ignore[misc]
-        self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys, of values
-        self.inside: Tensor | None = None  # (lanes, slots and one more for none) bool
-        self.scores: Tensor | None = None  # (lanes, slots and one more for none) float32, where it listens
-        self._yielded: list[Tensor] = []  # slots of the pieces that were last yielded
+        self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys and of values
+        self.inside: Tensor | None = None  # (lanes, slots + 1) bool; the last column stands for -1
+        self.scores: Tensor | None = None  # (lanes, slots + 1) float32, if scores are observed
+        self._yielded: list[Tensor] = []  # slots of the last yielded pieces
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         if self.sketches is None:
@@ -87,7 +87,7 @@ class Sketched(EvictedStore):
         return keys, values
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield estimates of all entries in the sketches, unwritten."""
+        """Yield estimates of all entries in the sketches, without decoding them."""
         self._yielded = []
         if self.inside is None:
             return
@@ -220,17 +220,17 @@ class Sketched(EvictedStore):
 
 
 def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and their indices. Of equal ranks the first, which
-    is the older entry, comes first: entries that share slots have equal estimates."""
+    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and their indices. Of entries with equal ranks, the
+    older one comes first; entries that share slots have equal estimates."""
     bits = (ranks + 0.0).view(torch.int32)  # no negative zeros
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # the order of floats, as integers
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # integers in the order of the floats
     best = (ordered - torch.arange(ranks.shape[1], device=ranks.device)).topk(count, dim=1).indices
     return ranks.gather(1, best), best
 
 
 def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:
-    """Write ``what`` at ``slots`` (lanes, n), -1 for none, of a table (lanes, slots and one more for none), which grows
-    as needed. table: None for a new one, of zeros."""
+    """Write ``what`` at ``slots`` (lanes, n), -1 for none, of a table (lanes, slots + 1), whose last column is for -1.
+    The table grows as needed. table: None for a new table of zeros."""
     needed = int(slots.max()) + 2 if slots.numel() else 1
     if table is None or table.shape[1] < needed:
         size = max(256, needed + needed // 2)
@@ -246,5 +246,5 @@ def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:
 
 
 def _got(table: Tensor, slots: Tensor) -> Tensor:
-    """Return a table's elements at ``slots`` (lanes, n), the zero of its last column for none."""
+    """Return a table's elements at ``slots`` (lanes, n); for -1 the zero of its last column."""
     return table.gather(1, torch.where((slots < 0) | (slots >= table.shape[1]), table.shape[1] - 1, slots).long())

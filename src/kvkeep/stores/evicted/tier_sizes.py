@@ -1,4 +1,5 @@
-"""The number of groups in each precision tier, and their bytes. Tiers are filled and planned by this rule."""
+"""The number of groups in each precision tier, and their bytes. The store fills tiers by this rule, and the planner
+predicts them by it."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
 ABOVE = (2.15, 0.95, 0.4, 0.0)
 """The end of each tier: its distance from the depth where entries are dropped, as a share of all groups. An entry is
 worth a tier while its squared share of the attention, times the squared error avoided, exceeds a price in bytes. The
-attention of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens). So tiers end at
-differences of ln(error avoided a byte) / 5.4, by the KL measured with codes of one width for all entries."""
+attention of groups falls with their rank r of R about like exp(-2.7 r/R) (SmolLM2, 1,024 tokens). So the ends of tiers
+differ by ln(error avoided per byte) / 5.4. The errors are the KL measured with codes of one width for all entries."""
 
 
 def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
-    """Return the number of a lane's ``groups`` in each tier: the deepest division that ``limit`` bytes allow, at
-    ``prices`` bytes a group."""
+    """Return the number of a lane's ``groups`` in each tier. The division is the deepest one that fits in ``limit``
+    bytes, at ``prices`` bytes a group."""
 
     ends_above = ABOVE[-len(prices) :]
 
@@ -49,8 +50,8 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
 
 
 def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
-    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the entries of a
-    lane that are evicted, at successive times. Groups never move up a tier, so the function repeats every time."""
+    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the number of
+    entries that a lane evicts in each pass. Groups never move up a tier, so the function repeats every pass."""
     if not sum(left):
         return PredictedBytes()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
@@ -84,7 +85,7 @@ def prices(key_dim: int, value_dim: int, width: int) -> list[int]:
 
 
 def tiers(width: int) -> tuple[Bits, ...]:
-    """Return the tiers of a model whose numbers have ``width`` bytes: those of fewer bits."""
+    """Return the tiers of a model whose numbers have ``width`` bytes: the tiers with fewer bits than the numbers."""
     return tuple(bits for bits in TIERS if bits.keys < 8 * width)
 
 

@@ -1,10 +1,11 @@
-"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, dropped. As more are evicted, the least attended move down.
+"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, dropped. As more entries are evicted, the least attended
+move down.
 
 Entries form groups of 32, which move as a whole. Keys have a scale for each channel and group (KIVI, arXiv:2402.02750),
 which is far better than one for each entry. Values have a scale for each entry, after channels are normalised to mean 0
 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys have
-more bits than values: a wrong key moves attention, a wrong value is one of many in a mean. Entries that wait for a full
-group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
+more bits than values, because a wrong key moves attention, while a wrong value is one of many in a mean. Entries that
+wait for a full group are codes, too (:mod:`kvkeep.stores.evicted.waiting`).
 
 The number of groups in a tier depends only on the number of all groups and on the bytes, so all KV heads have tensors
 of the same shape. Each head chooses its groups. See :data:`~kvkeep.stores.evicted.tier_sizes.ABOVE`.
@@ -37,13 +38,16 @@ PARTS = ("attention", "channels", "waiting")
 
 
 class EntryGroups(NamedTuple):
-    """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
-    GROUP), slots -1 for none."""
+    """Groups of entries as numbers."""
 
     keys: Tensor
+    """(lanes, groups, GROUP, key_dim)"""
     values: Tensor
+    """(lanes, groups, GROUP, value_dim)"""
     slots: Tensor
+    """(lanes, groups, GROUP), -1 for none."""
     scores: Tensor
+    """(lanes, groups, GROUP)"""
 
     @property
     def groups(self) -> int:
@@ -52,11 +56,13 @@ class EntryGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class NormalisedValues(Codes):
-    """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
-    deviation (lanes, 1, dim) of the channels."""
+    """Values of some lanes, normalised by channel: codes (lanes, entries, dim packed), scale and offset (lanes,
+    entries, 1)."""
 
     mean: Tensor
+    """The mean of each channel, (lanes, 1, dim)."""
     deviation: Tensor
+    """The standard deviation of each channel, (lanes, 1, dim)."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -77,14 +83,14 @@ class NormalisedValues(Codes):
 
 
 class Channels(NamedTuple):
-    """Mean and deviation of the channels of values, (lanes, 1, value_dim) float32."""
+    """Mean and standard deviation of the channels of values, (lanes, 1, value_dim) float32 each."""
 
     mean: Tensor
     deviation: Tensor
 
     @classmethod
     def of(cls, entries: EntryGroups) -> Channels:
-        """Return those of some entries, empty places left out."""
+        """Return the mean and deviation over some entries, without empty places."""
         there = (entries.slots.flatten(1) >= 0)[..., None]
         number = there.sum(1, keepdim=True).clamp(min=1)
         values = entries.values.flatten(1, 2).float()
@@ -94,11 +100,12 @@ class Channels(NamedTuple):
 
 
 class Tier:
-    """Groups of one layer at ``bits``: parts (lanes, groups, ...)."""
+    """Groups of one layer at ``bits``."""
 
     def __init__(self, bits: Bits) -> None:
         self.bits = bits
         self.parts: list[Tensor] = []
+        """Codes, scales and offsets of keys, then of values, (lanes, groups, ...) each."""
         self.holes = False  # whether some slots are -1
 
     @property
@@ -108,8 +115,9 @@ class Tier:
     def settle(
         self, slots: Tensor, scores: Tensor, coming: EntryGroups, count: int, channels: Channels, meter: Meter
     ) -> tuple[Tensor, Tensor, EntryGroups]:
-        """Keep the ``count`` most attended groups among the present ones, with ``slots`` and ``scores`` (lanes, groups,
-        GROUP), and those ``coming``. Return slots and scores of the kept groups, and the groups that move down."""
+        """Keep the ``count`` most attended groups among the present groups, with ``slots`` and ``scores`` (lanes,
+        groups, GROUP), and the ``coming`` ones. Return slots and scores of the kept groups, and the groups that move
+        down."""
         groups = self.groups
         if not groups and not count:
             return slots, scores, coming
@@ -117,14 +125,14 @@ class Tier:
         parts = [torch.cat(pair, 1) for pair in zip(self.parts, encoded, strict=True)] if groups else encoded
         slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
         if slots.shape[1] <= count:
-            layout = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
+            layout = torch.contiguous_format  # the kernel's layout, and a copy releases a larger tensor
             self.parts = parts if groups else [part.clone(memory_format=layout) for part in parts]
             return slots, scores, EntryGroups(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
-            if coming.groups:  # groups that only pass through keep their numbers
+            if coming.groups:  # new groups that pass through are not encoded here
                 new = (falling - groups).clamp(min=0)
                 passes = (falling >= groups)[..., None, None]
                 keys = torch.where(passes, picked([coming.keys], new)[0], keys)
@@ -155,11 +163,8 @@ class Tier:
 class Tiers(EvictedStore):
     """One layer's tiers, and the entries that wait for a full group. limit: bytes of a lane for groups. width: bytes of
     a number of the model. without: one of :data:`PARTS`, or none. The store listens: scores of evicted entries still
-    change, so that a group ranks by the attention it gets. Without attention a score is a slot, and the newest rank
-    highest.
-
-    Slots and scores are in one tensor each, (lanes, entries), tier by tier; the last GROUP are those of waiting
-    entries.
+    change, so that a group ranks by the attention it receives. Without attention a score is a slot, and the newest
+    entries rank highest.
     """
 
     listens = True
@@ -171,10 +176,12 @@ class Tiers(EvictedStore):
         self.tiers = [Tier(bits) for bits in tiers(width)]
         self.waiting = Waiting(width, without != "waiting")
         self.slots: Tensor | None = None
+        """(lanes, entries), -1 for none, tier by tier; the last GROUP columns are for waiting entries."""
         self.scores: Tensor | None = None
+        """(lanes, entries), in the same order."""
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
-        self._spans: list[Span] | None = None  # tiers and what waits, while these are the tensors
+        self._spans: list[Span] | None = None  # tiers and waiting entries; valid for these tensors
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -218,7 +225,7 @@ class Tiers(EvictedStore):
             if self.without == "channels":
                 self.channels = Channels(self.channels.mean.zero_(), self.channels.deviation.fill_(1.0))
         counts = tier_counts(self.limit, self.prices, self.groups + coming.groups)
-        spare = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
+        spare = start = 0  # unused groups of higher tiers; groups never rise
         every: list[tuple[Tensor, Tensor]] = []
         for tier, count in zip(self.tiers, counts, strict=True):
             stop = start + tier.groups * GROUP
@@ -228,7 +235,7 @@ class Tiers(EvictedStore):
                 slots, scores, coming = tier.settle(slots, scores, coming, spare, self.channels, self.meter)
             every.append((slots.flatten(1), scores.flatten(1)))
             spare -= tier.groups
-        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
+        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one transfer from the device for all
         for tier, holes in zip(self.tiers, empty, strict=True):
             tier.holes = holes
         every.append((self.slots[:, -GROUP:], self.scores[:, -GROUP:]))
@@ -338,11 +345,11 @@ class Tiers(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         named: dict[str, list[Tensor]] = {}
-        for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
+        for key in sorted(key for key in state if key != "counts"):  # fewer than ten per name, so they sort in order
             named.setdefault(key.partition(".")[0], []).append(state[key])
         self._put(named)
         self.waiting.count, *holes = state["counts"].tolist()
-        self.gaps = True  # there may be
+        self.gaps = True  # not saved
         for tier, flag in zip(self.tiers, holes, strict=True):
             tier.holes = bool(flag)
 

@@ -23,13 +23,16 @@ MARGIN = 0.5
 
 @dataclass(frozen=True)
 class ByChannel:
-    """Keys or values as codes (lanes, entries, dim), times a scale, plus an offset, (lanes, 1, dim) each."""
+    """Keys or values offset + scale * code, with a scale and an offset for each channel."""
 
     layout: ClassVar[str] = "by channel"
 
     codes: Tensor
+    """(lanes, entries, dim)"""
     scale: Tensor
+    """(lanes, 1, dim)"""
     offset: Tensor
+    """(lanes, 1, dim)"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -52,7 +55,7 @@ class ByChannel:
 
 
 class Waiting:
-    """Up to a group of entries of one layer. count: the present ones.
+    """Up to a group of entries of one layer; ``count`` is their number.
 
     width: bytes of a number of the model. Codes have half of them; scales and offsets are float16 for numbers of 16
     bits, float32 for wider ones. coded: False keeps entries as numbers of 16 bits.
@@ -61,7 +64,7 @@ class Waiting:
     def __init__(self, width: int, coded: bool = True) -> None:
         self.codes, self.scales = (torch.int8, torch.float16) if width <= 2 else (torch.int16, torch.float32)
         self.coded, self.count = coded, 0
-        self.parts: list[Tensor] = []  # of keys, and of values: codes (lanes, GROUP, dim), scale and offset
+        self.parts: list[Tensor] = []  # for keys and values: codes (lanes, GROUP, dim), scale, offset
 
     def begin(self, parts: Sequence[Tensor], there: Tensor | None) -> None:
         """Forget the waiting entries, and set bounds by keys and values (lanes, n, dim). there: (lanes, n) bool, which
@@ -82,9 +85,9 @@ class Waiting:
         if there is not None:
             low, high = (low.masked_fill(~there[..., None], end) for end in (float("inf"), float("-inf")))
         low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
-        low, high = (end.masked_fill(low > high, 0.0) for end in (low, high))  # of lanes without any
+        low, high = (end.masked_fill(low > high, 0.0) for end in (low, high))  # for lanes without entries
         reach = (high - low) * (0.5 + MARGIN)
-        if count < GROUP:  # of a few entries the bounds say little
+        if count < GROUP:  # the bounds of a few entries are too narrow
             reach += torch.maximum(-low, high).amax(2, keepdim=True)
         scale = (reach / torch.iinfo(self.codes).max).to(self.scales).clamp_(min=torch.finfo(self.scales).tiny)
         return [numbers.new_zeros(lanes, GROUP, dim, dtype=self.codes), scale, ((low + high) / 2).to(self.scales)]
@@ -106,6 +109,6 @@ class Waiting:
 
 
 def waiting_bytes(width: int, coded: bool = True) -> int:
-    """Return the bytes that one channel of a group that waits takes, of a model whose numbers have ``width`` bytes."""
+    """Return the bytes of one channel of a waiting group, for a model whose numbers have ``width`` bytes."""
     size, scale = max(2, width) // 2, 2 if width <= 2 else 4
     return GROUP * (size if coded else 2) + 2 * scale

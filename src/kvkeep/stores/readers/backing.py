@@ -1,7 +1,7 @@
 """The backing of one layer: a checkpoint that holds every entry, resident or not, in the order of the text.
 
 The backing has every entry before it is evicted. An exact pass therefore attends to the backing and to the new entries,
-so that no entry counts twice. Resident entries only learn the attention that they received.
+so that no entry counts twice. The attention of resident entries only updates their scores.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ class Backed(Reader):
 
     @property
     def first(self) -> int:
-        """The first slot that the backing still has; earlier ones are lost."""
+        """The first slot that the backing still has; earlier slots are lost."""
         return self.checkpoint.first(self.index)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        self.checkpoint.append(self.index, keys, values)
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        if mapped:
+            self.checkpoint.adopt(self.index, keys, values)
+        else:
+            self.checkpoint.append(self.index, keys, values)
 
     def past(self, layer: Layer) -> Iterator[Piece]:
         yield from self.checkpoint.pieces(self.index, layer.length)

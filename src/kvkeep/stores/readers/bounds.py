@@ -1,4 +1,4 @@
-"""Bounds on scores: the least and the greatest of every key channel, for pages of slots.
+"""Bounds on scores: the minimum and maximum of every key channel, for pages of slots.
 
 For any query q and any key k of a page, q·k = sum_i q_i k_i <= sum_i max(q_i min_i, q_i max_i), and that is
 q⁺·max + q⁻·min with q⁺ = max(q, 0) and q⁻ = min(q, 0): two small products bound every score of a page without its keys.

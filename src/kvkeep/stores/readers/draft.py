@@ -27,21 +27,24 @@ from kvkeep.stores.resident.draft_tail import DraftTail
 from kvkeep.stores.resident.reselection import reselect
 
 VOTERS = 32
-"""The most queries that are remembered to choose the resident entries anew."""
+"""The maximum number of queries that are kept to choose the resident entries anew."""
 
 
 @dataclass(frozen=True)
 class _Voters:
-    """The last queries of an exact step, the output of their attention, and the slot of the first."""
+    """The last queries of an exact step, and their attention."""
 
     step: AttentionInputs
-    output: Tensor  # (lanes, heads, queries, value_dim)
-    lse: Tensor  # (lanes, heads, queries)
+    output: Tensor
+    """(lanes, heads, queries, value_dim)"""
+    lse: Tensor
+    """(lanes, heads, queries)"""
     first: int
+    """The slot of the first query."""
 
 
 class DraftAndVerify(Backed):
-    """Attends in the way of its ``round``'s phase."""
+    """Attends as the phase of its ``round`` says."""
 
     def __init__(self, site: Site, round: Round) -> None:
         super().__init__(site)
@@ -50,8 +53,8 @@ class DraftAndVerify(Backed):
         self._voters: _Voters | None = None
 
     def chooses(self, layer: Layer) -> bool:
-        """Whether the resident entries can be chosen anew from all entries: the selector uses attention alone, only the
-        backing has evicted entries, and reading it takes no computation."""
+        """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
+        only the backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
@@ -77,7 +80,7 @@ class DraftAndVerify(Backed):
         return output
 
     def _draft(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        """Attend with one query a row over the resident entries, the store, and the tail."""
+        """Attend, with one query a row, over the resident entries, the store, and the tail."""
         self._stash(layer)
         segments = [layer.segment(piece, step, None) for piece in DraftTail(layer.resident.banks).pieces(self.waiting)]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
@@ -129,7 +132,7 @@ class DraftAndVerify(Backed):
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
-            # Queries of padding attend, too, and must not count.
+            # Queries of padding also attend; their attention must not count.
             span = slice(voters.first, voters.first + step.queries)
             lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
         parts = []

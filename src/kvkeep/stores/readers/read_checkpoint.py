@@ -18,8 +18,8 @@ from kvkeep.stores.readers.backing import Backed
 
 
 class ReadCheckpoint(Backed):
-    """Attends to the checkpoint and to the new entries. After the first eviction, resident entries only learn the
-    attention that they received."""
+    """Attends to the checkpoint and to the new entries. After the first eviction, the attention of resident entries
+    only updates their scores."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if layer.attends_settled(step):
@@ -30,7 +30,7 @@ class ReadCheckpoint(Backed):
         self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
     ) -> Iterator[Segment]:
         """Yield all entries: the resident ones before the first eviction, else those of the checkpoint. A checkpoint of
-        limited capacity has lost its oldest entries; those of them that are resident are yielded, too."""
+        limited capacity has lost its oldest entries; lost entries that are resident are yielded, too."""
         if (piece := layer.resident.whole_text()) is not None:
             yield layer.segment(piece, step, wide)
             return

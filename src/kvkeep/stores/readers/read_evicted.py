@@ -64,7 +64,6 @@ class ReadEvicted(Reader):
         return done[0]
 
     def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
-        """Attend by segments."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         masked = wide is not None or layer.ledger.visible is not None
         ordered = masked or native.can_attend(step.query, step.key, step.value)
@@ -72,7 +71,7 @@ class ReadEvicted(Reader):
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
         if store.listens:
-            evicted = list(evicted)  # pieces stay until the store has learnt their attention
+            evicted = list(evicted)  # the store uses the pieces again after the attention
         complete = store.listens or store.merges or not store.keeps
         one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
         if settled and step.queries == 1 and complete and one_bank and resident.observes:

@@ -1,9 +1,9 @@
 """The reader of a reconstruction: it records the attention of each entry while a text is read a second time.
 
-KVzip (arXiv:2505.23416, section 3): an entry is scored by the most attention that any query of the repeated text, of
-any head that shares it, pays to it. A long text is repeated in pieces. The attention of a piece's queries is then
-normalised over three kinds of entries: the first ones of the text, those of the piece from the first reading, and those
-of the piece from the second.
+KVzip (arXiv:2505.23416, section 3): the score of an entry is the maximum attention that it receives from any query of
+the repeated text, in any head that shares the entry. A long text is repeated in pieces. The attention of a piece's
+queries is then normalised over the first entries of the text, and over the piece's entries from the first and from the
+second reading.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from kvkeep.stores.readers.rehearsal import Rehearsal
 class ReconstructionReader(Rehearsal):
     """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
 
-    scores: (lanes, slots) float32, the largest weight that each entry received. piece: the slots that are repeated in
-    this pass. sinks: the number of first entries in the normalisation of a later piece.
+    piece: the slots that are repeated in this pass. sinks: the number of first entries in the normalisation of a later
+    piece.
     """
 
     def __init__(self, layer: Layer, sinks: int) -> None:
         self.sinks, self.piece = sinks, (0, layer.length)
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
+        """(lanes, slots) float32, the largest weight that each entry received."""
 
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         past = (segment for _, segment in self._past(layer, step))

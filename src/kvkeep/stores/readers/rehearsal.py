@@ -17,10 +17,10 @@ from kvkeep.stores.windows import noted
 
 
 class Rehearsal(Reader):
-    """The reader of a layer in such passes."""
+    """The reader of a layer in a rehearsal."""
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Do nothing: the entries need no room."""
+        """Do nothing, because the entries are not stored."""
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         output = self.attended(layer, step)
@@ -44,9 +44,11 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     stream, layers = cache.stream, cache.stream.bounded
     stream.roll_back()
     length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
+    states = [(state, state.copied()) for state in cache.made.states.values()]
     before = {name: getattr(stream, name) for name in _SET}
     readers_before = [layer.reader for layer in layers]
-    stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
+    stream.rehearsing, stream.chunk, stream.pass_hooks = True, sys.maxsize, ()
+    stream.on_progress = stream.on_block = None
     for layer, reader in zip(layers, readers, strict=True):
         layer.reader = reader
 
@@ -55,6 +57,8 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             layer.pending, layer.reader.waiting = None, 0
         for window in windows:
             window.restore()
+        for state, copy in states:
+            state.restore(copy, length)
         cache.ledger.truncate(length)
 
     try:
@@ -68,5 +72,5 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             setattr(stream, name, value)
 
 
-_SET = ("rehearsing", "chunk", "on_progress", "pass_hooks", "earlier_outputs", "last_outputs")
+_SET = ("rehearsing", "chunk", "on_progress", "on_block", "pass_hooks", "earlier_outputs", "last_outputs")
 """Attributes of a stream that a pass or a rehearsal sets."""

@@ -16,45 +16,50 @@ from kvkeep.stores.windows import WindowState, noted
 class RoundPhase(Enum):
     """The purpose of a forward pass."""
 
-    EXACT = "exact"  # over all entries; its entries stay
-    DRAFT = "draft"  # over resident entries; its entries are taken back
-    VERIFY = "verify"  # over all entries; its entries wait for a decision
+    EXACT = "exact"  # over all entries; new entries stay
+    DRAFT = "draft"  # over resident entries; new entries are removed
+    VERIFY = "verify"  # over all entries; new entries wait for a decision
 
 
 @dataclass
 class RoundStatistics:
-    """Statistics of decoding in rounds. drafted: tokens drafted by the model. copied: drafts found in the text.
-    accepted: accepted tokens of both kinds. The others: seconds of drafting and of exact passes."""
+    """Statistics of decoding in rounds."""
 
     rounds: int = 0
     drafted: int = 0
+    """Tokens drafted by the model."""
     copied: int = 0
+    """Drafts copied from the text."""
     accepted: int = 0
+    """Accepted drafts of both kinds."""
     drafting_s: float = 0.0
+    """Seconds of drafting."""
     verifying_s: float = 0.0
+    """Seconds of exact passes."""
 
 
 class Round:
-    """The rounds of one cache, whose layers attend as :attr:`phase` says.
-
-    tail: the most entries that may wait for a decision. layers: those that draft. windows: those with a sliding window.
-    statistics: those of the last decoding in rounds. uneven: rows kept different numbers of tokens.
-    """
+    """The rounds of one cache, whose layers attend as :attr:`phase` says. tail: the maximum number of entries that wait
+    for a decision."""
 
     def __init__(self, tail: int, ledger: Ledger, checkpoint: Checkpoint) -> None:
         self.tail, self.ledger, self.checkpoint = tail, ledger, checkpoint
         self.phase = RoundPhase.EXACT
         self.layers: list[Any] = []
+        """The layers that draft."""
         self.windows: list[Any] = []
+        """The layers with a sliding window."""
         self.statistics: RoundStatistics | None = None
-        self._begun = 0  # slots before the round in progress
+        """Statistics of the last decoding in rounds."""
+        self._begun = 0  # slots before the current round
         self.uneven = False
-        self._agreed = False  # whether drafts were right since the resident entries were last chosen
+        """Rows kept different numbers of tokens."""
+        self._agreed = False  # whether all drafts after the last choice of entries were accepted
         self._before: list[WindowState] = []
 
     @property
     def drafting(self) -> bool:
-        """Whether this pass drafts: its entries are taken back, so checkpoints and windows do not keep them."""
+        """Whether this pass drafts. Its entries are removed later, so checkpoints and windows do not keep them."""
         return self.phase is RoundPhase.DRAFT
 
     @property
@@ -62,13 +67,13 @@ class Round:
         return self.phase is not RoundPhase.EXACT
 
     def before_forward(self) -> None:
-        """Prepare for a forward pass. Raises UsageError where a further text would not line up with the rows."""
+        """Prepare for a forward pass. Raises UsageError where a further text cannot continue rows of unequal length."""
         if self.uneven and not self.open:
             raise UsageError(
                 "The rows of this batch accepted different numbers of drafted tokens, so new tokens cannot be "
                 "aligned with them; call reset() and read the whole text again."
             )
-        if self.drafting and not self._agreed:  # until now the round could work without drafts of the model
+        if self.drafting and not self._agreed:  # first draft after an exact pass or a rejected draft
             for layer in self.layers:
                 layer.reader.choose(layer)
             self._agreed = True
@@ -79,14 +84,14 @@ class Round:
             self._agreed = False
 
     def draft(self) -> None:
-        """Begin a round. Until :meth:`verify`, tokens are read one a row at a time, and attend to the resident entries
-        alone."""
+        """Begin a round. Until :meth:`verify`, each pass reads one token a row, which attends to the resident entries
+        only."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
         self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
-        """Take the drafts back. The next forward pass then reads all tokens to be verified at once, exactly."""
+        """Remove the drafts. The next forward pass then reads all tokens to be verified at once, exactly."""
         self.retract()
         self.phase = RoundPhase.VERIFY
         for window in self._before:

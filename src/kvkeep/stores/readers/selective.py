@@ -32,42 +32,45 @@ from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 FEW = 8
-"""The most queries for which pages are chosen; a longer step recalls everything."""
+"""The maximum number of queries for which pages are chosen; a longer step recalls all pages."""
 
 
 class PageChoice(Protocol):
-    """Chooses the pages to recall. fetches: after a step, entries become resident again."""
+    """Chooses the pages to recall."""
 
     fetches: ClassVar[bool]
+    """After a step, entries become resident again (:meth:`fetch`)."""
 
     def choose(self, excess: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls, (lanes, pages) bool, or None for none. excess: (lanes, heads, queries,
-        pages), the logarithm of the most that a page can add to the sum of the attention so far, which counts as 1."""
+        """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
+        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
         :attr:`fetches`.
 
-        bounds: (lanes, pages), the logarithm of the most attention that any query can have given to any entry of a
-        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the entries that each
-        lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
+        bounds: (lanes, pages), the logarithm of the maximum attention that any query can have given to any entry of a
+        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the number of entries
+        that each lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Bounds on the attention that one layer left out. last: the largest bound on the attention of any query of the
-    last step to entries left out. worst: the same over all steps. recalled: entries recalled in a step; away: entries
-    that could be recalled; both for one KV head of one row, the mean over steps of few queries."""
+    """Bounds on the attention that one layer left out."""
 
     layer: int
     last: float
+    """The largest bound on a query's attention to entries left out, over the queries of the last step."""
     worst: float
+    """The same over all steps."""
     recalled: float
+    """Entries of one KV head of one row recalled in a step: the mean over steps of few queries."""
     away: float
+    """Entries of one KV head of one row that could be recalled: the mean over the same steps."""
 
 
 class Selective(Backed):
-    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls everything in
+    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls all pages in
     longer steps, where the caller has a mask, and for latent attention (bounds of latents do not bound scores)."""
 
     def __init__(self, site: Site, choice: PageChoice) -> None:
@@ -107,9 +110,9 @@ class Selective(Backed):
             past = self.segments(layer, step, recalled, wide)
             output, lse = attend(step.query, chain(near, past), step.scaling)
         if lost:
-            self._note(1.0)  # nothing bounds what was lost
+            self._note(1.0)  # attention to lost entries has no bound
         evicted: list[Segment] = []
-        if store.keeps:  # what was not recalled is attended as the store has it
+        if store.keeps:  # other entries are attended in their stored form
             keep = None if recalled is None else ~recalled
             pieces = store.pieces(step.query, resident, layer.length)
             evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
@@ -151,7 +154,7 @@ class Selective(Backed):
         return output, lse, wanted
 
     def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        """Make entries that a step may have missed resident, for the next one."""
+        """Make entries that a step may have missed resident, for the next step."""
         away = self._away_by_page(layer)
         if away is None:
             return
@@ -176,8 +179,8 @@ class Selective(Backed):
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
     def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
-        """Yield the ``wanted`` entries, (lanes, slots) bool: gathered, or where some lane wants most of the backing,
-        read in place and masked."""
+        """Yield the ``wanted`` entries, (lanes, slots) bool. They are gathered; where some lane needs most of the
+        backing, they are read in place and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:
             yield from self.segments(layer, step, wanted)
             return
@@ -190,8 +193,8 @@ class Selective(Backed):
         self.last = max(self.last, bound)
         self.worst = max(self.worst, self.last)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        super().settling(layer, keys, values)
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        super().settling(layer, keys, values, mapped)
         self.bounds.extend(keys)
 
     # -- the cache contract -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Banks: packed tensors of the lanes that have as many columns.
+"""Banks: each has the lanes of one capacity, packed in one tensor.
 
 A lane is one KV head of one row of the batch. Each lane keeps its choice of entries, so lanes hold different slots, in
 any order, and may have different budgets. Lanes with the same number of columns form one *bank*, a packed tensor
@@ -32,27 +32,32 @@ MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
 
 @dataclass
 class Bank:
-    """Lanes whose entries lie in one tensor.
-
-    lanes: their indices, None for all. keys, values: (lanes, columns + tail, dim). slots: (lanes, columns) int32, -1
-    for an empty column. scores: float32, the selector's score of each entry. used: columns that may hold an entry.
-    vacant: the most empty columns among them in any lane. sinks: the first keys before rotation, where positions are
-    within the cache. Where entries stand for several tokens: extra, the number of further tokens (float32, 0 in empty
-    columns), and newest, the last slot merged into the entry.
-    """
+    """Lanes whose entries lie in one tensor."""
 
     lanes: Tensor | None
+    """The indices of the lanes; None: all."""
     budget: int
+    """The maximum number of entries of a lane."""
     keys: Tensor
+    """(lanes, columns + tail, key_dim)"""
     values: Tensor
+    """(lanes, columns + tail, value_dim)"""
     slots: Tensor
+    """(lanes, columns) int32, -1 for an empty column."""
     scores: Tensor | None = None
+    """(lanes, columns) float32, the selector's score of each entry."""
     extra: Tensor | None = None
+    """(lanes, columns) float32, the number of further tokens that an entry stands for, 0 in empty columns; None before
+    the first merging."""
     newest: Tensor | None = None
+    """(lanes, columns), the last slot merged into an entry; None before the first merging."""
     sinks: Tensor | None = None
+    """The first keys before rotation, where positions are within the cache."""
     used: int = 0
+    """The number of columns in use: those that may hold an entry."""
     vacant: int = 0
-    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # of keys and values, which stay
+    """The number of empty columns in use: the largest of any lane."""
+    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # valid while keys and values stay
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
@@ -90,7 +95,7 @@ class Bank:
         return self.extra, self.newest
 
     def piece(self, tail: int = 0) -> Piece:
-        """Return the columns in use, and the first ``tail`` of the tail behind them."""
+        """Return the columns in use, and the first ``tail`` columns of the tail behind them."""
         stop, holes = self.used + tail, self.vacant > 0
         extra = None if self.extra is None else self.extra[:, : self.used]
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]

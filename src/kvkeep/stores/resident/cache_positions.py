@@ -19,18 +19,19 @@ from kvkeep.stores.resident.banks import Bank
 
 
 class CachePositions:
-    """Gives a cache of ``entries`` entries, the first ``sinks`` of them fixed, positions below ``limit``."""
+    """Gives the entries of a cache positions below ``limit``. The cache has ``entries`` entries; the first ``sinks``
+    are fixed."""
 
     def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
         self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit
         self.base = 0  # subtracted from every position
-        self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
+        self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): evicted entries between the sinks and the rest
         self._next = self.gap
-        self._turned = self.gap > 0  # (rows or 1,): whose sinks have been turned, and are held as they came
-        self._before = self._turned  # the same, before this step
-        self._placed: set[int] = set()  # layers that this step has seen
-        self._bases: dict[int, int] = {}  # the base that a layer's entries are turned for
-        self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # of this step, by layer type and bank
+        self._turned = self.gap > 0  # (rows or 1,): rows with rotated sinks, whose original keys are kept
+        self._before = self._turned  # value before this step
+        self._placed: set[int] = set()  # layers processed in this step
+        self._bases: dict[int, int] = {}  # base of the rotation of each layer's entries
+        self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # angles of this step, by layer type and bank
         self._moved = False
 
     def begin(self, ordinals: Tensor, length: int) -> Tensor:
@@ -44,7 +45,7 @@ class CachePositions:
             self.base = length - self.entries
         current = self._next.to(ordinals.device)
         self._next = torch.maximum(current, ordinals[:, -1] + 1 - self.entries)
-        # A single token makes room before it is attended, a chunk afterwards.
+        # A single token evicts before it is attended, a chunk afterwards.
         self.gap = self._next if count == 1 else current
         if not self._moved and length + (count == 1) > self.entries:
             self._moved = bool((self.gap > 0).any())  # slots may be padding
@@ -100,7 +101,7 @@ class CachePositions:
         return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
-        for name in ("_next", "gap", "_turned"):  # after a first pass rows may differ in one and not in another
+        for name in ("_next", "gap", "_turned"):  # some may have one row for all
             if len(rows := getattr(self, name)) > 1:
                 setattr(self, name, rows[index.to(rows.device)])
 
@@ -117,7 +118,7 @@ class CachePositions:
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
         self._next, *turned = torch.tensor(rest[count:]).chunk(2)
         self.gap = self._next
-        self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
+        self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # for older sessions
 
     def check(self, rows: int, length: int, layers: int) -> None:
         within("the base of positions", self.base, 0, length + 1)

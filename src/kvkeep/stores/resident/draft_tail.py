@@ -17,7 +17,7 @@ class DraftTail:
         self.banks = banks
 
     def write(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) behind the first ``after`` of the tail."""
+        """Write new entries (lanes, n, dim) behind the first ``after`` entries of the tail."""
         for bank in self.banks:
             span = slice(bank.used + after, bank.used + after + keys.shape[1])
             bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)

@@ -1,7 +1,7 @@
-"""Eviction: new entries of a bank are appended, replace the lowest-ranked one, or compete with all.
+"""Eviction: new entries of a bank are appended, replace the lowest-ranked entry, or compete with all entries.
 
-A single new entry takes the place of the lowest-ranked one before it is attended, so a decoding step attends over the
-budget's entries, itself included. The entries of a chunk are attended first, and then compete with the resident ones.
+A single new entry replaces the lowest-ranked one before attention, so a decoding step attends to the budget's entries,
+the new one included. The entries of a chunk are attended first, and then compete with the resident ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.plan import Destination
 from kvkeep.stores.resident.banks import Bank, Banks
 
-# Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
+# Ranks of empty columns are below every entry's, and rise by column: the first is filled first.
 LOWEST, _STEP = -3e38, 1e33
 
 BESIDE = ("slots", "scores", "extra", "newest")
@@ -41,9 +41,9 @@ class Arriving:
     first: int
     """The slot of the first of them, padding included."""
     unpadded: bool
-    """None is padding."""
+    """All entries are tokens, without padding."""
     scores: Tensor | None
-    """(lanes, n) float32; None where nothing scored them yet."""
+    """(lanes, n) float32; None before the first score."""
 
     @functools.cached_property
     def slots(self) -> Tensor:
@@ -81,8 +81,8 @@ class Ranking:
         return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
 
     def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
-        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: those of the new
-        ones, or None."""
+        """Return the entries in the first ``columns`` of a bank and the new ones as one list. scores: the scores of the
+        new entries, or None."""
         if scores is None and self.selector.observation_window != 0:
             scores = torch.zeros(new.slots.shape, device=new.keys.device)
         both = None if scores is None else torch.cat([bank.scored()[:, :columns], scores], 1)
@@ -109,14 +109,14 @@ class Ranking:
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 
     def order(self, bank: Bank, length: int) -> Tensor:
-        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction; of equal
-        ranks, the older first."""
+        """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction. Of equal
+        ranks, the older entry comes first."""
         by_slot = bank.slots.argsort(dim=1, stable=True)
         return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
 
 
 def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
-    """Write new entries, none of them padding, where there is room for all of them."""
+    """Write new entries without padding, where there is room for all of them."""
     span = slice(bank.used, bank.used + new.count)
     bank.keys[:, span], bank.values[:, span], bank.slots[:, span] = new.keys, new.values, new.slots
     bank.used = span.stop
@@ -134,18 +134,18 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
         bank.scored()
     step, _ = bank.next_step(new.first, bank.used)
     if bank.scores is not None:
-        bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+        bank.scores = bank.scores.contiguous()  # a selector may return an expanded tensor
     for name in BESIDE:
         setattr(step.append, name, getattr(bank, name))
     step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
-    step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
+    step.oldest = ranking.selector.may_tie or ranking.scored  # estimates that return may be equal
     left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
     if left is not None:
         step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
     keys, values = new.keys[:, 0], new.values[:, 0]
     executor = native if native.can_insert(step, keys, values) else plain
     executor.insert(step, keys, values)
-    for name in BESIDE:  # which the bank may replace
+    for name in BESIDE:  # the bank may replace these
         setattr(step.append, name, None)
     step.ranks = step.new_scores = step.evict = None
     return left
@@ -158,24 +158,22 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     scores = ranking.arrived(bank, new)
     entries = ranking.joined(bank, new, columns, scores)
     rank = ranking.selector.rank(entries).float()
-    # Empty columns go before any entry, and padding among the new before empty columns.
+    # Padding is evicted first, then empty columns, then entries.
     rank[:, :columns] = torch.where(
         bank.slots < 0, torch.arange(columns, device=device) * _STEP + LOWEST, rank[:, :columns]
     )
     rank[:, columns:].masked_fill_(new.slots < 0, float("-inf"))
-    # Of two entries of equal rank the older is evicted, independent of their columns.
+    # The older of two entries of equal rank is evicted, whatever their columns.
     by_slot = entries.slots.argsort(1)
     order = rank.gather(1, by_slot).argsort(dim=1, stable=True)[:, :count]
     leaving = by_slot.gather(1, order).sort(1).values
     refused = leaving >= columns
     gone = leaving
-    if (
-        new.unpadded and not bank.vacant and bank.used < columns
-    ):  # of the empty, all of them; they are nothing to gather
+    if new.unpadded and not bank.vacant and bank.used < columns:  # drops the empty columns, which have no entries
         gone = leaving[(leaving < bank.used) | refused].view(lanes, -1)
     left = _leaving(bank, new, gone, entries.scores if ranking.scored else None) if wanted else None
     stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=device).scatter_(1, leaving, False)
-    order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # the new that stay, in order, first
+    order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # new entries that stay come first, in order
     lane, number = (~refused).nonzero(as_tuple=True)
     target, source = leaving[lane, number], order[lane, number]
     bank.keys[lane, target], bank.values[lane, target] = new.keys[lane, source], new.values[lane, source]
@@ -198,7 +196,7 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) 
     def picked(one: Tensor, other: Tensor | None) -> Tensor:
         shape = (1,) * (one.ndim - 2)
         kept = one.gather(1, old.view(*old.shape, *shape).expand(-1, -1, *one.shape[2:]))
-        if other is None:  # of new entries: nothing was merged into them
+        if other is None:  # nothing was merged into new entries
             return kept.masked_fill(refused, 0)
         coming = other.gather(1, fresh.view(*fresh.shape, *shape).expand(-1, -1, *other.shape[2:]))
         return torch.where(refused.view(*refused.shape, *shape), coming, kept)

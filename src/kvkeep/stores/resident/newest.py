@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class Newest(Resident):
-    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier ones, in
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier slots, in
     order."""
 
     def __init__(self, site: Site, store: EvictedStore) -> None:
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid while the rings keep their tensors
+        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid for the rings' tensors
 
     @property
     def rows(self) -> tuple[Ring, Ring]:
@@ -54,7 +54,7 @@ class Newest(Resident):
         keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
         if keys is None or values is None:
             return None
-        if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
+        if (row := self.length % capacity) >= keys.shape[1]:  # the ring has no row for it yet
             return None
         if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
             step = LayerStep(Destination(keys, values))
@@ -66,7 +66,7 @@ class Newest(Resident):
         if evicted is None:
             return None
         if step.evict is not None:
-            step.evict.slots = None  # which is known
+            step.evict.slots = None  # the slots are known
         first = self.evicted + evicts
         before.start = first % capacity
         before.stop = min(before.start + self.length + 1 - first, capacity)
@@ -81,9 +81,21 @@ class Newest(Resident):
         if self.evicted > evicted:
             self.store.commit(evicted)
 
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        self._next = None
+        length = sum(piece.shape[1] for piece in keys)
+        evicted = max(0, length - self._keys.capacity)
+        if not self.store.adopt(_between(keys, 0, evicted), _between(values, 0, evicted)):
+            return False
+        for rows, pieces in ((self._keys, keys), (self._values, values)):
+            rows.first = rows.length = evicted
+            for piece in _between(pieces, evicted, length):
+                rows.append(piece)
+        return True
+
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
-        self._next = None  # it would keep rings that are replaced
+        self._next = None  # it refers to replaced rings
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -98,7 +110,7 @@ class Newest(Resident):
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
         self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
-        # The store has them, even if the rest of this step fails.
+        # The store has the entries, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 
     def resident_slots(self, unmerged: bool = False) -> Tensor:
@@ -137,3 +149,14 @@ class Newest(Resident):
             raise ShapeError("resident entries are missing")
         if self.store.taken not in (None, self.evicted):
             raise ShapeError("entries are missing or there twice")
+
+
+def _between(pieces: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Return the rows ``start`` to ``stop`` of pieces (lanes, n, dim) that follow one another."""
+    found, first = [], 0
+    for piece in pieces:
+        low, high = max(start - first, 0), min(stop - first, piece.shape[1])
+        if low < high:
+            found.append(piece[:, low:high])
+        first += piece.shape[1]
+    return found

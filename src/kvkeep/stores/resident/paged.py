@@ -21,13 +21,13 @@ from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
-"""Entries a block. A row wastes half a block on average; at most one block of a shared prefix is copied."""
+"""Entries of a block. A row wastes half a block on average; at most one block of a shared prefix is copied."""
 
 Span = tuple[int, int, int]  # first slot, slots, first place in the pool (the same for every row)
 
 
 class BlockPool:
-    """Reference counts of blocks, and a free list. Each layer has the tensors, with one place for an entry."""
+    """Reference counts of blocks, and a free list. The tensors are in each layer, with one place for each entry."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -36,7 +36,7 @@ class BlockPool:
     def take(self) -> int:
         """Return the lowest free block, so that runs stay long, with a count of one."""
         if not self.free:
-            grown = max(8, len(self.counts) // 2)  # as :func:`pool_rows` counts
+            grown = max(8, len(self.counts) // 2)  # the same growth as in :func:`pool_rows`
             self.free = list(range(len(self.counts) + grown - 1, len(self.counts) - 1, -1))
             self.counts += [0] * grown
         block = self.free.pop()
@@ -49,7 +49,7 @@ class BlockPool:
             self.counts[block] += 1
 
     def drop(self, blocks: list[int]) -> None:
-        """Count one holder less of each block; those without any are free again."""
+        """Count one holder less of each block. Blocks without holders become free."""
         for block in blocks:
             self.counts[block] -= 1
             if not self.counts[block]:
@@ -73,7 +73,7 @@ class BlockTable:
         self._finalizer = weakref.finalize(self, _drop_all, pool, self.rows)
 
     def share(self, other: BlockTable) -> None:
-        """Take the blocks of ``other`` into this table, which is empty, and count one more holder of each."""
+        """Take the blocks of ``other`` into this empty table, and count one more holder of each."""
         self.pool, self.length = other.pool, other.length
         self.rows.extend(list(row) for row in other.rows)
         for row in self.rows:
@@ -188,7 +188,7 @@ class Paged(Resident):
         if not self._pools:
             self._pools += [rows.new_empty(self.heads, size, rows.shape[2]) for rows in (keys, values)]
         for number, pool in enumerate(self._pools):
-            if pool.shape[1] < size:  # in the list they share, so that forks see it too
+            if pool.shape[1] < size:  # forks share the list, so they see the new pool
                 grown = pool.new_empty(pool.shape[0], size, pool.shape[2])
                 grown[:, : pool.shape[1]] = pool
                 self._pools[number] = grown

@@ -33,7 +33,7 @@ def _choose(
     """Set the slots of ``bank``; return lane, column and slot of the entries that have to be fetched."""
     lanes, columns, device = len(slots), bank.columns, slots.device
     occupied = bank.slots >= 0
-    where = torch.where(occupied, bank.slots, resident.length).long()  # empty columns: one place behind
+    where = torch.where(occupied, bank.slots, resident.length).long()  # empty columns: the additional last place
     scores = torch.zeros(lanes, resident.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
     entries = resident.ranking.candidates(bank, slots, scores, resident.length, queries)
     scores = resident.selector.observe(entries, weights, queries)
@@ -43,7 +43,7 @@ def _choose(
     wanted.scatter_(1, best.indices.masked_fill(best.values == float("-inf"), resident.length), True)
     wanted[:, -1] = False
     stays = wanted.gather(1, where)
-    wanted.scatter_(1, where.masked_fill(~stays, resident.length), False)  # what comes back
+    wanted.scatter_(1, where.masked_fill(~stays, resident.length), False)  # only entries that return
     lane, slot = wanted.nonzero(as_tuple=True)
     column = stays.int().argsort(dim=1, stable=True)[lane, wanted.cumsum(1)[lane, slot] - 1]
     bank.slots.masked_fill_(~stays, -1)

@@ -46,7 +46,7 @@ class Selected(WorkingSet):
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
-        self._hand = 0  # new entries that are not admitted yet
+        self._hand = 0  # number of new entries before admission
         self._scores: dict[int, Tensor] = {}  # scores of the new entries, by bank
 
     # -- what attention reads -----------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Selected(WorkingSet):
 
     @property
     def observes(self) -> bool:
-        """Whether the selector or the store asks for attention, and some bank has a budget."""
+        """Whether the selector or the store needs attention, and some bank has a budget."""
         return self.window != 0 and any(bank.budget for bank in self.banks)
 
     def learn(self, weights: Tensor) -> None:
@@ -123,7 +123,7 @@ class Selected(WorkingSet):
                 queries_of_bank = Asking(bank.of(asking.queries), bank.of(asking.slots), asking.scaling)
                 entries = replace(entries, asking=queries_of_bank)
             scores = self.selector.observe(entries, torch.cat(parts, 1), queries)
-            bank.score(scores[:, : bank.used].clone())  # no view: the new ones' would be kept with it
+            bank.score(scores[:, : bank.used].clone())  # a view would keep the new entries' scores in memory
             self._scores[number] = scores[:, bank.used :]
 
     def _asking(self, step: AttentionInputs, new: Arriving) -> Asking | None:
@@ -131,7 +131,7 @@ class Selected(WorkingSet):
         if self.adapter is None:
             return None
         slots = new.slots[:, new.count - step.queries :]
-        distance = torch.arange(step.queries, 0, -1, device=slots.device)  # how far the next position is ahead of each
+        distance = torch.arange(step.queries, 0, -1, device=slots.device)  # from each query to the next position
         turned = self.adapter.ahead(self.ranking.layer, step.query, distance, self.selector.ahead)
         return Asking(turned, slots, step.scaling)
 
@@ -217,7 +217,7 @@ class Selected(WorkingSet):
     def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
         """Keep the new entries of one bank; return the evicted ones."""
         store = self.store
-        if not bank.columns:  # a budget of 0, or a row that is padding so far
+        if not bank.columns:  # a budget of 0, or a row of padding
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
             return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
@@ -280,7 +280,7 @@ class Selected(WorkingSet):
                 entries = self.ranking.candidates(bank, chosen, None, self.length, chosen.shape[1])
                 arrived = self.selector.arrive(entries, own_keys)
             if bank.scores is not None:
-                bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+                bank.scores = bank.scores.contiguous()  # a selector may return an expanded tensor
             if arrived is not None:
                 bank.scored()[lane, column] = arrived[lane, number].float()
             elif bank.scores is not None:

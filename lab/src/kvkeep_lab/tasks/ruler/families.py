@@ -1,4 +1,4 @@
-"""RULER's families by its own names, in its order and with its settings (scripts/synthetic.yaml, constants.py)."""
+"""RULER's families with its names, order and settings (scripts/synthetic.yaml, constants.py)."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ ESSAYS = "haystack"
 
 @dataclass(frozen=True)
 class Family:
-    """One of RULER's tasks.
-
-    ask: makes a question of what was loaded, draws, a size (in the family's own units: words, lines, documents), and
-    the length wanted in tokens, which sets how hard it is. The same draws make the same question. new: tokens that
-    RULER lets a model write. least, greatest: sizes, None being no end. reads: the file, :data:`ESSAYS`, or "" for
-    none; load: makes of the files what ``ask`` takes. some: one of the answers is enough.
-    """
+    """One of RULER's tasks."""
 
     ask: Callable[[Any, random.Random, int, int], RulerQuestion]
+    """Returns a question. It receives the loaded data, a random generator, a size in the family's unit (words, lines,
+    documents), and the requested length in tokens, which determines the difficulty. Equal draws give equal questions.
+    """
     new: int
+    """Maximum tokens of an answer in RULER."""
     least: int = 1
+    """Minimum size."""
     greatest: Callable[[Any], int | None] = lambda loaded: None
+    """Returns the maximum size; None for no maximum."""
     reads: str = ""
+    """File, :data:`ESSAYS`, or "" for none."""
     load: Callable[[Sequence[Path]], Any] = lambda paths: None
+    """Converts the files to the data for ``ask``."""
     some: bool = False
+    """Whether one of the answers is sufficient."""
 
 
 _niah = partial(Family, new=128)

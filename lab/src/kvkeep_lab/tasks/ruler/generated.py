@@ -1,5 +1,5 @@
-"""RULER's questions that are made from seeds: needles (niah), variable tracking (vt), common and frequent words (cwe,
-fwe)."""
+"""RULER's questions that are generated from seeds: needles (niah), variable tracking (vt), common and frequent words
+(cwe, fwe)."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ _DEPTHS = [round(100 * place / 39) for place in range(40)]
 
 @dataclass(frozen=True)
 class Niah:
-    """keys, values: what they are. needles: how many keys have one; each: values of a key; queried: keys that are asked
-    for."""
+    """The needle-in-a-haystack tasks. A needle states a value of a key."""
 
     haystack: Literal["noise", "essays", "needles"]
     keys: Literal["words", "uuids"] = "words"
     values: Literal["numbers", "uuids"] = "numbers"
     needles: int = 1
+    """Number of keys with needles."""
     each: int = 1
+    """Number of values of a key."""
     queried: int = 1
+    """Number of keys in the question."""
 
     def __call__(self, essays: list[str] | None, draw: random.Random, size: int, length: int) -> RulerQuestion:
         """Return a question about ``size`` words of ``essays``, or ``size`` lines of the other haystacks."""
@@ -102,7 +104,7 @@ class Niah:
     def _lines(self, taken: set[str], needles: list[str], draw: random.Random, size: int) -> list[str]:
         lines = [NOISE] * size
         places = sorted(draw.sample(range(size), len(needles)), reverse=True)
-        if self.haystack == "needles":  # for other keys than those asked for
+        if self.haystack == "needles":  # needles of keys that are not in the question
             lines = [self._needle(_other(draw, self.keys, taken), _drawn(draw, self.values)) for _ in range(size)]
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)
@@ -149,8 +151,8 @@ _TRACKING_LEAD = (
 
 
 def track(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
-    """Return a question about one chain among ``size`` lines of noise, after an example that is answered. The example
-    has ten lines of noise, as RULER's has at most lengths, and fewer below 4,000 tokens."""
+    """Return a question about one chain among ``size`` lines of noise, after an answered example. The example has ten
+    lines of noise, as RULER's at most lengths, and fewer below 4,000 tokens."""
     example = _chain(draw, min(10, max(1, length // 400)), letters=3)
     question = _chain(draw, size, letters=5)
     return RulerQuestion(
@@ -170,7 +172,7 @@ def _chain(draw: random.Random, size: int, letters: int) -> RulerQuestion:
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]
     lines = [f"{NOISE}\n"] * size
-    if size <= len(chain):  # sentence by sentence, or there are too few places
+    if size <= len(chain):  # splits the noise into sentences, for enough places
         lines = [f"{sentence.strip()}." for sentence in NOISE.split(".") if sentence] * size
     for number, place in enumerate(sorted(draw.sample(range(len(lines)), len(chain)))):
         lines.insert(place + number, chain[number])
@@ -195,13 +197,13 @@ _FREQUENT_TEXT = (
     "three most frequently appeared words in the above coded text?"
 )
 _FREQUENT_LEAD = "Answer: According to the coded text above, the three most frequently appeared words are:"
-_ZETA_2 = math.pi**2 / 6  # what a Zipf distribution of exponent 2 sums to
+_ZETA_2 = math.pi**2 / 6  # sum of k**-2, for a Zipf distribution of exponent 2
 _LETTERS = 6
 
 
 def common_words(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
-    """Return a question about a list of ``size`` different words, ten of them more common, after an example that is
-    answered. From 4,096 tokens on the common ones come 30 times and the others 3 times, below 6 times and once."""
+    """Return a question about a list of ``size`` different words, ten of them more common, after an answered example.
+    From 4,096 tokens on, the common words occur 30 times and the others 3 times. Below, they occur 6 times and once."""
     small = length < 4096
     example = _list(draw, *((20, 3, 1) if small else (40, 10, 3)))
     question = _list(draw, size, *((6, 1) if small else (30, 3)))
@@ -226,8 +228,8 @@ def _numbered(words: list[str]) -> str:
 
 
 def frequent_words(loaded: None, draw: random.Random, size: int, length: int) -> RulerQuestion:
-    """Return a question about some ``size`` made-up words, the k-th most frequent of which has a share that falls as
-    k**-2; the most frequent one is dots, and does not count."""
+    """Return a question about approximately ``size`` artificial words. The share of the k-th most frequent word is
+    proportional to k**-2. The most frequent one consists of dots and does not count."""
     words: list[str] = []
     while len(words) < max(length // 50, 5):
         word = "".join(draw.choices(string.ascii_lowercase, k=_LETTERS))

@@ -1,4 +1,4 @@
-"""RULER's questions: those of SQuAD and HotpotQA, their documents among others of the same set."""
+"""RULER's questions from SQuAD and HotpotQA, with their documents among others of the same set."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY
 
 @dataclass(frozen=True)
 class Question:
-    """context: places of the documents that come with it; near: of those on the same subject, these among them."""
+    """One question of a set."""
 
     query: str
     answers: list[str]
     context: list[int]
+    """Indices of its documents."""
     near: list[int]
+    """Indices of all documents on the same subject."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Documents:
 
 
 def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> RulerQuestion:
-    """Return a question and ``size`` documents, or its own where they are more: then near ones, then any."""
+    """Return a question and ``size`` documents: all of its documents, then others on the same subject, then any."""
     chosen = draw.choice(loaded.questions)
     documents = list(chosen.context)
     for others in (chosen.near, range(len(loaded.texts))):
@@ -52,7 +54,7 @@ def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> Ruler
 
 
 def squad(paths: Sequence[Path]) -> Documents:
-    """Read SQuAD's JSON, version 1.1 or 2.0; questions without an answer are left out."""
+    """Read SQuAD's JSON, version 1.1 or 2.0, without the questions that have no answer."""
     with _understood(paths[0], "SQuAD"):
         subjects = [subject["paragraphs"] for row in rows(paths[0]) for subject in row["data"]]
         texts = sorted({paragraph["context"] for subject in subjects for paragraph in subject})
@@ -75,7 +77,7 @@ def squad(paths: Sequence[Path]) -> Documents:
 
 
 def hotpotqa(paths: Sequence[Path]) -> Documents:
-    """Read HotpotQA's JSON list, each question of which has documents of its own, as (title, sentences)."""
+    """Read HotpotQA's JSON list. Each question lists its documents as (title, sentences)."""
     with _understood(paths[0], "HotpotQA"):
         found = [
             (row["question"], row["answer"], [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])

@@ -1,4 +1,4 @@
-"""RULER as a task of the lab: questions of the length asked for, and its string match."""
+"""RULER as a task of the lab: questions of the requested length, and its string match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FamilyName = Annotated[str, among("family of RULER", FAMILIES)]
 
 
 class Ruler(Task):
-    """Length × family; a length counts the prompt and the tokens that may be written, as RULER does."""
+    """Length × family. A length includes the prompt and the maximum tokens of the answer, as in RULER."""
 
     name = "ruler"
     about = "RULER: needles, variables, word counts and questions, by family and length"
@@ -46,7 +46,7 @@ class Ruler(Task):
     new: int = Field(128, ge=1, description="the most tokens written; RULER's own number where that is less")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the essays, SQuAD (squad.json) and HotpotQA (hotpotqa.json), as far as the families need them."""
+        """Return the files that the families need: the essays, SQuAD (squad.json) and HotpotQA (hotpotqa.json)."""
         read = dict.fromkeys(FAMILIES[name].reads for name in self.family)
         folder = data.parent if data is not None and data.is_file() else data
         essays = text_files(folder) if ESSAYS in read else []
@@ -85,16 +85,16 @@ class Ruler(Task):
 
 
 def string_match(text: str, answers: Sequence[str], *, some: bool) -> float:
-    """Return RULER's ``string_match_all`` of one answer, from 0 to 1: the share of ``answers`` in ``text``; with
-    ``some`` its ``string_match_part``: whether one of them is."""
+    """Return RULER's ``string_match_all`` of one answer: the share of ``answers`` in ``text``. With ``some``, return
+    its ``string_match_part``: 1 if at least one of them is in ``text``, else 0."""
     written = re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip().lower()
     found = [answer.lower() in written for answer in answers]
     return float(any(found)) if some else fmean(found)
 
 
 def largest(tokens: Callable[[int], int], limit: int, least: int, greatest: int | None) -> int | None:
-    """Return the largest size from ``least`` to ``greatest`` whose ``tokens`` are no more than ``limit``, taking them
-    to grow with the size; None where ``least`` has too many."""
+    """Return the largest size from ``least`` to ``greatest`` with at most ``limit`` tokens; None if ``least`` has too
+    many. It assumes that ``tokens`` grows with the size."""
     if tokens(least) > limit:
         return None
     fits, over = least, None if greatest is None else greatest + 1

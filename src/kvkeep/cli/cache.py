@@ -1,0 +1,234 @@
+"""``kvkeep cache``: lists and manages the store of sessions and blocks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvkeep.budget import bytes_of
+from kvkeep.cli import options
+from kvkeep.cli.output import note, print_json, show
+from kvkeep.errors import SessionError, UsageError
+from kvkeep.units import size
+
+if TYPE_CHECKING:
+    from kvkeep.blocks.store import SessionInfo, Store
+
+app = typer.Typer(
+    help="List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
+
+
+@app.command("list")
+def list_(
+    owner: Annotated[str | None, typer.Option(help="List only the sessions of this owner.")] = None,
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
+    """List the sessions, last used first, and the size of the whole store."""
+    store = _store(sessions)
+    found, (blocks, count) = store.sessions(owner), store.blocks.count()
+    if json:
+        total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+        print_json({"sessions": [_facts(info) for info in found]} | total)
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("session", "size", "used", "turns", "tokens", "method", "budget", "model"):
+        table.add_column(heading, justify="right" if heading in ("size", "turns", "tokens") else "left")
+    for info in found:
+        about = [str(info.turns), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
+        rest = about if info.problem is None else ["", "", _problem(info), "", ""]
+        table.add_row(info.name, size(info.bytes), _used(info), *rest)
+    show(table)
+    quota = "" if store.quota is None else f" of at most {size(store.quota)}"
+    note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
+
+
+@app.command("show")
+def show_(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Show size, age, turns and cache of a session; the exit code is 1 if it cannot be read."""
+    store, word = _found(name, sessions)
+    info = store.info(word)
+    if json:
+        print_json(_facts(info) | {"name": name})
+    else:
+        _show(info, name)
+    if info.problem is not None and not info.in_use:
+        raise typer.Exit(1)
+
+
+def _show(info: SessionInfo, name: str) -> None:
+    table = Table(box=None, show_header=False)
+    lines = {"session": name, "folder": info.path, "size": size(info.bytes), "used": _used(info)}
+    if info.problem is not None or info.created is None:
+        lines["problem"] = info.problem or ""
+    else:
+        lines |= {"age": _age(info.created), "turns": str(info.turns), "tokens": str(info.tokens)}
+        lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.family or ""}
+        if info.missing:
+            lines["missing"] = f"{_number(info.missing, 'block')}; the text will be read again"
+    for what, value in lines.items():
+        table.add_row(what, value)
+    show(table)
+
+
+@app.command("rm")
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")],
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
+    """Remove a session, and its blocks unless other sessions have them. A session in use is not removed."""
+    _store(sessions).remove(name)
+    _done(f"Removed {name}.", {"removed": name}, json)
+
+
+@app.command("verify")
+def verify_(sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Read every block and session, and remove damaged blocks; the exit code is 1 if something is damaged."""
+    from kvkeep.blocks.verify import verify
+
+    found = verify(_store(sessions))
+    if json:
+        print_json(asdict(found))
+    else:
+        for sentence in (*found.removed, *found.unreadable, *found.damaged.values()):
+            note(sentence)
+        for name, missing in found.incomplete.items():
+            note(f"The session '{name}' lacks {_number(missing, 'block')}; the text will be read again.")
+        sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
+        note(f"{sound} are as they were written.")
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+@app.command("prune")
+def prune(
+    quota: Annotated[
+        str | None, typer.Option(help="Remove the least recently used blocks until all fit into this size (1GB).")
+    ] = None,
+    age: Annotated[
+        float | None, typer.Option(min=0, help="Remove sessions and blocks that were not used for this many days.")
+    ] = None,
+    unused: Annotated[bool, typer.Option("--unused", help="Remove the blocks that belong to no session.")] = False,
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
+    """Remove blocks and sessions. A session without blocks keeps its messages, and its text is read again."""
+    if quota is None and age is None and not unused:
+        raise UsageError("Say what to remove: --quota, --age or --unused.")
+    limit = None if quota is None else bytes_of(quota, "quota")
+    from kvkeep.blocks.store import DAY_S
+
+    store = _store(sessions)
+    store.blocks.quota, store.age = limit, None if age is None else age * DAY_S
+    before, gone = store.blocks.count(), store.evict()
+    if unused:
+        store.remove_unused()
+    blocks, count = (max(old - new, 0) for old, new in zip(before, store.blocks.count(), strict=True))
+    removed = f"Removed {_number(gone, 'session')} and {_number(blocks, 'block')}, {size(count)}."
+    _done(removed, {"sessions": gone, "blocks": blocks, "bytes": count}, json)
+
+
+@app.command("export")
+def export(name: Name, file: File, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Write a session and its blocks to a new file, for 'kvkeep cache import' on this or another machine."""
+    from kvkeep.blocks import archive
+
+    store, word = _found(name, sessions)
+    missing = archive.export(store, word, file)
+    _done(f"Wrote {name} to {file}{_lacks(missing)}.", {"exported": name, "file": str(file), "missing": missing}, json)
+
+
+@app.command("import")
+def import_(file: File, name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Add an exported session, after checking every byte. Import files of people you trust only."""
+    from kvkeep.blocks import archive
+
+    store, word = _named(name, sessions)
+    missing = archive.add(file, store, word)
+    _done(
+        f"Imported {file} as {name}{_lacks(missing)}.", {"imported": name, "file": str(file), "missing": missing}, json
+    )
+
+
+def _store(folder: str | None) -> Store:
+    """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
+    from kvkeep.blocks.store import user_store
+
+    if folder is not None and not Path(folder).exists():
+        raise SessionError(f"There is no folder '{folder}'; give the folder of the sessions with --sessions.")
+    store = user_store(folder)
+    store.check()
+    return store
+
+
+def _named(name: str, folder: str | None) -> tuple[Store, str]:
+    """Return the store of a session, which may be missing, and its name there."""
+    from kvkeep.blocks.store import ONLY, Store, is_path, user_store
+
+    if folder is None and is_path(name):
+        return Store(Path(name).expanduser(), quota=None), ONLY
+    return user_store(folder), name
+
+
+def _found(name: str, folder: str | None) -> tuple[Store, str]:
+    """Return the store of a session, which exists if it is a path, and its name there."""
+    store, word = _named(name, folder)
+    if word != name:
+        store.check()
+        if not store.path(word).is_dir():
+            raise SessionError(f"There is no session at '{name}'.")
+        return store, word
+    return _store(folder), word
+
+
+def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(facts)
+    else:
+        note(sentence)
+
+
+def _facts(info: SessionInfo) -> dict[str, Any]:
+    now = time.time()
+    ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
+    return {name: value for name, value in asdict(info).items() if name not in ("used", "created", "mark")} | ages
+
+
+def _problem(info: SessionInfo) -> str:
+    from kvkeep.blocks.store import UNSAVED
+
+    return "never saved" if info.problem == UNSAVED else "cannot be read"
+
+
+def _lacks(missing: int) -> str:
+    return f" without {_number(missing, 'block')}, whose text will be read again" if missing else ""
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _used(info: SessionInfo) -> str:
+    return "now" if info.in_use else f"{_age(info.used)} ago"
+
+
+def _age(since: float) -> str:
+    """Return the time since ``since`` as text in one unit."""
+    passed = max(time.time() - since, 0)
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed >= scale:
+            return f"{passed / scale:.0f} {unit}"
+    return f"{passed:.0f} s"

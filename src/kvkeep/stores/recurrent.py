@@ -1,0 +1,126 @@
+"""Recurrent states of short convolutions, linear attention and Mamba. Their size is fixed, however long the text is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvkeep.contracts.entries import EntryState
+from kvkeep.errors import UsageError
+from kvkeep.memory.extent import ShapeError, fits
+from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.memory.meter import storage_bytes
+
+STATE = "state."
+"""The beginning of the names of a state's tensors."""
+_KINDS = ("conv", "recurrent")
+_CONV = ".conv."
+
+
+class RecurrentState(LinearAttentionLayer):
+    """The recurrent state of one layer, as transformers computes it.
+
+    A state has up to two tensors: the last inputs of a convolution, (batch, channels, kernel), in the model's dtype,
+    and the state of a recurrence, (batch, heads, ...), in float32. A pass replaces both, so tokens cannot be removed;
+    a copy of an earlier state can be restored. elements: of both tensors of one row; None: not known.
+    """
+
+    is_kvkeep = True
+    is_sliding = False
+    compressed_bytes = bookkeeping_bytes = 0
+
+    def __init__(self, elements: tuple[int, int] | None = None, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self.elements = elements
+
+    # transformers writes states in place, which a tensor made in inference mode does not allow later
+    update_conv_state = outside_inference_mode(LinearAttentionLayer.update_conv_state)
+    update_recurrent_state = outside_inference_mode(LinearAttentionLayer.update_recurrent_state)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for kind, tensors in zip(_KINDS, (self.conv_states, self.recurrent_states), strict=True):
+            yield from ((f"{STATE}{kind}.{number}", tensor) for number, tensor in tensors.items() if tensor is not None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return next((len(tensor) for _, tensor in self._named()), 0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated for the state."""
+        return storage_bytes(*(tensor for _, tensor in self._named()))
+
+    def entry_states(self, length: int, batch: int) -> Tensor:
+        """Return (batch, 1, ``length``) int8 codes: every token is part of the state, and counts as resident."""
+        return torch.full((batch, 1, length), EntryState.RESIDENT, dtype=torch.int8)
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if self.rows:
+            self.reorder_cache(index)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state's tensors by name ("state.conv.0", "state.recurrent.0"), as views."""
+        return {
+            name: tensor[..., -self.conv_kernel_size[int(name.rpartition(".")[2])] :] if _CONV in name else tensor
+            for name, tensor in self._named()
+        }
+
+    def copied(self) -> dict[str, Tensor]:
+        """Return :meth:`state` in separate memory."""
+        return {name: tensor.clone() for name, tensor in self.state().items()}
+
+    @outside_inference_mode
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Replace the state by a copy of what :meth:`state` returned; without tensors it is empty. Raises ShapeError
+        for tensors of other names, sizes or dtypes."""
+        self._check(state)
+        empty = dict.fromkeys(range(self.number_of_states))
+        self.conv_states, self.recurrent_states = dict(empty), dict(empty)
+        for name, tensor in state.items():
+            _, kind, number = name.split(".")
+            (self.conv_states if kind == "conv" else self.recurrent_states)[int(number)] = tensor.clone()
+        self.is_conv_states_initialized = {number: one is not None for number, one in self.conv_states.items()}
+        self.is_recurrent_states_initialized = {
+            number: one is not None for number, one in self.recurrent_states.items()
+        }
+        self.has_previous_state = dict(self.is_conv_states_initialized)
+        for place, conv in self.conv_states.items():
+            if conv is not None:
+                self.conv_kernel_size[place], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
+
+    def _check(self, state: dict[str, Tensor]) -> None:
+        """Raise ShapeError unless ``state`` is empty or has the names and sizes of a state."""
+        if not state:
+            return
+        convs = [name for name in state if _CONV in name]
+        if not convs or set(state) - {f"{STATE}{kind}.{n}" for kind in _KINDS for n in range(self.number_of_states)}:
+            raise ShapeError(f"a recurrent state has no tensors {', '.join(sorted(state))}")
+        rows = len(state[convs[0]]) if state[convs[0]].ndim else 0
+        for name, tensor in state.items():
+            axes = 3 if name in convs else tensor.ndim
+            fits(name, tensor, (rows, *[None] * (axes - 1)))
+        if self.elements is None:
+            return
+        sizes = [sum(one[0].numel() for name, one in state.items() if f".{kind}." in name) for kind in _KINDS]
+        if tuple(sizes) != self.elements:
+            raise ShapeError(f"a recurrent state has {self.elements} elements, and this has {tuple(sizes)}")
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise UsageError if the last tokens cannot be removed."""
+        if tokens_to_remove and self.rows and not (self.record_past and self.is_croppable):
+            raise UsageError(
+                "This model has recurrent layers, whose state cannot go back, so tokens cannot be removed from the "
+                "end; call reset() and read the text again, or rewind() to a state that was kept."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of a convolution that records its inputs. Raises UsageError as
+        :meth:`check_crop`."""
+        self.check_crop(tokens_to_remove)
+        if self.record_past and self.rows:
+            super().crop(tokens_to_remove)

@@ -1,0 +1,128 @@
+"""The quota of a folder of blocks holds at every moment, and a block that a program has mapped stays."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.errors import BlockMissing, StoreError
+
+EACH = 20_000
+"""Bytes of a block, roughly."""
+
+
+def block(number: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((EACH,), number % 251, dtype=torch.uint8)}
+
+
+def sizes(folder: Path) -> dict[str, int] | None:
+    """Return the sizes of all blocks at one moment; None if they changed while they were read."""
+
+    def once() -> dict[str, int]:
+        found = {}
+        for path in folder.rglob("*.block"):
+            try:
+                found[path.name] = path.stat().st_size
+            except FileNotFoundError:
+                return {}
+        return found
+
+    first = once()
+    return first if first and first == once() else None
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path) -> None:
+    """Also if writers are killed: what they left is counted by the next ones."""
+    quota, pinned = 12 * EACH, BlockName("a", "f" * 32)
+    folder = BlockFolder(tmp_path, quota)
+    folder.write(pinned, block(7))
+    mapped = folder.read(pinned)
+
+    def write(writer: int) -> None:
+        own = BlockFolder(tmp_path, quota)
+        for number in range(25):
+            name = BlockName(f"space{writer % 3}", f"{1000 * writer + number:032x}")
+            own.write(name, block(number))
+            with suppress(BlockMissing):  # another one needed the room
+                assert int(own.read(name)["a"][5]) == number % 251
+
+    processes = [get_context("fork").Process(target=partial(write, writer)) for writer in range(8)]
+    for process in processes:
+        process.start()
+    looked = 0
+    while any(process.is_alive() for process in processes):
+        if (found := sizes(tmp_path)) is not None:
+            assert sum(found.values()) <= quota
+            looked += 1
+        if dies and looked > 3:
+            for process in processes[::2]:
+                process.kill()
+        time.sleep(0.002)
+    for process in processes:
+        process.join()
+        assert process.exitcode in ((0, -9) if dies else (0,))
+    assert looked and folder.path(pinned).exists() and int(mapped["a"][EACH - 1]) == 7
+    BlockFolder(tmp_path, quota).write(BlockName("a", "e" * 32), block(1))
+    count, total = folder.count()
+    assert total <= quota and count > 6
+    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == total
+
+
+def test_blocks_that_are_all_mapped_make_no_room(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, 3 * EACH)
+    names = [BlockName("a", f"{number:032x}") for number in range(2)]
+    for name in names:
+        folder.write(name, block(1))
+    held = [folder.read(name) for name in names]
+    other = BlockFolder(tmp_path, 3 * EACH)
+    with pytest.raises(StoreError, match="running programs use them"):
+        other.write(BlockName("b", "0" * 32), block(1))
+    assert BlockFolder(tmp_path, EACH).evict() == 0 and other.count()[0] == 2
+    del held
+    other.write(BlockName("b", "0" * 32), block(1))
+    assert other.count()[0] == 2
+
+
+@pytest.mark.parametrize("left", [b"", b"123", bytes(8), b"\xff" * 8])
+def test_a_total_that_a_program_left_is_not_trusted(left: bytes, tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, 20 * EACH)
+    folder.write(BlockName("a", "0" * 32), block(1))
+    (tmp_path / "bytes").write_bytes(left)
+    BlockFolder(tmp_path, 20 * EACH).write(BlockName("a", "1" * 32), block(1))
+    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == folder.count()[1]
+
+
+def test_an_error_in_the_middle_of_a_mapping_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would end the process by a signal; asked before, it tells."""
+
+    class Faulty(mmap.mmap):
+        def madvise(self, option: int) -> None:  # type: ignore[override]
+            raise OSError(14, "Bad address")
+
+    folder, name = BlockFolder(tmp_path), BlockName("a", "0" * 32)
+    folder.write(name, block(1))
+    monkeypatch.setattr(mmap, "mmap", Faulty)
+    with pytest.raises(BlockMissing, match="input/output error"):
+        folder.read(name)
+    assert folder.has(name)
+
+
+def test_files_are_their_users_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        BlockFolder(tmp_path / "store").write(BlockName("a/b", "0" * 32), block(1))
+    finally:
+        os.umask(old)
+    paths = [*(tmp_path / "store").rglob("*")]
+    assert {path.stat().st_mode & 0o77 for path in paths if path.is_file()} == {0}
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,210 @@
+"""Any client's conversation outlives the server: its beginning is stored, and found by its text, within one owner."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from answering import NEW, Client, alone, run, small, text
+from conftest import WORDS, saved
+from families import tiny
+from running import KEYS, Program, program, within
+
+from kvkeep.blocks import beginnings
+from kvkeep.blocks.folder import BlockFolder
+from kvkeep.blocks.store import Store
+from kvkeep.errors import StoreError
+from kvkeep.serve.engine import Engine
+
+FULL: dict[str, Any] = {"method": "full"}
+LONG = text(300, 1)
+
+
+def serving(folder: Path, **store: Any) -> Engine:
+    return Engine(small(), 10**9, store=Store(folder, **store), **FULL)
+
+
+def told(engine: Engine, ids: list[int], owner: str = "me", **options: Any) -> Client:
+    client = Client(engine, ids, owner=owner, **options)
+    run(engine)
+    return client
+
+
+def test_a_conversation_without_a_name_goes_on_after_a_restart(tmp_path: Path) -> None:
+    engine = serving(tmp_path)
+    one = told(engine, LONG)
+    engine.close()
+    ids = [*LONG, *one.ended.tokens, 3, 4, 5]
+    for cached in (len(ids) - 4, len(ids) - 1):  # the second time, all of the prompt was read before
+        engine = serving(tmp_path)
+        two = told(engine, ids)
+        assert two.ended.cached == cached and [*two.ended.tokens] == alone("llama", ids, **FULL)
+        engine.close()
+
+
+def test_a_session_with_a_name_and_one_without_begin_with_each_others_text(tmp_path: Path) -> None:
+    engine = serving(tmp_path)
+    one = told(engine, LONG, name=("me", "talk"))
+    engine.close()
+    ids = [*LONG, *one.ended.tokens, 3]
+    for options in ({}, {"name": ("me", "other")}):
+        engine = serving(tmp_path)
+        two = told(engine, ids, **options)
+        assert two.ended.cached >= 256 and [*two.ended.tokens] == alone("llama", ids, **FULL)
+        engine.close()
+
+
+def test_nothing_of_another_owner_is_used_or_touched(tmp_path: Path) -> None:
+    engine = serving(tmp_path)
+    told(engine, LONG, "me")
+    used = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.block")}
+    other = told(engine, LONG, "you")
+    assert other.ended.cached == 0 and used
+    assert used == {path: path.stat().st_mtime_ns for path in (tmp_path / "blocks" / "me").rglob("*.block")}
+    engine.close()
+    engine = serving(tmp_path)
+    assert told(engine, LONG, "they").ended.cached == told(engine, LONG, "").ended.cached == 0
+    engine.close()
+
+
+def test_the_client_has_its_answer_before_anything_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever continues the conversation meanwhile waits for one block at most, and reads nothing again."""
+    engine, gate, write = serving(tmp_path), threading.Event(), BlockFolder.write
+
+    def slow(*given: Any, **own: Any) -> int:
+        assert gate.wait(30)
+        return write(*given, **own)
+
+    monkeypatch.setattr(BlockFolder, "write", slow)
+    one = Client(engine, LONG, owner="me")
+    while not one.done:
+        engine.step()
+    (session,) = engine.sessions.memory.values()
+    assert session.busy and not [*tmp_path.rglob("*.block")]
+    ids = [*LONG, *one.ended.tokens, 3]
+    two = Client(engine, ids, owner="me")
+    threading.Timer(0.1, gate.set).start()
+    run(engine)
+    assert two.ended.read == 2 and [*two.ended.tokens] == alone("llama", ids, **FULL)
+    assert len([*tmp_path.rglob("*.block")]) == 2  # a block and a tail, by the second turn
+    engine.close()
+
+
+def test_a_cancelled_answer_is_stored_too(tmp_path: Path) -> None:
+    engine = serving(tmp_path)
+    client = Client(engine, LONG, 100, owner="me")
+    while not client.job.writes:
+        engine.step()
+    client.job.cancel()
+    run(engine)
+    engine.close()
+    assert client.ended.reason == "cancelled"
+    engine = serving(tmp_path)
+    assert told(engine, [*LONG, *client.ended.tokens, 3]).ended.cached >= len(LONG)
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
+def test_damaged_blocks_are_read_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = serving(tmp_path)
+    told(engine, LONG)
+    engine.close()
+    block, tail = sorted(tmp_path.rglob("*.block"), key=lambda path: -path.stat().st_size)
+    if damage == "flip":
+        data = bytearray(block.read_bytes())
+        data[len(data) // 2] ^= 1
+        block.write_bytes(data)
+    elif damage == "truncate":
+        block.write_bytes(block.read_bytes()[:-1])
+    elif damage == "remove":
+        block.unlink()
+    else:
+        first, second = block.read_bytes(), tail.read_bytes()
+        block.write_bytes(second)
+        tail.write_bytes(first)
+    engine = serving(tmp_path)
+    client = told(engine, LONG)
+    assert client.ended.cached == 0 and [*client.ended.tokens] == alone("llama", LONG, **FULL)
+    assert damage == "remove" or "is read from token 0 on" in caplog.text
+    engine.close()
+
+
+def test_a_disk_that_fails_costs_the_cache_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it is full or cannot be read; afterwards it is used again."""
+    engine = serving(tmp_path)
+
+    def failing(*given: Any, **own: Any) -> Any:
+        raise StoreError("'x' cannot be written: no space left on device.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFolder, "write", failing)
+        one = told(engine, LONG)
+        told(engine, text(300, 2))
+        assert caplog.text.count("no space left") == 1  # said once
+        patch.setattr(beginnings, "find", lambda *given: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        engine.close()
+        engine = serving(tmp_path)
+        assert told(engine, LONG).ended.tokens == one.ended.tokens
+        engine.close()
+    engine = serving(tmp_path)
+    told(engine, LONG)
+    engine.close()
+    engine = serving(tmp_path)
+    assert told(engine, LONG).ended.cached == len(LONG) - 1
+    engine.close()
+
+
+def test_servers_that_share_a_folder_begin_with_each_others_blocks(tmp_path: Path) -> None:
+    first, second = serving(tmp_path, shared=True), serving(tmp_path, shared=True)
+    ids = LONG
+    for turn, server in enumerate((first, second, first, second)):
+        client = told(server, ids)
+        assert client.ended.cached >= len(LONG) + NEW - 1 if turn else client.ended.cached == 0
+        assert [*client.ended.tokens] == alone("llama", ids, **FULL)
+        ids = [*ids, *client.ended.tokens, 3, 4]
+    for server in (first, second):
+        server.close()
+
+
+def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Path) -> None:
+    model = saved(tiny("llama", positions=8192), tmp_path / "model")
+    options = ["--model", str(model), "--memory", "200MB", "-x", "full"]
+    said = [" ".join(WORDS[(number * step) % len(WORDS)] for number in range(1300)) for step in (3, 5, 7)]
+    messages: list[Any] = [
+        {"role": "user", "content": said[0]},
+        {"role": "assistant", "content": said[1]},
+        {"role": "user", "content": said[2]},
+    ]
+
+    def asked(running: Program, given: list[Any], key: str = KEYS[0]) -> tuple[str, Any]:
+        client = openai.OpenAI(base_url=f"{running.address}/v1", api_key=key, max_retries=0)
+        found = client.chat.completions.create(model=running.model, messages=given, max_tokens=NEW, temperature=0)
+        assert found.usage is not None and found.usage.prompt_tokens_details is not None
+        return str(found.choices[0].message.content), found.usage
+
+    turn: list[Any] = []
+    answers = []
+    for private in (True, False):
+        store = ["--private"] if private else ["--sessions", str(tmp_path / "store")]
+        with program(*options, *store, fork=True) as running:
+            content, usage = asked(running, messages)
+            assert 3900 <= usage.prompt_tokens < 4096 and usage.prompt_tokens_details.cached_tokens == 0
+            turn = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "the river"}]
+            if private:
+                answers.append(asked(running, turn)[0])  # without a restart
+                assert "in memory only" in running.said() and not (tmp_path / "store").exists()
+            else:
+                assert f"stored in {tmp_path / 'store'}, at most 2.0 GB" in running.said()
+                assert within(20, lambda: len([*tmp_path.rglob("*.block")]) > 3900 // 256)
+                running.process.kill()
+    with program(*options, "--sessions", str(tmp_path / "store"), fork=True) as running:
+        content, other = asked(running, turn, KEYS[1])
+        assert other.prompt_tokens_details.cached_tokens == 0  # of another key
+        mine, usage = asked(running, turn)
+        assert usage.prompt_tokens >= 3904 and usage.prompt_tokens_details.cached_tokens >= 3840
+        assert mine == content == answers[0]
