@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvkeep.blocks.block_file import encode, parse
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import MARKER, VERSION, Store
 from kvkeep.errors import BlockDamaged, BlockMissing, SessionUnwritable, StoreError, UsageError
 from kvkeep.extras import optional
@@ -81,22 +80,15 @@ class BucketPath(PurePosixPath):
         """Return whether there are objects below."""
         return any(self.iterdir())
 
-    exists = is_dir
-
     def mkdir(self, **_: Any) -> None:
         """Raise OSError if the bucket cannot be used."""
         self.is_dir()
 
-    def rmdir(self) -> None:
-        """Do nothing."""
-
-    def absolute(self) -> BucketPath:
-        """Return this path."""
-        return self
-
     def open(self, *_: Any) -> Any:
-        """There are no locks."""
+        """Raise FileNotFoundError: there are no locks to open."""
         raise FileNotFoundError
+
+    exists, rmdir, absolute = is_dir, lambda self: None, lambda self: self
 
     def stat(self) -> Any:
         """Return the time of the last change."""
@@ -192,11 +184,6 @@ class BucketFolder(BlockFolder):
             raise StoreError(f"{error}.") from error
 
 
-class _Reference(Reference):
-    def _create(self, target: Any, data: bytes) -> None:
-        target.create(data)
-
-
 class BucketStore(Store):
     """A store in the bucket ``url`` (``s3://BUCKET/PREFIX``; ``file://FOLDER`` in tests), with blocks in ``folder``.
 
@@ -221,7 +208,9 @@ class BucketStore(Store):
         except FileExistsError as error:
             raise UsageError(f"'{url}' is of another version of kvkeep; name another prefix.") from error
         except OSError as error:
-            raise UsageError(f"Nothing can be stored in '{url}': {error}.") from error
+            raise UsageError(
+                f"Nothing can be stored in '{url}': {str(error.__cause__ or error).rstrip('.')}."
+            ) from error
 
     def evict(self) -> int:
         """Remove blocks over quota or age from the folder."""
@@ -230,11 +219,7 @@ class BucketStore(Store):
 
     def release(self, name: str, keys: set[str]) -> None:
         """As :meth:`Store.release`. A single key is that of the state before, which no other session has."""
-        if len(keys) > 1:
-            return super().release(name, keys)
-        for key in keys:
-            self.blocks.remove(BlockName(self.space(name), key))
-        return None
-
-    def _reference(self, path: Path, writing: bool) -> Reference:
-        return _Reference(path, writing=writing, shared=True)
+        if len(keys) == 1:
+            self.blocks.remove(BlockName(self.space(name), keys.pop()))
+        else:
+            super().release(name, keys)

@@ -83,7 +83,7 @@ class Reference:
         target = self._path(self.generation + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._create(target, data)
+            _create(target, data, locked=self._lock is not None)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
@@ -178,10 +178,6 @@ class Reference:
                 return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
         return False
 
-    def _create(self, target: Path, data: bytes) -> None:
-        """Create a generation. Raises FileExistsError if it exists, and OSError."""
-        _create(target, data, locked=self._lock is not None)
-
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}{_GENERATION}"
 
@@ -216,8 +212,7 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
 def generations(folder: Path) -> list[int]:
     """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
     try:
-        names = [path.name for path in folder.iterdir()]
-        stems = [name.removesuffix(_GENERATION) for name in names if name.endswith(_GENERATION)]
+        stems = [path.stem for path in folder.iterdir() if path.suffix == _GENERATION]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(stem) for stem in stems if stem.isdecimal())
@@ -272,6 +267,9 @@ def damaged(path: Path) -> SessionDamaged:
 def _create(path: Path, data: bytes, locked: bool) -> None:
     """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
     and OSError."""
+    if hasattr(path, "create"):  # an object in a bucket
+        path.create(data)
+        return
     temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
         with open(temporary, "xb") as file:

@@ -200,14 +200,11 @@ class Store:
         """Return the session open for writing; create it if missing."""
         path = self.path(name)
         self.create()
-        return self._reference(path, writing=True)
+        return Reference(path, writing=True, shared=self.shared)
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return self._reference(self._existing(name), writing=False)
-
-    def _reference(self, path: Path, writing: bool) -> Reference:
-        return Reference(path, writing=writing, shared=self.shared)
+        return Reference(self._existing(name))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
