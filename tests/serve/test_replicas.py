@@ -187,7 +187,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
     run(second)
     run(first)
     assert [*begun.ended.tokens] == [*client.ended.tokens] == alone.answer(ids, NEW)
-    assert session.followed and "was continued by another program" in str(session.unsaved)
+    assert session.followed and "was continued or removed by another program" in str(session.unsaved)
     assert str(tmp_path) not in str(session.unsaved) and not first.sessions.memory
     info = store.info("me/talk")
     assert (info.turns, info.tokens, info.problem) == (8, len(ids) + NEW - 1, None)
@@ -476,6 +476,6 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(30) == 0 and "all turns are saved" in running.said()
     kept = {info.name: info for info in store.sessions()}
-    assert len(kept) == sum(held.values()) + 1 and not [info for info in kept.values() if info.problem or info.held]
+    assert len(kept) == sum(held.values()) + 1 and not [info for info in kept.values() if info.problem or info.in_use]
     assert all(kept[f"{owner}/{talk.name}"].tokens == len(talk.ids) - 1 for talk in talks)
     assert not replicas() and not [path for path in folder.rglob("*") if path.is_file() and ".saving-" in path.name]

@@ -109,7 +109,7 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
     for number in range(count):
         assert found[number] == alone(parts[number], cache[number]), cache[number]
     engine.close()
-    assert not any(info.held or info.problem for info in engine.sessions.storage.store.sessions("me"))  # type: ignore[union-attr]
+    assert not any(info.in_use or info.problem for info in engine.sessions.storage.store.sessions("me"))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
@@ -455,7 +455,7 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
     (info,) = Store(tmp_path, shared=True).sessions()
-    assert (info.name, info.turns, info.held, info.problem) == ("me/talk", 2, False, None)
+    assert (info.name, info.turns, info.in_use, info.problem) == ("me/talk", 2, False, None)
     engine.close()
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds == {".json", ".block", "bytes", "kvkeep-store"}  # nothing unfinished

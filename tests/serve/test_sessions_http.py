@@ -136,7 +136,7 @@ def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_fold
         assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert running.process.wait(10) == 0 and f"stored in {folder}, at most 2.0 GB" in running.said()
     (info,) = Store(folder).sessions()
-    assert info.turns == 3 and not info.held and info.problem is None and info.tokens >= len(ids) + 2
+    assert info.turns == 3 and not info.in_use and info.problem is None and info.tokens >= len(ids) + 2
     engine = Engine(loaded, 10**8, store=Store(folder))
     with Store(folder).read(info.name) as reference:
         known = reference.about["ids"][0]  # type: ignore[index]

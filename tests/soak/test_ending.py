@@ -155,7 +155,7 @@ def test_kills_during_answers_lose_no_finished_turn(model_folder: Path, tmp_path
     turns, went_on = sum(talk.turns for talk in talks), sum(talk.went_on for talk in talks)
     orphans = [path for path in folder.rglob("*") if ".saving-" in path.name]
     checkpoints = [path for path in Path(os.environ["KVKEEP_CACHE"], "checkpoints").rglob("*") if path.is_file()]
-    problems = [one for one in Store(folder).sessions() if one.problem or one.held]
+    problems = [one for one in Store(folder).sessions() if one.problem or one.in_use]
     assert not orphans and not checkpoints and not problems, (orphans, checkpoints, problems)
     assert answering >= kills and turns > kills and went_on > 0
     say(
@@ -207,7 +207,7 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     say.progress(f"gone within {elapsed:.1f} s")
     known = {}
     for info in Store(tmp_path).sessions():
-        assert not info.problem and not info.held and info.turns == 1
+        assert not info.problem and not info.in_use and info.turns == 1
         with Store(tmp_path).read(info.name) as stored:
             known[int(info.name.rpartition("-")[2])] = stored.about["ids"][0]  # type: ignore[index]
     assert len(known) == SESSIONS

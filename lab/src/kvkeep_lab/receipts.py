@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvkeep import transfer
-from kvkeep.blocks.layout import NAME_OF_IDS
 from kvkeep.blocks.sessions import Session, load_session, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
@@ -213,7 +212,7 @@ def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))
         session = load_session(path, cache.model)
-        tensors = transfer.state(session.cache) | {NAME_OF_IDS: torch.tensor(session.ids, dtype=torch.int32)}
+        tensors = transfer.state(session.cache) | {"session.ids": torch.tensor(session.ids, dtype=torch.int32)}
         for name, tensor in sorted(tensors.items()):
             if cache.method.recall.drafts and name.startswith("layer."):
                 continue
