@@ -26,6 +26,7 @@ def optional(module: str, extra: str) -> Any:
 
 
 _OF = {
+    "s3": ("fsspec", "s3fs"),
     "cli": ("typer", "rich"),
     "gguf": ("gguf", "accelerate"),
     "ray": ("ray", "mmh3", "starlette", "uvicorn", "fastapi", "aiohttp", "grpc", "opencensus"),

@@ -34,6 +34,8 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
         (("-x", "full", "--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("-x", "stock"), "cannot be used here"),
         (("-x", "h2o"), "budget"),
+        (("-x", "full", "--bucket", "talks"), "is not a bucket"),
+        (("-x", "full", "--bucket", "s3://talks", "--private"), "leave it or --bucket out"),
     ):
         code, _, err = run(*common, *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err

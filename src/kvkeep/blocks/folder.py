@@ -88,7 +88,7 @@ class BlockFolder:
             reason = (getattr(error, "strerror", None) or str(error)).lower()
             raise BlockMissing(f"The block '{path}' cannot be read: {reason}.") from error
         except BlockDamaged as error:
-            self.remove(name)
+            BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
 
     def read_first(self, names: Sequence[BlockName]) -> tuple[list[dict[str, Tensor]], StoreError | None]:

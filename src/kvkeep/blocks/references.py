@@ -212,7 +212,7 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
 def generations(folder: Path) -> list[int]:
     """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
     try:
-        stems = [name.removesuffix(_GENERATION) for name in os.listdir(folder) if name.endswith(_GENERATION)]
+        stems = [path.stem for path in folder.iterdir() if path.suffix == _GENERATION]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(stem) for stem in stems if stem.isdecimal())
@@ -238,7 +238,7 @@ def last_used(folder: Path) -> float:
 
 def in_use(folder: Path) -> bool:
     """Return whether a program on this machine has the session open for writing."""
-    with suppress(OSError), open(folder / LOCK, "rb") as file:
+    with suppress(OSError), (folder / LOCK).open("rb") as file:
         return not lock(file.fileno(), shared=True)
     return False
 
@@ -247,8 +247,8 @@ def remove_folder(folder: Path) -> None:
     """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError."""
     for number in reversed(generations(folder)):
         (folder / f"{number}{_GENERATION}").unlink(missing_ok=True)
-    for name in os.listdir(folder) if folder.is_dir() else []:
-        (folder / name).unlink(missing_ok=True)
+    for path in [*folder.iterdir()] if folder.is_dir() else []:
+        path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         folder.rmdir()
 
@@ -267,6 +267,9 @@ def damaged(path: Path) -> SessionDamaged:
 def _create(path: Path, data: bytes, locked: bool) -> None:
     """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
     and OSError."""
+    if hasattr(path, "create"):  # an object in a bucket
+        path.create(data)
+        return
     temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
         with open(temporary, "xb") as file:

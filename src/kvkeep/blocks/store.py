@@ -21,7 +21,7 @@ from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.names import belongs_to_sessions
-from kvkeep.blocks.references import Reference, in_use, last_used, mentioned, remove_folder, unwritable
+from kvkeep.blocks.references import Reference, generations, in_use, last_used, mentioned, remove_folder, unwritable
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
@@ -345,7 +345,7 @@ class Store:
                     mark=reference.mark,
                 )
         except SessionError as error:
-            problem = UNSAVED if not any(one.endswith(".json") for one in os.listdir(path)) else str(error)
+            problem = UNSAVED if not generations(path) else str(error)
             return SessionInfo(**common, bytes=0, problem=problem)
         except (LookupError, TypeError, ValueError):
             return SessionInfo(**common, bytes=0, problem="it is not as kvkeep writes it")

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from kvkeep.blocks.bucket import BucketStore
 from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.errors import SessionUnwritable, UsageError
@@ -37,6 +38,8 @@ class Service:
     """Default cache options of a session."""
     folder: str | None
     """The folder of the store; None: conversations are in memory only."""
+    bucket: str | None
+    """The bucket of the store (``s3://BUCKET/PREFIX``); None: the store is in the folder only."""
     quota: int
     """Maximum bytes of the store's blocks."""
     age: float | None
@@ -66,6 +69,7 @@ class Service:
             waiting=number("waiting", given["waiting"], 0, int),
             cache=cache,
             folder=None if given["sessions"] is None else str(given["sessions"]),
+            bucket=None if given["bucket"] is None else str(given["bucket"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
             age=None if age is None else number("age", age, 0) * DAY_S,
             keys=Keys(keys),
@@ -91,6 +95,8 @@ class Service:
         store = Store(self.folder, quota=self.quota, age=self.age, shared=shared)
         try:
             store.create()
+            if self.bucket is not None:
+                store = BucketStore(store.folder, self.bucket, quota=self.quota, age=self.age)
         except SessionUnwritable as error:
             reason = str(getattr(error.__cause__, "strerror", error)).lower()
             raise UsageError(

@@ -70,7 +70,7 @@ def serve(
         given: dict[str, Any] = {
             "model": model.model, "weights": model.weights, "device": model.device, "memory": memory.memory,
             "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
-            "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
+            "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
             "log_requests": log_requests,
         }  # fmt: skip
         service = Service.parse(given, memory.cache(), keys)

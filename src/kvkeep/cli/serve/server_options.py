@@ -111,6 +111,9 @@ class StoreOptions:
     """The store of conversations: its folder, size and lifetime."""
 
     sessions: options.Sessions = None
+    bucket: Annotated[
+        str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")
+    ] = None
     quota: Annotated[
         str, Option(help="Maximum size of the stored blocks (10GB); the least recently used are removed.")
     ] = "2GB"
@@ -121,13 +124,14 @@ class StoreOptions:
     private: Annotated[bool, Option("--private", help="Keep conversations in memory only.")] = False
 
     def folder(self) -> Path | None:
-        """Return the folder of the store; None with --private. Raises UsageError for --private with a folder."""
+        """Return the folder of the store; None with --private. Raises UsageError for --private with either."""
         from kvkeep.blocks.store import store_folder
 
         if not self.private:
             return store_folder(self.sessions)
-        if self.sessions is not None:
-            raise UsageError("--private keeps conversations in memory only; leave it or --sessions out.")
+        for name, value in {"sessions": self.sessions, "bucket": self.bucket}.items():
+            if value is not None:
+                raise UsageError(f"--private keeps conversations in memory only; leave it or --{name} out.")
         return None
 
     def describe(self, service: Service) -> str:
@@ -135,7 +139,8 @@ class StoreOptions:
         if service.folder is None:
             return "conversations are kept in memory only"
         age = "" if self.age is None else f", for {self.age:g} days without use"
-        where = f"conversations are stored in {service.folder}, at most {size(service.quota)}{age}"
+        bucket = "" if service.bucket is None else f"{service.bucket} and "
+        where = f"conversations are stored in {bucket}{service.folder}, at most {size(service.quota)}{age}"
         return f"{where} (--private keeps them in memory)"
 
 
