@@ -39,6 +39,7 @@ BANNED = frozenset(
     ]
 )
 LEFT: dict[str, int] = {
+    "kvkeep/blocks": 1,
     "kvkeep_lab": 3,
     "kvkeep_lab/cli": 1,
     "kvkeep_lab/fleet": 2,
