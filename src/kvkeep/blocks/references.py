@@ -174,7 +174,7 @@ class Reference:
             found = generations(self.folder)
             if max(found, default=0) > self.generation + 1:  # the number had been used
                 return True
-            if self.generation:
+            if self.mark:  # it was read or saved
                 return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
         return False
 
