@@ -24,6 +24,7 @@ LOCK = "lock"
 _GENERATION = ".json"
 _FOLDER = "folder"
 _CHECK_BYTES = 16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -256,7 +257,8 @@ def remove_folder(folder: Path) -> None:
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a session that cannot be written."""
     reason = (error.strerror or str(error)).lower()
-    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; free some space, or name another.")
+    remedy = "free some space, or name another" if error.errno in _FULL else "name another"
+    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; {remedy}.")
 
 
 def damaged(path: Path) -> SessionDamaged:

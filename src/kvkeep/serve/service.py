@@ -91,6 +91,7 @@ class Service:
         store = Store(self.folder, quota=self.quota, age=self.age, shared=shared)
         try:
             store.create()
+            store.check_writable()  # a store that exists may be read-only
         except SessionUnwritable as error:
             reason = str(getattr(error.__cause__, "strerror", error)).lower()
             raise UsageError(
