@@ -80,6 +80,15 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "store").read("a")
 
 
+def test_a_session_at_a_path_is_none_of_an_earlier_version(tmp_path: Path) -> None:
+    saved(Store(tmp_path / "talk.session", quota=None), "session")
+    with pytest.raises(UsageError, match="it holds other files"):
+        Store(tmp_path).check()
+    (tmp_path / "earlier.session").write_bytes(b"kvkeep")
+    with pytest.raises(UsageError, match="of an earlier version"):
+        Store(tmp_path).check()
+
+
 def test_sessions_over_the_age_go_and_none_in_use(tmp_path: Path) -> None:
     store = saved(Store(tmp_path, age=1000), "one", "two", "key/three")
     with store.open("one"):  # which is a use

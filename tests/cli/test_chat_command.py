@@ -24,7 +24,7 @@ from kvkeep import Conversation, KeepCache, Session, save_session
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store, user_store
 from kvkeep.cli.options import ModelOptions
-from kvkeep.errors import StoreError
+from kvkeep.errors import SessionUnwritable, StoreError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -171,6 +171,24 @@ def test_a_file_system_that_is_full_costs_the_session_and_not_the_chat(model_fol
     assert process.returncode == 1 and "Traceback" not in err
     assert err.count("file too large") == 3 and err.count("exact: all") == 2, "after each answer, and at the end"
     assert not os.listdir(tmp_path)
+
+
+def test_a_chat_whose_last_turn_is_not_saved_does_not_say_saved(
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Conversation.save
+
+    def full(self: Conversation, path: str) -> None:
+        if len(self.messages) > 2:
+            raise SessionUnwritable("No space is left.")
+        save(self, path)
+
+    monkeypatch.setattr(Conversation, "save", full)
+    session = tmp_path / "session"
+    common = ("chat", "-m", str(model_folder), "-n", "3", "--session", str(session))
+    code, _, err = run(*common, stdin="the of\nwas it\n")
+    assert code == 1 and "No space is left." in err and "Saved" not in err
+    assert questions(session) == ["the of"]
 
 
 def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 import socket
 import ssl
@@ -31,6 +32,7 @@ from kvkeep.serve.http import completions, connection, engine_request
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.engine_request import MAX_BUFFERED_PIECES, EventBuffer, Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
+from kvkeep.serve.service import Service
 
 REJECTED = "kvkeep_requests_rejected_total"
 
@@ -47,6 +49,16 @@ def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = K
             return await client.request(given.pop("method", "GET"), path, **given)
 
     return asyncio.run(ask())
+
+
+def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers"))
+    given |= {"model": "smollm2", "weights": "auto", "waiting": 1, "sessions": str(tmp_path), "cors": ()}
+    service = Service.parse(given | {"log_requests": False}, {}, ())
+    assert service.store(shared=False) is not None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too
+    with pytest.raises(UsageError, match="cannot be written; name another"):
+        service.store(shared=False)
 
 
 def test_keys_come_from_a_file_and_a_made_one_is_kept(

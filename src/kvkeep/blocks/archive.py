@@ -36,7 +36,7 @@ def export(store: Store, name: str, target: Path) -> int:
     """Write a session as last saved to the new file ``target``; return how many of its blocks cannot be read, and are
     left out. Raises SessionError, and UsageError if there is a file."""
     if os.path.lexists(target):
-        raise UsageError(f"There is a file '{target}' already; name another.")
+        raise UsageError(f"There is already something at '{target}'; name another file.")
     while True:
         with store.read(name) as reference:
             about, mark, saves = reference.about, reference.mark, reference.generation
@@ -117,7 +117,7 @@ def _opened(source: Path) -> Iterator[tarfile.TarFile]:
     except (tarfile.TarError, EOFError, ValueError, LookupError, TypeError, BlockDamaged) as error:
         if isinstance(error, KvkeepError) and not isinstance(error, BlockDamaged):
             raise
-        raise SessionDamaged(f"'{source}' is not a session that 'kvkeep cache export' wrote, or damaged.") from error
+        raise SessionDamaged(f"'{source}' is damaged, or not a file of 'kvkeep cache export'.") from error
     except SessionDamaged as error:
         raise SessionDamaged(f"'{source}' cannot be imported: {error}") from error
     except OSError as error:

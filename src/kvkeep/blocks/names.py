@@ -10,15 +10,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.native.structures import NUMERICS_VERSION
+
+if TYPE_CHECKING:
+    from kvkeep.cache import KeepCache
 
 _DIGEST_BYTES = 16
 

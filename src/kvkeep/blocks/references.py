@@ -24,6 +24,7 @@ LOCK = "lock"
 _GENERATION = ".json"
 _FOLDER = "folder"
 _CHECK_BYTES = 16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -174,7 +175,7 @@ class Reference:
             found = generations(self.folder)
             if max(found, default=0) > self.generation + 1:  # the number had been used
                 return True
-            if self.mark:
+            if self.mark:  # it was read or saved
                 return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
         return False
 
@@ -256,7 +257,8 @@ def remove_folder(folder: Path) -> None:
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a session that cannot be written."""
     reason = (error.strerror or str(error)).lower()
-    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; free some space, or name another.")
+    remedy = "free some space, or name another" if error.errno in _FULL else "name another"
+    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; {remedy}.")
 
 
 def damaged(path: Path) -> SessionDamaged:

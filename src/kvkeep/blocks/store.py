@@ -142,7 +142,7 @@ class Store:
         except OSError as error:
             raise UsageError(f"The folder '{self.folder}' cannot be read: {(error.strerror or '').lower()}.") from error
         if version is None:
-            if any(name.endswith(SUFFIX) for name in found):
+            if any(name.endswith(SUFFIX) and (folder / name).is_file() for name in found):
                 raise UsageError(
                     f"'{self.folder}' holds sessions of an earlier version of kvkeep, which this one cannot read; name "
                     "another folder."

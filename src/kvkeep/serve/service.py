@@ -95,6 +95,7 @@ class Service:
         store = Store(self.folder, quota=self.quota, age=self.age, shared=shared)
         try:
             store.create()
+            store.check_writable()  # a store that exists may be read-only
             if self.bucket is not None:
                 store = BucketStore(store.folder, self.bucket, quota=self.quota, age=self.age)
         except SessionUnwritable as error:

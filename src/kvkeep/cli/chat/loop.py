@@ -26,7 +26,7 @@ def run(chat: Chat) -> None:
                 chat.screen.note(f"Saved as '{name}'; 'kvkeep chat --session {name}' continues it.")
             except (KvkeepError, OSError) as error:
                 chat.screen.note(str(error))
-        if saver.saved and saver.session is not None:
+        if saver.saved and saver.error is None and saver.session is not None:
             chat.screen.note(f"Saved {saver.place}.")
 
 
