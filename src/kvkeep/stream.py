@@ -145,7 +145,7 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
         self.roll_back()
-        self.plain &= self._given_by_ids(ids, positions, mask)
+        self.plain = self.plain and self._given_by_ids(ids, positions, mask)
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
             new = embeddings if ids is None else ids
             assert new is not None
@@ -182,14 +182,15 @@ class CacheStream:
     def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
         """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
         positions are the next ones."""
-        if ids is None or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
+        given = [one for one in (positions, mask) if one is not None]
+        if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
+            return False
+        if any(one.device.type != "cpu" for one in given):  # comparing would wait for the device
             return False
         if mask is not None and not bool(mask.all()):
             return False
         if positions is None:
             return True
-        if positions.device.type != "cpu" or positions.ndim != 2:  # comparing would wait for the device
-            return False
         start, count = self.length, positions.shape[1]
         if positions.numel() == 1:
             return int(positions) == start

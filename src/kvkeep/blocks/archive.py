@@ -19,6 +19,7 @@ import torch
 from kvkeep.blocks.block_file import parse
 from kvkeep.blocks.folder import SUFFIX, BlockName
 from kvkeep.blocks.layout import NAME_OF_IDS
+from kvkeep.blocks.names import session_key
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import check_about
 from kvkeep.blocks.store import Store
@@ -87,13 +88,18 @@ def add(source: Path, store: Store, name: str) -> int:
         _header(tar)
         written: list[BlockName] = []
         try:
+            state = about["state"]
+            if store.blocks.has(
+                BlockName(store.space(name), state)
+            ):  # each session has its own: the next save removes it
+                state = session_key()
             for key, content in _checked(tar, about, found):
-                block = BlockName(store.space(name), key)
+                block = BlockName(store.space(name), state if key == about["state"] else key)
                 if not store.blocks.has(block):
                     written.append(block)
                     store.blocks.write(block, parse(content, key))
             reference.generation = header["saves"] - 1
-            reference.commit(about)
+            reference.commit(about | {"state": state})
         except BaseException as error:
             reference.generation = 0
             for block in written:

@@ -216,10 +216,3 @@ class BucketStore(Store):
         """Remove blocks over quota or age from the folder."""
         self.blocks.evict(self.age)
         return 0
-
-    def release(self, name: str, keys: set[str]) -> None:
-        """As :meth:`Store.release`. A single key is that of the state before, which no other session has."""
-        if len(keys) == 1:
-            self.blocks.remove(BlockName(self.space(name), keys.pop()))
-        else:
-            super().release(name, keys)

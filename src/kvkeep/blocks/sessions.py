@@ -204,10 +204,10 @@ class StoredSession:
             if isinstance(error, StoreError):
                 raise SessionUnwritable(f"The session '{self.path}' cannot be saved: {error}") from error
             raise
-        gone = {str(before["state"])} if "state" in before else set()
+        if "state" in before:  # no other session has it
+            self.store.blocks.remove(self.block(str(before["state"])))
         if forget:
-            gone |= {*map(str, before.get("blocks", ()))} - {*names}
-        self.store.release(self.name, gone)
+            self.store.release(self.name, {*map(str, before.get("blocks", ()))} - {*names})
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
         """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""

@@ -279,7 +279,7 @@ class Store:
                 if self.space(self._name(path)) == space and self._name(path) != name:
                     known = mentioned(path)
                     keys = {key for key in keys if key.encode() not in known}
-        except OSError as error:  # nobody knows then what other sessions have
+        except OSError as error:  # what other sessions have is unknown
             log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
             return
         for key in keys:

@@ -14,6 +14,7 @@ One test compares all of them with a plain tensor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -73,7 +74,7 @@ def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
     return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
 
 
-class _OneTensor:
+class _OneTensor(ABC):
     """Rows in one tensor, allocated with the first rows, in ``home`` if given."""
 
     home: Place | None = None
@@ -84,8 +85,9 @@ class _OneTensor:
         self.length = 0
         self.data: Tensor | None = None
 
+    @abstractmethod
     def append(self, rows: Tensor) -> None:
-        raise NotImplementedError
+        """Append ``rows``."""
 
     def adopt(self, rows: Tensor) -> None:
         self.append(rows)
