@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from forked import exit_codes
 
 from kvkeep import StoreError, UsageError
 from kvkeep.memory.places import Disk, place
@@ -28,14 +27,11 @@ def test_disk_memory_is_mapped_from_unnamed_files_of_the_folder(tmp_path: Path) 
 
 
 def test_no_file_is_left_after_a_kill(tmp_path: Path) -> None:
-    code = (
-        "import sys, os, signal, torch\n"
-        "from kvkeep.memory.places import Disk\n"
-        "t = Disk(sys.argv[1]).allocate((1 << 20,), torch.float32); t.fill_(1)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
-    assert done.returncode == -signal.SIGKILL
+    def filled() -> None:
+        Disk(tmp_path).allocate((1 << 20,), torch.float32).fill_(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_codes(filled) == [-signal.SIGKILL]
     assert list(tmp_path.iterdir()) == []
 
 
