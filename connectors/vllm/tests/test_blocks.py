@@ -170,6 +170,7 @@ def test_what_an_end_does_not_write_is_counted(
     queue.close()  # one is being written
     assert queue.counts.dropped == 2
     folder.gate.set()
+    assert queue.flush(5)  # a second end has nothing to wait for
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError()], ids=str)

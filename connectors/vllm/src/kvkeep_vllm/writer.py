@@ -99,6 +99,8 @@ class BlockWriter:
             if remaining := len(self._queue):
                 self.counts.dropped += remaining
                 log.warning("%d blocks were not written within %.0f s and are dropped.", remaining, CLOSE_TIMEOUT_S)
+            self._queue.clear()
+            self._uses.clear()
             self._changed.notify_all()
         self._thread.join(CLOSE_TIMEOUT_S)
 
