@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
@@ -87,6 +88,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item for own in cases.values() for item in own[TURN % min(len(own), SHARE) :: SHARE]}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and the garbage collector need not look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
