@@ -40,7 +40,7 @@ lint: $(STAMP)
 # Two workers of one thread each are faster here than one of two. Each takes a half in order, so that models, texts and
 # packages that neighbouring tests share are made once; who is done first takes from the other.
 test: lint model
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 # A twelfth of the cases of the parts a method is made of, and of the contract: in less than a minute.
 test-quick: $(STAMP)
