@@ -64,7 +64,7 @@ class Needles(Task):
     relative = ("loglik", "match")
     axes = ("length", "question", "kind")
 
-    length: list[Annotated[int, Field(ge=256)]] = Field([4096], min_length=1, description="tokens, answer included")
+    length: list[Annotated[int, Field(ge=64)]] = Field([4096], min_length=1, description="tokens, answer included")
     question: list[Literal["unseen", "seen"]] = Field(["unseen"], min_length=1, description="unseen, seen")
     kind: list[Annotated[str, among("kind of needles", KINDS)]] = Field(
         ["essays"], min_length=1, description=", ".join(KINDS)
@@ -116,7 +116,7 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
             f"A length of {length} tokens has no room for {kind.keys * kind.each} needles; give a greater one."
         )
     asked = encoded(size)
-    shared = _prompt(tokenizer, kind, _text(words, kind, size, random.Random(key))[0], _ANOTHER, "")
+    shared = _prompt(tokenizer, kind, _text(words, kind, size, random.Random(key))[0], _NO_QUESTION, "")
     start = min(common_prefix(ids, shared) for ids, _ in asked)
     text = ReadText(tuple(shared[:start]), length)
     return [
@@ -170,7 +170,7 @@ def _text(words: Sequence[str], kind: _Kind, size: int, draw: random.Random) -> 
     return ("\n" if kind.noise else " ").join(sentences), sorted(found, key=lambda needle: needle.depth)
 
 
-_ANOTHER = ("\n{context}\nNow", "")
+_NO_QUESTION = ("\n{context}\nand", "")
 """A message with the same text and no question."""
 
 
