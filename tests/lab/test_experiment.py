@@ -9,7 +9,7 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, digest, load_expe
 
 from kvkeep.errors import UsageError
 
-OURS = ("bounded", "match-by-budget", "peers", "revive-parts", "xsum")  # beside no paper
+OURS = ("bounded", "match-by-budget", "peers", "revive-parts", "xsum", "which-method", "locomo")  # beside no paper
 SMALL = """
 title = "Small"
 methods = ["h2o", "full", "kv-direct"]

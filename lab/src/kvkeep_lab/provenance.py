@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import kvkeep
 
 
+@cache
 def commit() -> str | None:
     """Return the abbreviated commit of the installed kvkeep, with "-dirty" if files differ from it; None for an
     installed release."""

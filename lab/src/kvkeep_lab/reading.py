@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
@@ -83,6 +86,22 @@ def read(
         logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
         yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
+
+
+@torch.no_grad()
+def read_text(model: Any, ids: Tensor, cache: Cache) -> float:
+    """Read ``ids`` (1, tokens) as a complete text, also the second reading of methods that have one, and return the
+    seconds."""
+    start = time.perf_counter()
+    model(ids, cache=cache, use_cache=True, logits_to_keep=1)
+    if isinstance(cache, KeepCache):
+        cache.compress()
+    return time.perf_counter() - start
+
+
+def copied(cache: Cache) -> Cache:
+    """Return an independent copy of a cache."""
+    return cache.fork() if isinstance(cache, KeepCache) else deepcopy(cache)
 
 
 def greedy(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[int], float]:

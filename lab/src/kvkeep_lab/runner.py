@@ -23,6 +23,7 @@ from kvkeep.native.library import path
 from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
+from kvkeep_lab.provenance import commit
 from kvkeep_lab.reference import ReferenceAnswer
 from kvkeep_lab.store import Record, ResultFile, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial
@@ -235,6 +236,7 @@ def _numbers(metrics: Sequence[Metric], outcomes: Sequence[TaskOutcome]) -> dict
     names = [metric.name for metric in metrics]
     return {
         "scores": {name: [_compact(one.scores[name]) for one in outcomes if name in one.scores] for name in names},
+        "depths": [] if all(one.depth is None for one in outcomes) else [one.depth for one in outcomes],
         "prompt_tokens": [cost.prompt_tokens for cost in costs],
         "prefill_s": [_compact(cost.prefill_s) for cost in costs],
         "token_s": [None if cost.token_s is None else _compact(cost.token_s) for cost in costs],
@@ -255,7 +257,7 @@ def _now() -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"kvkeep": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return versions | {"python": platform.python_version()}
+    return versions | {"python": platform.python_version()} | ({} if (found := commit()) is None else {"commit": found})
 
 
 def _machine(loaded: Loaded) -> dict[str, Any]:

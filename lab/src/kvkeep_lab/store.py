@@ -63,6 +63,8 @@ class TaskRecord(Record):
     point: dict[str, int | float | str]
     scores: dict[str, list[float]] = {}
     """For each metric, the numbers of the samples that have one, in the order of samples."""
+    depths: list[float | None] = []
+    """Where the answer to each sample stands in its text, in percent, if the task says so."""
     prompt_tokens: list[int] = []
     """Tokens of the prompt, by sample."""
     prefill_s: list[float] = []

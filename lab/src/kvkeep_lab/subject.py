@@ -13,9 +13,11 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.stock import memory_of
+from kvkeep.policies.methods import resolve
+from kvkeep.policies.names import ONESHOT
+from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.peers import PeerReader, peer_of
-from kvkeep_lab.reading import cache_for, continued, read, scores, whole_bytes
+from kvkeep_lab.reading import cache_for, continued, copied, read, read_text, scores, whole_bytes
 from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
 
 
@@ -63,6 +65,15 @@ class Likelihood:
     """Whether each of its tokens is the most probable."""
 
 
+@dataclass(frozen=True)
+class ReadText:
+    """A text that is read once, before questions about it are known."""
+
+    ids: tuple[int, ...]
+    context: int
+    """Maximum tokens of the text, the longest question and its answer. A budget in percent is a share of them."""
+
+
 @dataclass
 class Subject:
     """One model with one cache method, kvkeep's or a peer's."""
@@ -75,6 +86,8 @@ class Subject:
     """Tokens of a prompt read at a time."""
     references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
     """Answers of the unbounded cache, shared with later subjects."""
+    _read: tuple[ReadText, Any, float] | None = None
+    """The text that was read last, its cache, and the seconds."""
 
     @property
     def tokenizer(self) -> Any:
@@ -93,7 +106,7 @@ class Subject:
         context = len(ids) + new
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
-            return self._written(cache, ids, new, ended or (lambda text: False))
+            return self._written(cache, ids, new, ended)
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps = len(made.tokens) - 1
         seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
@@ -108,16 +121,38 @@ class Subject:
         """
         context = len(ids) + max(new, len(right))
         cache = self._cache(context)
-        logs, seconds, agrees = [], [], True
-        passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
-        for (logits, elapsed), token in zip(passed, right, strict=True):
-            logs.append(float(logits.double().log_softmax(-1)[token]))
-            seconds.append(elapsed)
-            agrees = agrees and int(logits.argmax()) == token
+        logs, seconds, agrees = self._given(cache, ids, right)
         cost = self._cost(cache, len(ids), context, seconds)
         if agrees:
             return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self.write(ids, new), cost=cost, logs=logs)
+
+    def examine_after(self, text: ReadText, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
+        """Do the same as :meth:`examine` with a question ``ids`` about a text that is read before. Consecutive calls
+        with the same text read it once, and each continues a copy of its cache. The seconds of the prompt are those of
+        the text and of the question. Raises UsageError for a peer that reads the text itself."""
+        if self._read is None or self._read[0] is not text:
+            self._read = None
+            cache = self._full(text.context)
+            self._read = text, cache, read_text(self.loaded.model, self._tensor(text.ids), cache)
+        _, cache, reading = self._read
+        twin = copied(cache)
+        logs, seconds, agrees = self._given(twin, ids, right)
+        seconds[0] += reading
+        cost = self._cost(twin, len(text.ids) + len(ids), text.context, seconds)
+        if agrees:
+            return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
+        return replace(self._written(copied(cache), ids, new), cost=cost, logs=logs)
+
+    def at_once(self) -> Subject:
+        """Return the subject that reads each prompt in one pass before it evicts entries; itself if its method evicts
+        none, or reads the whole text first anyway."""
+        if self.method == STOCK or peer_of(self.method) is not None:
+            return self
+        method = resolve(self.method)
+        if method.oneshot or method.reading is not None or method.selector.keeps_all:
+            return self
+        return replace(self, method=f"{self.method}+{ONESHOT}", _read=None)
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
         """Return ln p of each token from index ``first`` on. Earlier tokens are read as a prompt, the others ``step``
@@ -161,6 +196,17 @@ class Subject:
             self.references[key] = ReferenceAnswer.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
+    def _given(self, cache: Any, ids: Sequence[int], right: Sequence[int]) -> tuple[list[float], list[float], bool]:
+        """Read ``ids`` and then the tokens of a ``right`` answer one by one. Return ln p and the seconds of each, and
+        whether each is the most probable."""
+        logs, seconds, agrees = [], [], True
+        passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
+        for (logits, elapsed), token in zip(passed, right, strict=True):
+            logs.append(float(logits.double().log_softmax(-1)[token]))
+            seconds.append(elapsed)
+            agrees = agrees and int(logits.argmax()) == token
+        return logs, seconds, agrees
+
     def _cost(self, cache: Any, prompt_tokens: int, context: int, seconds: Sequence[float]) -> AnswerCost:
         """Return the cost of an answer. The first of ``seconds`` is the time of the prompt, the others are times of a
         token each; ``context``: maximum tokens of prompt and answer."""
@@ -186,18 +232,20 @@ class Subject:
             )
         return cache
 
-    def _written(self, reader: PeerReader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> SubjectAnswer:
-        """Generate greedily with a peer that reads the text itself."""
+    def _written(
+        self, cache: Any, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None
+    ) -> SubjectAnswer:
+        """Generate greedily with one pass a token, also with a peer that reads the text itself."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
         ends = stated if isinstance(stated, list) else [stated]
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, elapsed in read(model, self._tensor(ids), reader, new):
+        for logits, elapsed in read(model, self._tensor(ids), cache, new):
             tokens.append(int(logits.argmax()))
             seconds.append(elapsed)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            if tokens[-1] in ends or ended(text):
+            if tokens[-1] in ends or (ended is not None and ended(text)):
                 break
-        return SubjectAnswer(text, tokens, self._cost(reader, len(ids), len(ids) + new, seconds))
+        return SubjectAnswer(text, tokens, self._cost(cache, len(ids), len(ids) + new, seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -11,7 +11,11 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
+from kvkeep.models.embedded import EMBEDDED
 from kvkeep.units import size
+
+if TYPE_CHECKING:
+    from kvkeep.models.loading import AvailableModel
 
 
 def models(
@@ -21,7 +25,7 @@ def models(
     """List the embedded models, and which of them are on this machine."""
     if fetch is not None:
         options.check_model(fetch)
-    with startup():
+    with startup(fetch):
         from kvkeep.models.loading import available, load
 
         if fetch is not None:
@@ -35,6 +39,13 @@ def models(
     for heading in ("model", "on this machine", "licence", "description"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(row.name, size(row.bytes_on_disk) if row.bytes_on_disk else "no", row.licence, row.description)
+        table.add_row(row.name, _here(row), row.licence, row.description)
     out.print(table)
+    note("'kvkeep models --fetch MODEL' downloads one; other commands do so when they first need it.")
     note("Other models: a GGUF file, a folder with config.json, or a hub id (owner/name).")
+
+
+def _here(row: AvailableModel) -> str:
+    if row.fetched:
+        return size(row.bytes_on_disk)
+    return f"{'in part' if row.bytes_on_disk else 'no'} ({size(EMBEDDED[row.name].size)})"

@@ -73,10 +73,11 @@ def show(table: Table) -> None:
     (out if width <= out.width else Console(width=width, highlight=False)).print(table)
 
 
-class _Time(ProgressColumn):
+class RemainingTime(ProgressColumn):
     """A column with the estimated remaining time, or with the elapsed time while there is no estimate."""
 
     def render(self, task: Task) -> Text:
+        """Return minutes and seconds."""
         left = task.time_remaining
         seconds = int(task.elapsed or 0) if left is None else int(left)
         return Text(f"{seconds // 60}:{seconds % 60:02}{'' if left is None else ' left'}")
@@ -85,7 +86,7 @@ class _Time(ProgressColumn):
 @contextmanager
 def loading(name: str) -> Iterator[None]:
     """Show on a terminal that a model is being loaded, and the elapsed time, within the block."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Time())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), RemainingTime())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         progress.add_task(printable(f"Loading {name} ..."), total=None)
         yield
@@ -106,7 +107,7 @@ def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iter
         finally:
             timer.cancel()
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), _Time())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), RemainingTime())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(line, total=None)
 

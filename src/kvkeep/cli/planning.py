@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import note
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def shape_and_rates(
 
     given = Machine.load(machine) if machine is not None else None
     place = device if given is None else given.device
+    fetch_model(model)
     described = describe(model, weights=weights, device=place, progress=note)
     shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
     return shape, given or machine_here(place, described.dtype)

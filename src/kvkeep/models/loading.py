@@ -14,7 +14,8 @@ import torch
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
-from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
+from kvkeep.models.embedded import EMBEDDED, gguf_path
+from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf import GgufTable
@@ -80,7 +81,7 @@ class AvailableModel:
     path: Path | None
     """The folder of the converted copy; None if there is none."""
     bytes_on_disk: int
-    """Bytes of the GGUF file and the converted copy."""
+    """Bytes of the GGUF file, or of the parts that an interrupted download left, and of the converted copy."""
     tensors: dict[str, WeightTensor] | None
     """Each tensor as loaded with weights auto on a CPU; None until there is a converted copy."""
 
@@ -157,7 +158,7 @@ def available() -> list[AvailableModel]:
     for model in EMBEDDED.values():
         gguf, folder = gguf_path(model), copy_folder(model.file, model.sha256)
         copy = list(folder.iterdir()) if folder.is_dir() else []
-        size = sum(path.stat().st_size for path in [gguf, *copy] if path.is_file())
+        size = sum(path.stat().st_size for path in [gguf, growing_path(model), *copy] if path.is_file())
         path = folder if copy else None
         kept = bits_of_file(tensors(folder)) if (folder / TABLE).is_file() else None
         found.append(AvailableModel(model.name, model.description, model.licence, gguf.is_file(), path, size, kept))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli import options
+from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import interruptible, note, print_json, reading, write
 from kvkeep.errors import Interrupted, UsageError
 from kvkeep.units import size
@@ -47,6 +48,7 @@ def inspect(
         )
     target = check_output(output)
     messages = question(read_text(file) if file else None, prompt)
+    fetch_model(model)
     loaded = load(model, weights=weights, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages)
     cache = new_cache(loaded.model, method, budget=budget, chunk=chunk, context=len(ids) + max_tokens)

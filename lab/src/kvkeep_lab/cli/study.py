@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import completion, options
+from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import err, loading, note, print_json, write
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
@@ -162,6 +163,7 @@ def _run(
     exports = {
         name: check_output(path, f"{study.name}.{name}") for name, path in (("csv", csv), ("tex", latex)) if path
     }
+    fetch_model(model)
     with loading(model):
         loaded = load(model, weights=weights, device=device, progress=note)
     stopped = None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from kvkeep_lab.tasks.base import Task
 from kvkeep_lab.tasks.lm_eval import LmEval
+from kvkeep_lab.tasks.locomo import Locomo
 from kvkeep_lab.tasks.longbench import LongBench
 from kvkeep_lab.tasks.longbench_v2 import LongBenchV2
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needle import Needle
+from kvkeep_lab.tasks.needles import Needles
 from kvkeep_lab.tasks.perplexity import Perplexity
 from kvkeep_lab.tasks.ruler import Ruler
 from kvkeep_lab.tasks.summary import Summary
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (LmEval, LongBench, LongBenchV2, Match, Needle, Perplexity, Ruler, Summary)
+    task.name: task
+    for task in (LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Perplexity, Ruler, Summary)
 }
 """The tasks by name."""

@@ -82,6 +82,8 @@ class TaskOutcome:
 
     scores: dict[str, float]
     cost: AnswerCost
+    depth: float | None = None
+    """Where the answer stands in the text, in percent; None if the task does not say."""
 
 
 class Task(BaseModel, ABC):

@@ -6,6 +6,7 @@ import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import note
 from kvkeep.errors import BudgetError, UsageError
 
@@ -38,6 +39,7 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
     from kvkeep.models.loading import describe, load
     from kvkeep.native.library import trim_memory
 
+    fetch_model(service.model)
     if service.memory is not None and service.cache:
         describe(service.model, weights=service.weights, device=service.device or "cpu", progress=note)
         return service

@@ -45,17 +45,19 @@ WORDS = sorted({word for words in LISTS.values() for word in words})
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_ONE = (
+ONE = (
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
     "{kind} afterwards.\n{context}\nWhat is the special magic {kind} for {query} mentioned in the provided text?",
     "The special magic {kind} for {query} mentioned in the provided text is",
 )
-_MANY = (
+"""A question with one answer: the user's message and the beginning of the answer."""
+MANY = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
     "text?",
     "The special magic {kind} for {query} mentioned in the provided text are",
 )
+"""A question with several answers."""
 _DEPTHS = [round(100 * place / 39) for place in range(40)]
 """Possible depths of needles in essays, in percent of the sentences."""
 
@@ -78,7 +80,7 @@ class Niah:
         """Return a question about ``size`` words of ``essays``, or ``size`` lines of the other haystacks."""
         pairs: dict[str, list[str]] = {}
         while len(pairs) < max(self.needles, self.queried):
-            pairs[_drawn(draw, self.keys)] = [_drawn(draw, self.values) for _ in range(self.each)]
+            pairs[drawn(draw, self.keys)] = [drawn(draw, self.values) for _ in range(self.each)]
         needles = [self._needle(key, value) for key, values in pairs.items() for value in values]
         draw.shuffle(needles)
         queries = draw.sample(list(pairs), self.queried)
@@ -89,7 +91,7 @@ class Niah:
         else:
             context = "\n".join(self._lines(set(pairs), needles, draw, size))
         query = f"{', '.join(queries[:-1])}, and {queries[-1]}" if len(queries) > 1 else queries[0]
-        text, lead = _ONE if len(answers) == 1 else _MANY
+        text, lead = ONE if len(answers) == 1 else MANY
         kind = self.values.removesuffix("s") if len(answers) == 1 else self.values
         return RulerQuestion(
             text.format(kind=kind, context=context, query=query),
@@ -105,7 +107,7 @@ class Niah:
         lines = [NOISE] * size
         places = sorted(draw.sample(range(size), len(needles)), reverse=True)
         if self.haystack == "needles":  # needles of keys that are not in the question
-            lines = [self._needle(_other(draw, self.keys, taken), _drawn(draw, self.values)) for _ in range(size)]
+            lines = [self._needle(_other(draw, self.keys, taken), drawn(draw, self.values)) for _ in range(size)]
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)
         return lines
@@ -126,12 +128,13 @@ def _between_sentences(essays: list[str], needles: list[str], draw: random.Rando
 
 
 def _other(draw: random.Random, kind: str, taken: set[str]) -> str:
-    while (drawn := _drawn(draw, kind)) in taken:
+    while (one := drawn(draw, kind)) in taken:
         pass
-    return drawn
+    return one
 
 
-def _drawn(draw: random.Random, kind: str) -> str:
+def drawn(draw: random.Random, kind: str) -> str:
+    """Return a new key or value: "words" (adjective and noun), "uuids", or "numbers" (of seven digits)."""
     if kind == "words":
         return f"{draw.choice(LISTS['adjectives'])}-{draw.choice(LISTS['nouns'])}"
     if kind == "uuids":
