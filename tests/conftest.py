@@ -119,6 +119,21 @@ def kernels() -> None:
         pytest.skip("no kernels on this machine")
 
 
+@pytest.fixture
+def choose() -> Iterator[Callable[[str], None]]:
+    """Take a path of the native library in this process; after the test it is the one before."""
+    from kvkeep.native import library
+
+    with pytest.MonkeyPatch.context() as environment:
+
+        def chosen(path: str) -> None:
+            environment.setenv("KVKEEP_CPU", path)
+            assert library.path() == path
+
+        yield chosen
+    library.path()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """The embedded model, for tests that are marked real."""

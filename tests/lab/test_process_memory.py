@@ -79,8 +79,20 @@ def test_a_checkpoint_is_dropped_before_every_token(
     assert stock.resident_bytes > 0
 
 
-def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(workers: int, mp_context: object) -> ProcessPoolExecutor:
+    """Processes that import nothing anew."""
+    return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+
+
+def test_a_case_is_measured_by_another_interpreter(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    case = process_cases([80], "32", ["snapkv+verified"])[1]
+    (row,) = measure_each(load(str(model_folder), device="cpu"), [case], 4, lambda what, done, total: None)
+    assert (row.label, row.error) == (case.label, "") and row.per_pass is not None and row.per_pass >= 1
+
+
+def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "ProcessPoolExecutor", forked)
     loaded = load(str(model_folder), device="cpu")
     study = Bench(contexts=[80], budget="32", steps=4, process=True, only=["verified"])
     labels: list[str] = []
@@ -121,9 +133,6 @@ def test_an_interrupt_or_a_fault_keeps_the_finished_processes(
 def test_a_case_that_is_refused_or_dies_is_reported(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(str(model_folder), device="cpu")
     small = process_cases([80], "2")[2]
-
-    def forked(workers: int, mp_context: object) -> ProcessPoolExecutor:  # which imports nothing anew
-        return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
 
     monkeypatch.setattr(process_memory, "ProcessPoolExecutor", forked)
     (row,) = measure_each(loaded, [small], 2, lambda what, done, total: None)
