@@ -327,7 +327,7 @@ class Store:
             raise damaged(source.folder)
         for one in (source, twin):  # before another session names the state, so that no save removes it
             one.share(state)
-        twin.generation = max(twin.generation, source.generation - 1)
+        twin.generation = twin.generation or source.generation - 1
         twin.commit(source.about)
 
     def set_aside(self, name: str) -> str:
