@@ -371,7 +371,9 @@ class KeepCache(Cache):
 
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
-        return replace(report.memory(self.made), process_bytes=resident_now())
+        found = report.memory(self.made)
+        bookkeeping = found.bookkeeping_bytes + self.stream.block_end_bytes
+        return replace(found, bookkeeping_bytes=bookkeeping, process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
         """Return the state of every entry: for each layer (batch, kv_heads, slots) int8 codes of

@@ -40,7 +40,8 @@ class CacheStream:
     """Called after every pass with the number of tokens so far."""
     on_block: Callable[[int], None] | None = None
     """Called after a pass with the number of tokens so far, when that is a whole number of blocks
-    (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at a prompt's last block end. There
+    (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at the last block end before a
+    prompt's last token. There
     :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states need to begin again."""
     last_outputs = 0
     """The number of last positions whose outputs the caller uses; 0: all."""
@@ -90,7 +91,7 @@ class CacheStream:
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
         """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
         cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
-        end = (self.length + count) // BLOCK * BLOCK - self.length
+        end = (self.length + count - 1) // BLOCK * BLOCK - self.length
         ends = self.on_block is not None and self.ends_at_blocks and not self.cut
         ends = ends and (self.round is None or not self.round.open)
         parts = (end, count - end) if ends and 0 < end < count else (count,)
@@ -107,6 +108,11 @@ class CacheStream:
             return self.ledger.length
         length: int = next(iter(self.bounded), self.layers[0]).get_seq_length()
         return length
+
+    @property
+    def block_end_bytes(self) -> int:
+        """Bytes of :attr:`block_ends`."""
+        return sum(tensor.nbytes for end in self.block_ends.values() for tensor in end.values())
 
     @property
     def rows(self) -> int:
@@ -341,9 +347,10 @@ class CacheStream:
             self.on_block(length)
 
     @outside_inference_mode
-    def roll_back(self) -> None:
+    def roll_back(self, restoring: bool = False) -> None:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
-        Raises KvkeepError if it cannot be undone."""
+        restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
+        undone."""
         if not self.open:
             return
         if self.round is not None and self.round.open:
@@ -351,7 +358,7 @@ class CacheStream:
             self.round.retract()
             return
         lost = any(layer.lost for layer in self.bounded)
-        if lost or self.moving:
+        if lost or (self.moving and not restoring):
             moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
             reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
             raise KvkeepError(

@@ -121,8 +121,12 @@ def fork(cache: Any, kind: Kind | None) -> Any:
     cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
-        return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
-    return copied(cache) if cache.made.table is None else _sharing_blocks(cache)
+        twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
+    else:
+        twin = copied(cache) if cache.made.table is None else _sharing_blocks(cache)
+    if twin.exactness is Exactness.EXACT:
+        twin.stream.block_ends = dict(cache.stream.block_ends)
+    return twin
 
 
 def copied(cache: Any) -> Any:
@@ -216,14 +220,13 @@ def restore_last(cache: Any, state: dict[str, Tensor], length: int) -> None:
 
 def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
     """Go back to the first ``length`` tokens, at which ``state`` was returned by :func:`last_token_state`. Full layers
-    are cropped as by :meth:`~kvkeep.cache.KeepCache.crop`."""
-    cache.stream.roll_back()
-    surplus = cache.get_seq_length() - length
-    if surplus < 0:
+    are cropped as by :meth:`~kvkeep.cache.KeepCache.crop`; an unfinished pass is undone."""
+    cache.stream.roll_back(restoring=True)
+    if cache.get_seq_length() < length:
         raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
     cache.check_positions(length)
     for layer in cache.stream.bounded:
-        layer.crop(-surplus)
+        layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)
     cache.stream.forget_from(length)
     cache.stream.text = None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
+from cases import RECURRENT
+from conftest import saved, tokenizer
 from families import tiny
 from helpers import broken
 
-from kvkeep import Conversation, KeepCache, generate
+from kvkeep import Conversation, KeepCache, generate, load
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
+from kvkeep.memory.rows import BLOCK
 from kvkeep.stock import memory_of, new_cache
 
 
@@ -106,3 +111,73 @@ def test_what_is_forgotten_is_in_no_cache_and_no_file(tmp_path: Path, method: st
     talk.answer("it for", max_new_tokens=2)
     talk.reset()
     assert not talk.ids and not memory_of(talk.cache).resident_bytes
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("family", "new"), [*((family, 9) for family in RECURRENT), ("lfm2", 530), ("gemma3", 530)])
+def test_undo_and_retry_read_a_block_at_most_where_layers_cannot_be_cropped(
+    family: str, new: int, stored: bool, tmp_path: Path
+) -> None:
+    """Also after the conversation was saved and resumed: windows and recurrent states at ends of blocks are saved."""
+    model, words = (
+        load(saved(tiny(family, positions=4096), tmp_path), weights="bfloat16", device="cpu").model,
+        tokenizer(),
+    )
+    talk = Conversation(model, words, KeepCache(model, "kv-direct", 100, checkpoint="kv", where="host"))
+    first, long, other = "the of and to in was " * 70, "it for on by from her " * 110, "she that with as his"
+    options: Any = {"ignore_eos": True}
+
+    def again() -> Conversation:
+        if not stored:
+            return talk
+        talk.save(tmp_path / "talk")
+        return Conversation.resume(model, words, tmp_path / "talk")
+
+    def whole(messages: Any, question: str) -> Any:
+        """The answer of a conversation that reads all of it."""
+        fresh = Conversation(model, words, KeepCache(model, "kv-direct", 100, checkpoint="kv", where="host"))
+        fresh.messages = list(messages)
+        return fresh.answer(question, max_new_tokens=9, **options)
+
+    talk.answer(first, max_new_tokens=9, **options)
+    before, known = list(talk.messages), len(talk.ids)
+    talk.answer(long, max_new_tokens=new, **options)
+    talk = again()
+    assert len(talk.cache.stream.block_ends) == (3 if new > BLOCK else 2)  # type: ignore[attr-defined]
+    result = talk.retry(max_new_tokens=9, **options)
+    assert result.timing.prefill_tokens <= BLOCK and result.tokens == whole(before, long).tokens
+    talk = again()
+    assert talk.undo() == long and known - BLOCK < len(talk.ids) <= known + 2
+    talk = again()
+    result = talk.answer(other, max_new_tokens=9, **options)
+    assert result.timing.prefill_tokens <= BLOCK + result.prompt_tokens - known
+    assert result.tokens == whole(before, other).tokens
+
+
+@pytest.mark.parametrize("method", ["full", "kv-direct", "h2o"])
+def test_undo_retry_and_a_further_name_cost_a_reference_and_a_state(method: str, tmp_path: Path) -> None:
+    model, store = tiny("llama", positions=4096), Store(tmp_path)
+    budget = None if method == "full" else 100
+    talk = Conversation(model, tokenizer(), KeepCache(model, method, budget))
+    known: set[Path] = set()
+
+    def written(name: str = "talk") -> list[int]:
+        """Save, and return the sizes of the new blocks; the last one is that of the state."""
+        with StoredSession(store, name, writing=True) as stored:
+            talk.save(stored)
+            assert stored.about is not None
+            state = store.blocks.path(stored.block(stored.about["state"]))
+        new = {*tmp_path.rglob("*.block")} - known
+        known.update(new)
+        return [*(path.stat().st_size for path in new - {state}), state.stat().st_size]
+
+    talk.answer("the of and to in was " * 100, max_new_tokens=4)
+    first = written()
+    assert len(first) == (1 if method == "h2o" else 3)
+    talk.answer("it for on", max_new_tokens=4)
+    for change in (lambda: None, lambda: talk.retry(max_new_tokens=4), talk.undo):
+        change()
+        sizes = written()
+        assert len(sizes) == 1 and (method == "h2o" or sizes[0] < first[0])
+    assert len(written("other")) == 1

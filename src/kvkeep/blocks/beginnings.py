@@ -29,8 +29,8 @@ from kvkeep.memory.rows import BLOCK
 
 log = logging.getLogger(__name__)
 
-ENDS = 2
-"""The number of block ends at which windows and recurrent states are kept until they are stored."""
+ENDS = 3
+"""The maximum number of block ends at which windows and recurrent states are kept."""
 
 
 def begins(cache: KeepCache) -> bool:
@@ -41,18 +41,21 @@ def begins(cache: KeepCache) -> bool:
     return not cache.geometry.unbounded_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
 
 
-def watch(cache: KeepCache) -> None:
-    """Keep what windows and recurrent states hold at the end of a block, while the cache reads a prompt and an answer:
-    :func:`keep` stores it, because a text can be continued nowhere else. Other caches need nothing of this."""
+def watch(cache: KeepCache, *places: int) -> None:
+    """Keep what windows and recurrent states hold at the end of a block, while the cache reads a prompt and an answer.
+    A text can be continued nowhere else: :func:`keep` stores it, and a cache goes back there
+    (:func:`kvkeep.transfer.rewind`). Kept are the last end, and the last one before each of ``places``, at most two
+    numbers of tokens. Other caches need nothing of this."""
     if cache.stream.moving and begins(cache):
-        cache.stream.on_block = partial(_keep_end, cache)
+        cache.stream.on_block = partial(_keep_end, cache, places)
 
 
-def _keep_end(cache: KeepCache, length: int) -> None:
+def _keep_end(cache: KeepCache, places: Sequence[int], length: int) -> None:
     ends = cache.stream.block_ends
     ends[length] = {name: tensor.clone() for name, tensor in transfer.last_token_state(cache).items()}
-    for earlier in sorted(ends)[:-ENDS]:
-        del ends[earlier]
+    last = {max((end for end in ends if end <= place), default=0) for place in (*places, length)}
+    for end in set(ends) - last:
+        del ends[end]
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:

@@ -18,7 +18,7 @@ from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import ShapeError, within
-from kvkeep.memory.rows import Rows
+from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.models.adapter import decoder_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.recurrent import STATE
@@ -97,6 +97,21 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, TensorForm], past: dict
         else:
             raise ShapeError(f"'{name}' does not belong to such a cache")
     _check_first(cache, stored, past)
+
+
+def check_end(cache: KeepCache, length: int, state: Mapping[str, Tensor]) -> None:
+    """Raise ShapeError unless ``state`` has the windows and recurrent states of ``cache``, which has read a text, at
+    the block's end after ``length`` tokens."""
+    if length % BLOCK or not 0 < length <= cache.get_seq_length():
+        raise ShapeError(f"no block ends after {length} tokens")
+    now = transfer.last_token_state(cache)
+    if {name: one.dtype for name, one in state.items()} != {name: one.dtype for name, one in now.items()}:
+        raise ShapeError(f"it does not have the windows and recurrent states of {length} tokens")
+    for name, tensor in state.items():
+        if STATE in name and tensor.shape != now[name].shape:
+            raise ShapeError(f"'{name}' at {length} tokens is of another shape")
+        _, number, part = name.split(".", 2)
+        _check_part(cache, int(number), part, TensorForm.of(tensor), {"length": length, "rows": cache.rows})
 
 
 def _check_part(cache: KeepCache, number: int, name: str, one: TensorForm, past: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
 _GENERATION = ".json"
+_SHARED = ".shared"
 _FOLDER = "folder"
 _CHECK_BYTES = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -99,6 +100,24 @@ class Reference:
             for number in generations(self.folder):
                 if number < self.generation:
                     self._path(number).unlink()
+
+    def share(self, key: str) -> None:
+        """Note that another session is given the block ``key``, the state of a save. Raises SessionUnwritable."""
+        try:
+            with suppress(FileExistsError):
+                _create(self.folder / f"{key}{_SHARED}", b"", locked=False)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def unshare(self, key: str) -> bool:
+        """Remove the note of :meth:`share`; return whether there was one, or whether that is unknown."""
+        try:
+            notes = [path for path in self.folder.iterdir() if path.name == f"{key}{_SHARED}"]
+            for path in notes:
+                path.unlink(missing_ok=True)
+        except OSError:
+            return True
+        return bool(notes)
 
     def follows(self, mark: str) -> bool:
         """Return whether the session is as the program saved it that got ``mark``."""

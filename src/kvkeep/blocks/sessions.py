@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
+from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_end, check_restored, check_shares, check_tensors
 from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
+_END = re.compile(r"end\.([1-9][0-9]{0,9})\.(.+)")
+"""The name of a tensor of a window or a recurrent state at the end of a block."""
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
@@ -176,6 +178,8 @@ class StoredSession:
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
+        for length, end in cache.stream.block_ends.items():
+            state |= {f"end.{length}.{name}": tensor for name, tensor in end.items()}
         key = session_key()
         about = {
             "fingerprint": fingerprint(cache.model),
@@ -204,10 +208,17 @@ class StoredSession:
             if isinstance(error, StoreError):
                 raise SessionUnwritable(f"The session '{self.path}' cannot be saved: {error}") from error
             raise
-        if "state" in before:  # no other session has it
-            self.store.blocks.remove(self.block(str(before["state"])))
+        if "state" in before:
+            self._remove_state(str(before["state"]))
         if forget:
             self.store.release(self.name, {*map(str, before.get("blocks", ()))} - {*names})
+
+    def _remove_state(self, key: str) -> None:
+        """Remove the state of an earlier save, unless a fork of that save has it."""
+        if self.reference.unshare(key):
+            self.store.release(self.name, {key})
+        else:
+            self.store.blocks.remove(self.block(key))
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
         """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
@@ -389,7 +400,8 @@ class _Loaded:
         tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
         targets = {part: Target(*given) for part, given in self.about["by_token"].items()}
         several = {part: self._pieces(part, target, blocks, tail) for part, target in targets.items()}
-        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_TAIL)}
+        ends = _ends(state)
+        rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
         forms = {name: TensorForm.of(one) for name, one in rest.items()}
         forms |= {name: _joined(rows) for name, rows in several.items()}
         ids = torch.tensor(self.about["ids"], dtype=torch.int32)
@@ -398,6 +410,9 @@ class _Loaded:
         transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
         check_restored(cache, forms, known, past)
+        for length, end in ends.items():
+            check_end(cache, length, end)
+        cache.stream.block_ends = ends
 
     def _pieces(self, part: str, target: Target, blocks: Sequence[Block], tail: Block) -> list[Tensor]:
         """Return the rows of a part in order, in the shape that the cache has them in."""
@@ -405,6 +420,15 @@ class _Loaded:
         if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
             several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
         return several
+
+
+def _ends(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return the windows and recurrent states at the ends of blocks, by the number of tokens."""
+    ends: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        if match := _END.fullmatch(name):
+            ends.setdefault(int(match[1]), {})[match[2]] = tensor
+    return ends
 
 
 def _joined(several: Sequence[Tensor]) -> TensorForm:

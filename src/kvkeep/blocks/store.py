@@ -21,7 +21,16 @@ from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.names import belongs_to_sessions
-from kvkeep.blocks.references import Reference, generations, in_use, last_used, mentioned, remove_folder, unwritable
+from kvkeep.blocks.references import (
+    Reference,
+    damaged,
+    generations,
+    in_use,
+    last_used,
+    mentioned,
+    remove_folder,
+    unwritable,
+)
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
@@ -285,6 +294,41 @@ class Store:
         for key in keys:
             for one in (key, tail_key(key), state_key(key)):
                 self.blocks.remove(BlockName(space, one))
+
+    def fork(self, name: str, other: str) -> None:
+        """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
+        another program may be writing to. Both name the same blocks. Raises SessionError, and UsageError if there is
+        such a session."""
+        self.path(other)
+        source = self.read(name)
+        if self.space(name) != self.space(other):
+            raise UsageError(
+                f"The session '{other}' cannot use the blocks of '{name}', which has another owner; use 'kvkeep cache "
+                "export' and 'kvkeep cache import'."
+            )
+        with self.open(other) as twin:
+            if twin.generation:
+                raise UsageError(f"There is a session '{other}' already; give another name.")
+            try:
+                self._continue(source, twin)
+                while (now := self.read(name)).mark != source.mark:  # it was saved meanwhile, and its state is gone
+                    source = now
+                    self._continue(source, twin)
+            except BaseException:
+                twin.remove()
+                raise
+
+    @staticmethod
+    def _continue(source: Reference, twin: Reference) -> None:
+        """Make the last save of ``source`` that of ``twin``. Raises SessionError."""
+        assert source.about is not None
+        state = source.about.get("state")
+        if not isinstance(state, str) or not state.isalnum():
+            raise damaged(source.folder)
+        for one in (source, twin):  # before another session names the state, so that no save removes it
+            one.share(state)
+        twin.generation = twin.generation or source.generation - 1
+        twin.commit(source.about)
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""

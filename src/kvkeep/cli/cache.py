@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
 app = typer.Typer(
-    help="List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
+    help="List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
+Word = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
 
 
@@ -84,11 +85,7 @@ def _show(info: SessionInfo, name: str) -> None:
 
 
 @app.command("rm")
-def rm(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")],
-    sessions: options.Sessions = None,
-    json: options.Json = False,
-) -> None:
+def rm(name: Word, sessions: options.Sessions = None, json: options.Json = False) -> None:
     """Remove a session, and its blocks unless other sessions have them. A session in use is not removed."""
     _store(sessions).remove(name)
     _done(f"Removed {name}.", {"removed": name}, json)
@@ -139,6 +136,18 @@ def prune(
     blocks, count = (max(old - new, 0) for old, new in zip(before, store.blocks.count(), strict=True))
     removed = f"Removed {_number(gone, 'session')} and {_number(blocks, 'block')}, {size(count)}."
     _done(removed, {"sessions": gone, "blocks": blocks, "bytes": count}, json)
+
+
+@app.command("fork")
+def fork(
+    name: Word,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new session.")],
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
+    """Add a session that continues from the last save of another. They share their blocks; nothing is copied."""
+    _store(sessions).fork(name, new)
+    _done(f"Forked {name} as {new}; they share their blocks.", {"forked": name, "as": new}, json)
 
 
 @app.command("export")

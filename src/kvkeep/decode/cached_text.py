@@ -8,6 +8,8 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
+from kvkeep.memory.extent import ShapeError
+from kvkeep.transfer import rewind
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -24,29 +26,47 @@ class CachedText:
 
     def align(self, prompt: Sequence[int], crops: bool = True) -> None:
         """Crop the cache to its common prefix with ``prompt``, without the last prompt token. The two may differ
-        because a template can close an answer in another way than the model did. Without ``crops`` the cache is reset
-        instead: the entries of a lossy cache depend on all tokens that it has read."""
-        surplus = self.cache.get_seq_length() - common_prefix(self.ids, prompt[:-1])
-        try:
-            if surplus and not crops:
-                self.cache.reset()
-            elif surplus:
-                self.cache.crop(-surplus)
-        except (RuntimeError, KvkeepError):  # a sliding window cannot be cropped: read the prompt again
+        because a template can close an answer in another way than the model did. If a window or a recurrent state
+        cannot be cropped, the cache goes back to the last block's end before that at which it was kept
+        (:func:`kvkeep.blocks.beginnings.watch`), or is reset. Without ``crops`` it is reset in any case: the entries of
+        a lossy cache depend on all tokens that it has read."""
+        shared, length = common_prefix(self.ids, prompt[:-1]), self.cache.get_seq_length()
+        if shared < length and not (crops and self._go_back(shared, length)):
             self.cache.reset()
         self.settle(prompt)
+
+    def _go_back(self, shared: int, length: int) -> bool:
+        """Remove the tokens after the first ``shared`` of ``length``; return whether that is possible."""
+        try:
+            self.cache.crop(shared - length)
+        except (RuntimeError, KvkeepError):
+            return self._rewind(shared)
+        return True
+
+    def _rewind(self, length: int) -> bool:
+        """Go back to the last block's end within the first ``length`` tokens at which windows and recurrent states were
+        kept; return whether there is one. The cache may have been cropped in part."""
+        ends = self.cache.stream.block_ends if isinstance(self.cache, KeepCache) else {}
+        end = max((end for end in ends if end <= length), default=0)
+        try:
+            if end:
+                rewind(self.cache, end, ends[end])
+        except (KvkeepError, ShapeError):
+            return False
+        return end > 0
 
     def settle(self, sequence: Sequence[int]) -> None:
         """Note that the cache holds the first tokens of ``sequence``, up to the cache's length."""
         self.ids = list(sequence[: self.cache.get_seq_length()])
 
     def recover(self, known: int) -> None:
-        """Undo an unfinished step; reset the cache if that is impossible. known: the number of tokens before the
-        step."""
+        """Undo an unfinished step. If that is impossible, go back to a block's end as :meth:`align` does, or reset the
+        cache. known: the number of tokens before the step."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.abandon()
             except KvkeepError:
-                self.cache.reset()
+                if not self._rewind(known):
+                    self.cache.reset()
         elif self.cache.get_seq_length() != known:
             self.cache.reset()

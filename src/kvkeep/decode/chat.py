@@ -11,6 +11,7 @@ from typing import Any, Unpack, cast
 
 from transformers.cache_utils import Cache
 
+from kvkeep.blocks.beginnings import watch
 from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
@@ -156,7 +157,7 @@ class Conversation:
         prompt = self.last_prompt()
         if self._lossy:
             self._read_again()
-        result = self._generate(prompt, **options)
+        result = self._generate(prompt, again=True, **options)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": result.text}]
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
         return result
@@ -165,7 +166,7 @@ class Conversation:
         """Continue the last answer, which was cut off; return the new part. Raises UsageError if there is no answer, or
         if the model ended it."""
         last = self.unfinished()
-        result = self._generate(last.sequence, last.written, **options)
+        result = self._generate(last.sequence, last.written, again=True, **options)
         written = result.sequence[len(last.sequence) - last.written :]
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
@@ -201,9 +202,13 @@ class Conversation:
         """Forget the conversation and keep the system prompt."""
         self._changed(self._head)
 
-    def _generate(self, prompt: list[int], written: int = 0, **options: Unpack[GenerateOptions]) -> Generation:
+    def _generate(
+        self, prompt: list[int], written: int = 0, again: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """Answer ``prompt``, whose last ``written`` tokens belong to the answer. again: to the last question."""
         self.past.align(prompt)
         known = self.cache.get_seq_length()
+        self._watch(known, len(prompt) - written - 1, same_question=again)
         try:
             result = generate(self.model, self.tokenizer, prompt, self.cache, written=written, **options)
         except BaseException:
@@ -213,6 +218,13 @@ class Conversation:
             raise
         self.past.settle(result.sequence)
         return result
+
+    def _watch(self, known: int, question: int, same_question: bool) -> None:
+        """Have the cache keep the windows and recurrent states to which :meth:`undo` and :meth:`retry` go back: those
+        before the first ``known`` tokens, which precede the last question, and before its end, ``question``."""
+        if isinstance(self.cache, KeepCache):
+            before = sorted(self.cache.stream.block_ends)[:1] if same_question else [known]
+            watch(self.cache, *before, question)
 
     # -- messages and cache -----------------------------------------------------------------------------
 

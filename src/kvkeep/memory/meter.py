@@ -75,7 +75,7 @@ class Memory:
     checkpoint_bytes: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
     """Data from which evicted entries are rebuilt, by place."""
     bookkeeping_bytes: int = 0
-    """Positions and tables."""
+    """Positions and tables, and windows and recurrent states kept at the ends of blocks."""
     peak_cache_bytes: int = 0
     """The peak of resident, compressed and pending entries."""
     peak_workspace_bytes: int = 0

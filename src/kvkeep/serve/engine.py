@@ -277,7 +277,7 @@ class Engine:
                     job.disk.result()
                     job.session.align(job.ask.prompt)
                 job.disk = None
-                self.sessions.storage.watch(job.session)
+                self.sessions.storage.watch(job.session, len(job.ask.prompt))
                 answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:

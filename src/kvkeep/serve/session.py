@@ -95,8 +95,7 @@ class OpenSession:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of the session."""
-        ends = self.cache.stream.block_ends.values()
-        return current_bytes(self.cache) + sum(tensor.nbytes for end in ends for tensor in end.values())
+        return current_bytes(self.cache) + self.cache.stream.block_end_bytes
 
     def recount(self) -> None:
         """Discard the count of bytes."""

@@ -176,10 +176,10 @@ class SessionStorage:
         """Store the whole blocks of a session's text; end early when ``session.wanted`` is set."""
         return self._write(lambda: self._trying("are not stored", lambda: self._keep(session)))
 
-    def watch(self, session: OpenSession) -> None:
-        """Prepare a session without a name, which reads next, for :meth:`keep`."""
+    def watch(self, session: OpenSession, prompt: int) -> None:
+        """Prepare a session without a name, which reads a prompt of so many tokens next, for :meth:`keep`."""
         if session.name is None and self.store is not None:
-            beginnings.watch(session.cache)
+            beginnings.watch(session.cache, session.cache.get_seq_length(), prompt - 1)
 
     def stores_beginnings(self, session: OpenSession) -> bool:
         """Return whether the beginnings of sessions of this kind are stored."""

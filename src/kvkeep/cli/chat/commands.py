@@ -172,8 +172,10 @@ def _save(chat: Chat, rest: str) -> None:
     elif rest.endswith(".md"):
         chat.screen.note(f"Written to {_write_new(rest, transcript(talk))}.")
     else:
+        earlier = saver.name
         saver.save_as(talk, rest)
-        chat.screen.note(f"Saved {saver.place}, and again after every answer.")
+        others = "" if earlier is None else f" '{earlier}' stays as it was."
+        chat.screen.note(f"Saved {saver.place}, and again after every answer.{others}")
 
 
 def _reset(chat: Chat, rest: str) -> None:
