@@ -180,9 +180,9 @@ class Engine:
         return self._stopping
 
     def warm_up(self) -> None:
-        """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading the
-        weights into memory and compiling the chat template. It ends when a request arrives, which then does the rest;
-        an error shows there as well."""
+        """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading
+        the weights into memory and compiling the chat template. It ends when a request arrives, which then does the
+        rest; an error shows there as well."""
 
         def answer() -> None:
             prompt = encode(self.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]

@@ -108,8 +108,8 @@ class SessionPool:
             self.leave(session)
 
     def resume_storing(self) -> None:
-        """Store the other blocks of the sessions whose storing ended early, unless an answer has taken their caches: then
-        they are stored after that answer."""
+        """Store the other blocks of the sessions whose storing ended early, unless an answer has taken their caches:
+        then they are stored after that answer."""
         interrupted, self._interrupted = self._interrupted, []
         for session in interrupted:
             if session.key in self.memory:
