@@ -226,7 +226,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     first, last = engine.sessions.idle()
     assert (first.key[1], last.key[1]) == ("other", "talk")
     engine.sessions.park(last)
-    assert Store(tmp_path).info("me/talk").turns == 1
+    assert Store(tmp_path).info("me/talk").saves == 1
     three = told(engine, ids, "talk")
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
