@@ -98,13 +98,16 @@ def test_the_client_has_its_answer_before_anything_is_stored(tmp_path: Path, mon
 def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, gate, write = serving(tmp_path), threading.Event(), BlockFolder.write
+    def started() -> Engine:
+        return Engine(small("llama", 2048), 10**9, store=Store(tmp_path), **FULL)
+
+    engine, gate, write = started(), threading.Event(), BlockFolder.write
 
     def slow(*given: Any, **own: Any) -> int:
         assert gate.wait(30)
         return write(*given, **own)
 
-    ids = text(500, 1)
+    ids = text(900, 1)
     with monkeypatch.context() as patch:
         patch.setattr(BlockFolder, "write", slow)
         one = Client(engine, ids[:-NEW], 2, owner="me")
@@ -115,7 +118,7 @@ def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
         run(engine)
     assert two.ended.cached == 300
     engine.close()
-    engine = serving(tmp_path)
+    engine = started()
     known = [*ids[:-NEW], *one.ended.tokens]
     assert told(engine, [*known, 3]).ended.cached == len(known) - 1
     engine.close()
@@ -125,7 +128,7 @@ def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
 def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family: str, tmp_path: Path) -> None:
     ids = text(600, 1)
     other = [*ids[:530], *text(20, 2)]
-    for kind in (FULL, {"method": "kv-direct", "budget": 64, "chunk": 64}):
+    for kind in (FULL, {"method": "kv-direct", "budget": 64, "chunk": 64, "checkpoint": "kv"}):
         for folder, prompt, cached in (("one", other, 512), ("two", [*ids, 5, 6], 600)):
             for turn in (ids, prompt):
                 engine = Engine(small(family, 2048), 10**9, store=Store(tmp_path / kind["method"] / folder), **kind)

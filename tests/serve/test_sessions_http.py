@@ -106,7 +106,8 @@ def test_without_the_bucket_sessions_are_a_503_and_answers_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fsspec")
-    loaded, store = small(), BucketStore(tmp_path, f"file://{tmp_path}/bucket")
+    loaded, store = small(), BucketStore(tmp_path / "here", f"file://{tmp_path}/bucket")
+    store.create()
     engine = Engine(loaded, 10**8, store=store)
     engine.start()
     client = TestClient(application(engine, loaded, Keys([])), base_url="http://localhost")

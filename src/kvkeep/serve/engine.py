@@ -34,7 +34,7 @@ from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.arbiter import Arbiter, peak_bytes
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
-from kvkeep.serve.prefixes import worth_keeping
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
 from kvkeep.serve.session import Name, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
 from kvkeep.serve.session_storage import SessionStorage
@@ -354,12 +354,12 @@ class Engine:
         session = job.session
         assert session is not None
         if session.name is None:
-            stay = isinstance(last, Finished) and worth_keeping(session)
+            reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            if stay and self.sessions.storage.stores_beginnings(session):
+            if reusable and self.sessions.storage.stores_beginnings(session):
                 self.sessions.keep(session)
             else:
-                self.sessions.leave(session, stay)
+                self.sessions.leave(session, stay=reusable and can_share(session))
             return
         job.last, job.disk = last, self.sessions.storage.save(session)
         self._saving.append(job)
