@@ -103,9 +103,9 @@ def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
 
     engine, gate, write = started(), threading.Event(), BlockFolder.write
 
-    def slow(*given: Any, **own: Any) -> int:
+    def slow(*given: Any, **options: Any) -> int:
         assert gate.wait(30)
-        return write(*given, **own)
+        return write(*given, **options)
 
     ids = text(900, 1)
     with monkeypatch.context() as patch:
@@ -135,8 +135,8 @@ def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family
                 client = told(engine, turn, most=1)
                 engine.close()
             assert client.ended.cached == cached
-            own = KeepCache(tiny(family, positions=2048), **kind)
-            wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, own, max_new_tokens=1)
+            cache = KeepCache(tiny(family, positions=2048), **kind)
+            wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, cache, max_new_tokens=1)
             assert [*client.ended.tokens] == wanted.tokens
 
 
