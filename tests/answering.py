@@ -25,9 +25,10 @@ ROUNDING = ("knorm", "miss", "kvreviver", "sketch")
 threshold is passed or not, a cell is the median or not. tests/serve/test_batch.py has all methods, by their logits."""
 
 
-def small(family: str = "llama") -> Loaded:
+def small(family: str = "llama", positions: int | None = None) -> Loaded:
     """A tiny model of a family, with its tokenizer."""
-    return Loaded(tiny(family), tokenizer(), "tiny", "tiny")
+    model = tiny(family) if positions is None else tiny(family, positions=positions)
+    return Loaded(model, tokenizer(), "tiny", "tiny")
 
 
 class Client:

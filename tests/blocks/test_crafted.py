@@ -57,7 +57,7 @@ def opened(path: Path) -> tuple[Tensors, dict[str, Any]]:
 def write(path: Path, tensors: Tensors, about: dict[str, Any]) -> None:
     """Write a session with another state and another reference; its blocks of tokens are there."""
     with StoredSession.at(path, writing=True) as stored:
-        key = f"x{stored.turns:031x}"
+        key = f"x{stored.saves:031x}"
         stored.store.blocks.write(stored.block(key), tensors)
         stored.reference.commit(about | ({"state": key} if "state" in about else {}))
 

@@ -230,7 +230,7 @@ def test_two_writers_of_one_session_lose_no_turn(shared: bool, tmp_path: Path) -
 
     assert exit_codes(partial(talk, "a"), partial(talk, "b")) == [0, 0]
     with StoredSession(Store(tmp_path), "talk") as stored:
-        assert stored.about is not None and stored.turns == 24
+        assert stored.about is not None and stored.saves == 24
         said = stored.about["notes"]["said"]
     for who in "ab":
         assert [one for one in said if one.startswith(who)] == [f"{who}{number}" for number in range(12)]

@@ -94,7 +94,7 @@ def test_saved_by_turns_it_is_as_if_it_had_never_been(name: str, family: str, tm
     again = load_session(tmp_path / "s", tiny(family))
     assert again.ids == ids[:, : cuts[-1]].tolist() and again.notes == {"turn": len(cuts) - 2}
     with StoredSession.at(tmp_path / "s") as stored:
-        assert stored.turns == len(cuts) - 1
+        assert stored.saves == len(cuts) - 1
 
 
 @pytest.mark.usefixtures("kernels")

@@ -35,7 +35,7 @@ def test_sessions_have_names_and_owners(tmp_path: Path) -> None:
     assert [info.name for info in store.sessions()] == ["key-2/ann", "key-1/ann", "ann"]
     assert [info.name for info in store.sessions("key-1")] == ["key-1/ann"]
     info = store.info("key-1/ann")
-    assert (info.tokens, info.turns, info.method, info.in_use, info.problem) == (20, 1, "full", False, None)
+    assert (info.tokens, info.saves, info.method, info.in_use, info.problem) == (20, 1, "full", False, None)
     with StoredSession(store, "key-1/ann") as stored:
         assert stored.load(tiny("llama")).notes == {"name": "key-1/ann"}
     store.remove("key-1/ann")

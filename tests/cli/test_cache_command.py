@@ -61,7 +61,7 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     assert "ann" in cache("list") and "kv-direct" in cache("list")
     assert "ann.session" in "".join(cache("show", "ann").split())
     shown = json.loads(cache("show", "ann", "--json"))
-    assert (shown["name"], shown["turns"], shown["method"], shown["budget"]) == ("ann", 2, "kv-direct", "16")
+    assert (shown["name"], shown["saves"], shown["method"], shown["budget"]) == ("ann", 2, "kv-direct", "16")
     size = sum(path.stat().st_size for path in files(folder))
     assert shown["tokens"] > 256 and shown["bytes"] == size and not shown["in_use"] and not shown["missing"]
     assert 0 <= shown["unused_s"] <= shown["age_s"] < 600
@@ -74,7 +74,7 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     assert sorted(one["name"] for one in whole["sessions"]) == ["ann", "key/ben"]
     assert (whole["blocks"], whole["bytes"], whole["quota"]) == (len(files(folder)), 2 * size, None)
     only = json.loads(cache("list", "--owner", "key", "--json"))["sessions"]
-    assert [(one["name"], one["turns"], one["tokens"]) for one in only] == [("key/ben", 2, shown["tokens"])]
+    assert [(one["name"], one["saves"], one["tokens"]) for one in only] == [("key/ben", 2, shown["tokens"])]
     cache("rm", "ann")
     assert sum(path.stat().st_size for path in files(folder)) == size, "of the other owner"
     assert "no session 'ann'" in cache("show", "ann", code=1)
@@ -111,7 +111,7 @@ def test_a_session_at_a_path(run: Run, folder: str, model_folder: Path, tmp_path
     assert run("cache", "export", "ann", file, "--sessions", folder)[0] == 0
     assert run("cache", "import", file, path)[0] == 0
     shown = json.loads(run("cache", "show", path, "--json")[1])
-    assert (shown["name"], shown["turns"], shown["missing"]) == (path, 2, 0)
+    assert (shown["name"], shown["saves"], shown["missing"]) == (path, 2, 0)
     assert run("cache", "export", path, f"{file}2")[0] == 0
     assert Path(file).read_bytes() == Path(f"{file}2").read_bytes()
     code, _, err = run("chat", "-m", str(model_folder), "-n", "3", "--session", path, stdin="by\n")
@@ -255,7 +255,7 @@ def test_two_chats_cannot_write_one_session(run: Run, model_folder: Path, tmp_pa
         process.communicate("and her\n", timeout=60)
         assert process.returncode == 0
     with StoredSession.at(tmp_path / "s") as session:
-        assert session.turns == 2
+        assert session.saves == 2
     assert run(*given, stdin="was it\n")[0] == 0
 
 

@@ -36,6 +36,8 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
         (("-x", "h2o"), "budget"),
         (("-x", "full", "--bucket", "talks"), "is not a bucket"),
         (("-x", "full", "--bucket", "s3://talks", "--private"), "leave it or --bucket out"),
+        (("-x", "full", "--quota", "1GB", "--private"), "leave it or --quota out"),
+        (("-x", "full", "--age", "30", "--private"), "leave it or --age out"),
     ):
         code, _, err = run(*common, *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err

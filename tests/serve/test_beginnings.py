@@ -9,10 +9,12 @@ from typing import Any
 import openai
 import pytest
 from answering import NEW, Client, alone, run, small, text
-from conftest import WORDS, saved
+from conftest import WORDS, saved, tokenizer
 from families import tiny
 from running import KEYS, Program, program, within
 
+import kvkeep
+from kvkeep import KeepCache
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockFolder
 from kvkeep.blocks.store import Store
@@ -91,6 +93,51 @@ def test_the_client_has_its_answer_before_anything_is_stored(tmp_path: Path, mon
     assert two.ended.read == 2 and [*two.ended.tokens] == alone("llama", ids, **FULL)
     assert len([*tmp_path.rglob("*.block")]) == 2  # a block and a tail, by the second turn
     engine.close()
+
+
+def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started() -> Engine:
+        return Engine(small("llama", 2048), 10**9, store=Store(tmp_path), **FULL)
+
+    engine, gate, write = started(), threading.Event(), BlockFolder.write
+
+    def slow(*given: Any, **options: Any) -> int:
+        assert gate.wait(30)
+        return write(*given, **options)
+
+    ids = text(900, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFolder, "write", slow)
+        one = Client(engine, ids[:-NEW], 2, owner="me")
+        while not one.done:
+            engine.step()
+        two = Client(engine, [*ids[:300], *text(20, 2)], 2, owner="me")  # begins with the same text
+        threading.Timer(0.1, gate.set).start()
+        run(engine)
+    assert two.ended.cached == 300
+    engine.close()
+    engine = started()
+    known = [*ids[:-NEW], *one.ended.tokens]
+    assert told(engine, [*known, 3]).ended.cached == len(known) - 1
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_next"])
+def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family: str, tmp_path: Path) -> None:
+    ids = text(600, 1)
+    other = [*ids[:530], *text(20, 2)]
+    for kind in (FULL, {"method": "kv-direct", "budget": 64, "chunk": 64, "checkpoint": "kv"}):
+        for folder, prompt, cached in (("one", other, 512), ("two", [*ids, 5, 6], 600)):
+            for turn in (ids, prompt):
+                engine = Engine(small(family, 2048), 10**9, store=Store(tmp_path / kind["method"] / folder), **kind)
+                client = told(engine, turn, most=1)
+                engine.close()
+            assert client.ended.cached == cached
+            cache = KeepCache(tiny(family, positions=2048), **kind)
+            wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, cache, max_new_tokens=1)
+            assert [*client.ended.tokens] == wanted.tokens
 
 
 def test_a_cancelled_answer_is_stored_too(tmp_path: Path) -> None:

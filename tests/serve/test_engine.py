@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cases import CASES, new_cache, taken
 from families import FAMILIES
 from helpers import prompt, step
 
+from kvkeep.blocks.store import Store
 from kvkeep.engine import batch as batches
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.answer import TextPiece
@@ -265,3 +267,34 @@ def test_nothing_is_drawn_from_logits_that_are_not_numbers() -> None:
     logits[0, 3] = torch.nan
     with pytest.raises(KvkeepError, match="no token can be drawn"):
         sampler.next(torch.tensor([[1]]), logits)
+
+
+def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, step_of = [], schedulers.Scheduler.step
+
+    def counted(scheduler: Any) -> Any:
+        steps.append(scheduler)
+        return step_of(scheduler)
+
+    monkeypatch.setattr(schedulers.Scheduler, "step", counted)
+    engine = serving(store=Store(tmp_path))
+    engine.warm_up()
+    engine.step()
+    assert steps and not engine.sessions.memory and not [*tmp_path.rglob("*.block")]
+    steps.clear()
+    engine.warm_up()
+    client = Client(engine, text(20, 1))
+    engine._take_in(False)
+    assert not steps  # the request does not wait for it
+    run(engine)
+    assert [*client.ended.tokens] == alone("llama", text(20, 1), method="full")
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "encode", lambda *given: 1 / 0)
+        engine.warm_up()
+        run(engine)
+    again = Client(engine, text(20, 1))
+    run(engine)
+    assert again.ended.tokens == client.ended.tokens
+    engine.close()

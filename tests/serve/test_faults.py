@@ -183,7 +183,7 @@ def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
     engine.join()
     assert isinstance(engine.fault, TypeError) and client.ended.written == NEW
     (info,) = Store(tmp_path, shared=shared).sessions()
-    assert (info.turns, info.in_use) == (1, False)
+    assert (info.saves, info.in_use) == (1, False)
 
 
 def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
     assert session.followed and "was continued or removed by another program" in str(session.unsaved)
     assert str(tmp_path) not in str(session.unsaved) and not first.sessions.memory
     info = store.info("me/talk")
-    assert (info.turns, info.tokens, info.problem) == (8, len(ids) + NEW - 1, None)
+    assert (info.saves, info.tokens, info.problem) == (8, len(ids) + NEW - 1, None)
     ids = [*ids, *client.ended.tokens, 7]
     after = Client(first, ids, name=("me", "talk"))  # it goes on from the turn that is saved
     run(first)

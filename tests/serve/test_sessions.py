@@ -226,7 +226,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     first, last = engine.sessions.idle()
     assert (first.key[1], last.key[1]) == ("other", "talk")
     engine.sessions.park(last)
-    assert Store(tmp_path).info("me/talk").turns == 1
+    assert Store(tmp_path).info("me/talk").saves == 1
     three = told(engine, ids, "talk")
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
@@ -287,10 +287,11 @@ def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
         if engine._saving:
             written.append(len(other.job.answer.tokens) if other.job.answer else 0)
     assert written[-1] - written[0] > 1  # while turns were written
-    assert engine.sessions.memory[("me", "talk")].turns >= 1
+    stored = engine.sessions.memory[("me", "talk")].stored
+    assert stored is not None and stored.saves >= 1
     run(engine)
     assert one.ended.cached == 0 and two.ended.written == 2
-    assert engine.sessions.memory[("me", "talk")].turns == 2
+    assert stored.saves == 2
     engine.close()
 
 
@@ -331,7 +332,7 @@ def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) 
         assert anew.ended.cached == cached
         ids, cached = [*ids, *anew.ended.tokens, 5], 20 + NEW - 1
         facts = other.sessions.facts("me")["talk"]
-        assert "read anew" in facts["note"] and "another model" in facts["note"] and facts["turns"] >= 2
+        assert "read anew" in facts["note"] and "another model" in facts["note"] and facts["saves"] >= 2
     other.close()
     assert len([*tmp_path.rglob("*.session")]) == 1
 
@@ -455,7 +456,7 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
     (info,) = Store(tmp_path, shared=True).sessions()
-    assert (info.name, info.turns, info.in_use, info.problem) == ("me/talk", 2, False, None)
+    assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
     engine.close()
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds == {".json", ".block", "bytes", "kvkeep-store"}  # nothing unfinished
@@ -476,4 +477,4 @@ def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypat
     assert not engine.sessions.memory[("me", "talk")].note
     engine.close()
     (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
-    assert (info.turns, info.method) == (1, "tova")
+    assert (info.saves, info.method) == (1, "tova")

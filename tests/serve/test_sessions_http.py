@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from running import KEYS, TEXT, bearer, post, program, streamed
 
 import kvkeep
+from kvkeep.blocks.bucket import BucketStore
 from kvkeep.blocks.store import Store
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
@@ -43,7 +44,7 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     listed = call("GET", "/v1/sessions").json()["data"]
     assert [one["name"] for one in listed] == ["two", "one"]
     facts = call("GET", "/v1/sessions/one").json()
-    assert (facts["state"], facts["turns"], facts["method"], facts["budget"]) == ("idle", 1, "h2o", "24")
+    assert (facts["state"], facts["saves"], facts["method"], facts["budget"]) == ("idle", 1, "h2o", "24")
     assert facts["tokens"] > 3 and facts["bytes"] > 0 and facts["memory_bytes"] > 0
     assert call("GET", "/v1/sessions", 1).json()["data"] == []
     for verb, name, key in (("GET", "one", 1), ("DELETE", "one", 1), ("GET", "none", 0), ("DELETE", "..x", 0)):
@@ -84,7 +85,7 @@ def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: P
         (facts,) = listed or [None]
         single = client.get("/v1/sessions/talk")
         assert single.json() == facts if facts else single.status_code == 404
-        return [(facts["turns"], facts["tokens"], facts["state"] == "idle")] if facts else []
+        return [(facts["saves"], facts["tokens"], facts["state"] == "idle")] if facts else []
 
     ask(one, "the river")
     ((_, first, here),) = told(one)
@@ -99,6 +100,39 @@ def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: P
     assert two.delete("/v1/sessions/talk").status_code == 200 and one.delete("/v1/sessions/talk").status_code == 404
     for engine in engines:
         engine.stop(0)
+
+
+def test_without_the_bucket_sessions_are_a_503_and_answers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    loaded, store = small(), BucketStore(tmp_path / "here", f"file://{tmp_path}/bucket")
+    store.create()
+    engine = Engine(loaded, 10**8, store=store)
+    engine.start()
+    client = TestClient(application(engine, loaded, Keys([])), base_url="http://localhost")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("http://10.0.0.1 does not answer")
+
+    answers = [client.post("/v1/completions", json=body("the river", 4)).json()["choices"][0]["text"]]
+    with monkeypatch.context() as patch:
+        for operation in ("cat_file", "pipe_file", "find", "rm_file", "modified"):
+            patch.setattr(store.root.files, operation, fails)
+        for verb, path in (("GET", ""), ("GET", "/talk"), ("DELETE", "/talk")):
+            found = client.request(verb, f"/v1/sessions{path}")
+            assert found.status_code == 503 and "Retry-After" in found.headers
+            error = found.json()["error"]
+            assert error["message"] == "The store of sessions cannot be used now; retry later."
+            assert error["code"] == "store_unavailable"
+        for name in ("talk", "new"):
+            found = client.post("/v1/completions", json=body("the river", 4, name))
+            answers.append(found.json()["choices"][0]["text"])
+        del (asked := body("the river", 4))["kvkeep"]
+        answers.append(client.post("/v1/completions", json=asked).json()["choices"][0]["text"])
+    assert len({*answers}) == 1
+    assert [one["name"] for one in client.get("/v1/sessions").json()["data"]] == ["new", "talk"]
+    engine.stop(0)
 
 
 def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:
@@ -122,7 +156,7 @@ def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_fold
                     running.process.kill()
     with program(*options) as running:
         facts = httpx.get(f"{running.address}/v1/sessions/talk", headers=bearer()).json()
-        assert (facts["state"], facts["turns"], facts["tokens"]) == ("parked", 1, len(first) + 4)
+        assert (facts["state"], facts["saves"], facts["tokens"]) == ("parked", 1, len(first) + 4)
         two = post(running.address, body(ids, 5, model=running.model), path=TEXT).json()
         tokens = alone.answer(ids, 5)
         assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == len(first) + 4
@@ -136,7 +170,7 @@ def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_fold
         assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert running.process.wait(10) == 0 and f"stored in {folder}, at most 2.0 GB" in running.said()
     (info,) = Store(folder).sessions()
-    assert info.turns == 3 and not info.in_use and info.problem is None and info.tokens >= len(ids) + 2
+    assert info.saves == 3 and not info.in_use and info.problem is None and info.tokens >= len(ids) + 2
     engine = Engine(loaded, 10**8, store=Store(folder))
     with Store(folder).read(info.name) as reference:
         known = reference.about["ids"][0]  # type: ignore[index]

@@ -207,7 +207,7 @@ def test_sigterm_ends_in_time_and_saves_everything(real: Loaded, say: Any, tmp_p
     say.progress(f"gone within {elapsed:.1f} s")
     known = {}
     for info in Store(tmp_path).sessions():
-        assert not info.problem and not info.in_use and info.turns == 1
+        assert not info.problem and not info.in_use and info.saves == 1
         with Store(tmp_path).read(info.name) as stored:
             known[int(info.name.rpartition("-")[2])] = stored.about["ids"][0]  # type: ignore[index]
     assert len(known) == SESSIONS

@@ -121,7 +121,7 @@ class StoredSession:
     def close(self) -> None:
         """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
         self.reference.close()
-        if self.name == ONLY and self.reference.writing and not self.turns:
+        if self.name == ONLY and self.reference.writing and not self.saves:
             self.store.remove_folder()
 
     @property
@@ -140,7 +140,7 @@ class StoredSession:
         return self.reference.about
 
     @property
-    def turns(self) -> int:
+    def saves(self) -> int:
         """The number of saves."""
         return self.reference.generation
 

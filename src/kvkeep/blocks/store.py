@@ -74,7 +74,7 @@ class SessionInfo:
     """The reason why it cannot be read; the fields below then have their defaults."""
     created: float | None = None
     """The time of creation, in seconds since 1970."""
-    turns: int = 0
+    saves: int = 0
     """The number of saves."""
     tokens: int = 0
     """Tokens in the cache."""
@@ -380,7 +380,7 @@ class Store:
                     **common,
                     bytes=size,
                     created=float(about["created"]),
-                    turns=reference.generation,
+                    saves=reference.generation,
                     tokens=about["past"]["rows"] * about["past"]["length"],
                     missing=missing,
                     family=about["family"],

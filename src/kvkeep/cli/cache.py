@@ -45,10 +45,10 @@ def list_(
         print_json({"sessions": [_facts(info) for info in found]} | total)
         return
     table = Table(box=None, header_style="bold")
-    for heading in ("session", "size", "used", "turns", "tokens", "method", "budget", "model"):
-        table.add_column(heading, justify="right" if heading in ("size", "turns", "tokens") else "left")
+    for heading in ("session", "size", "used", "saves", "tokens", "method", "budget", "model"):
+        table.add_column(heading, justify="right" if heading in ("size", "saves", "tokens") else "left")
     for info in found:
-        about = [str(info.turns), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
+        about = [str(info.saves), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
         rest = about if info.problem is None else ["", "", _problem(info), "", ""]
         table.add_row(info.name, size(info.bytes), _used(info), *rest)
     show(table)
@@ -58,7 +58,7 @@ def list_(
 
 @app.command("show")
 def show_(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Show size, age, turns and cache of a session; the exit code is 1 if it cannot be read."""
+    """Show size, age, saves and cache of a session; the exit code is 1 if it cannot be read."""
     store, word = _found(name, sessions)
     info = store.info(word)
     if json:
@@ -75,7 +75,7 @@ def _show(info: SessionInfo, name: str) -> None:
     if info.problem is not None or info.created is None:
         lines["problem"] = info.problem or ""
     else:
-        lines |= {"age": _age(info.created), "turns": str(info.turns), "tokens": str(info.tokens)}
+        lines |= {"age": _age(info.created), "saves": str(info.saves), "tokens": str(info.tokens)}
         lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.family or ""}
         if info.missing:
             lines["missing"] = f"{_number(info.missing, 'block')}; the text will be read again"

@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvkeep.blocks.store import Store
+from kvkeep.cache import KeepCache
+from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
@@ -30,9 +32,9 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, failed
-from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.arbiter import Arbiter, peak_bytes
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
-from kvkeep.serve.prefixes import worth_keeping
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
 from kvkeep.serve.session import Name, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
 from kvkeep.serve.session_storage import SessionStorage
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
+WARM_UP_TOKENS = 8
+"""The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
 class Watch:
@@ -175,6 +179,22 @@ class Engine:
         """Whether the engine refuses new requests."""
         return self._stopping
 
+    def warm_up(self) -> None:
+        """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading
+        the weights into memory and compiling the chat template. It ends when a request arrives, which then does the
+        rest; an error shows there as well."""
+
+        def answer() -> None:
+            prompt = encode(self.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]
+            cache = KeepCache(self.model, **self.cache)
+            self.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
+            ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(self.model)
+            scheduled = scheduler.add(Answer(ask, cache, self.tokenizer, self.ends, lambda _: None))
+            while not self.waiting and not scheduled.give(scheduler.step()[0].logits):
+                pass
+
+        self.call(answer)
+
     def start(self) -> None:
         """Run steps in a new thread."""
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
@@ -232,6 +252,7 @@ class Engine:
         self.sessions.evict()
         self.sessions.trim_memory()
         self._admission.admit()
+        self.sessions.resume_storing()
         self._begin_answers()
         self.beat = time.monotonic()
         if self.scheduler.answers:
@@ -333,12 +354,12 @@ class Engine:
         session = job.session
         assert session is not None
         if session.name is None:
-            stay = isinstance(last, Finished) and worth_keeping(session)
+            reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            if stay and self.sessions.storage.stores_beginnings(session):
+            if reusable and self.sessions.storage.stores_beginnings(session):
                 self.sessions.keep(session)
             else:
-                self.sessions.leave(session, stay)
+                self.sessions.leave(session, stay=reusable and can_share(session))
             return
         job.last, job.disk = last, self.sessions.storage.save(session)
         self._saving.append(job)

@@ -83,9 +83,9 @@ def find(
     return reader or (best if best.ids else None)
 
 
-def worth_keeping(session: OpenSession) -> bool:
-    """Return whether other sessions may reuse a prefix of this one."""
-    return _gives(session.cache) and len(session.past.ids) >= MIN_PREFIX_TOKENS
+def can_share(session: OpenSession) -> bool:
+    """Return whether other sessions in memory may reuse a prefix of this one."""
+    return _gives(session.cache)
 
 
 def _gives(cache: KeepCache) -> bool:

@@ -109,7 +109,9 @@ class Service:
     def application(
         self, engine: Engine, loaded: Loaded, scrape: Callable[[], Awaitable[bytes]] | None = None
     ) -> FastAPI:
-        """Return the application of a running engine. scrape: as in :func:`~kvkeep.serve.http.app.application`."""
+        """Return the application of a running engine, which warms up. scrape: as in
+        :func:`~kvkeep.serve.http.app.application`."""
+        engine.warm_up()
         return application(engine, loaded, self.keys, self.limits, self.origins, scrape)
 
 

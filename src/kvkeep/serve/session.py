@@ -49,7 +49,6 @@ class OpenSession:
     """Whether no other server can have continued it since it was compared with the store."""
     wanted: bool = False
     """Whether an answer waits until its blocks are stored, which then ends early."""
-    turns: int = 0
     note: str | None = None
     """A note to the client."""
     unsaved: str | None = None
@@ -112,7 +111,7 @@ class OpenSession:
         return {
             "state": "answering" if self.busy else "parked" if self.away else "idle",
             "tokens": len(self.past.ids),
-            "turns": self.turns,
+            "saves": 0 if self.stored is None else self.stored.saves,
             "method": cache.method.name,
             "budget": None if cache.request.budget is None else str(cache.request.budget),
             "memory_bytes": self.memory_bytes,
@@ -142,7 +141,4 @@ class OpenedSession:
             with self.stored.naming() if self.away and self.stored is not None else nullcontext():
                 cache = KeepCache(model, request=self.request)
             on_error.pop_all()
-        turns = 0 if self.stored is None else self.stored.turns
-        return OpenSession(
-            self.name, CachedText(cache), self.name[0], self.stored, self.away, turns=turns, note=self.note
-        )
+        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, self.away, note=self.note)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvkeep.errors import SessionBusy
 from kvkeep.native.library import trim_memory
+from kvkeep.serve.prefixes import can_share
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
 from kvkeep.serve.session_storage import SessionStorage
 
@@ -39,6 +40,7 @@ class SessionPool:
         """Bytes released since memory was last returned to the system."""
         self.storing: dict[OpenSession, Future[None]] = {}
         """Sessions whose blocks are being stored after their answers; they are busy."""
+        self._interrupted: list[OpenSession] = []
         self._evicted = 0.0
 
     @property
@@ -94,14 +96,25 @@ class SessionPool:
             self.park(session)
 
     def keep(self, session: OpenSession) -> None:
-        """Store the blocks of a session whose answer has ended. It is idle afterwards (:meth:`leave_stored`)."""
+        """Store the blocks of a session whose answer has ended (:meth:`leave_stored`)."""
+        session.busy = True
         self.storing[session] = self.storage.keep(session)
 
     def leave_stored(self) -> None:
-        """Mark the sessions as idle whose blocks are stored."""
+        """Mark the sessions as idle whose blocks are stored. One that can share no prefix in memory is removed."""
         for session in [one for one, future in self.storing.items() if future.done()]:
             del self.storing[session]
-            self.leave(session)
+            if session.wanted:
+                self._interrupted.append(session)
+            self.leave(session, stay=can_share(session))
+
+    def resume_storing(self) -> None:
+        """Store the other blocks of the sessions whose storing ended early, unless an answer has taken their caches:
+        then they are stored after that answer."""
+        interrupted, self._interrupted = self._interrupted, []
+        for session in interrupted:
+            if session.key in self.memory:
+                self.keep(session)
 
     def park(self, session: OpenSession) -> None:
         """Evict a session; its turns remain in the store, if it is there. If the last save failed, save again and wait

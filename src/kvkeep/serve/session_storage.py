@@ -111,7 +111,6 @@ class SessionStorage:
         """Save a session's last turn now."""
         cache, stored = session.cache, session.stored
         if self.store is None:
-            session.turns += 1
             return
         if not cache.get_seq_length():  # the whole turn was undone: the session continues from the previous one
             session.away = stored is not None and stored.about is not None
@@ -126,7 +125,7 @@ class SessionStorage:
             session.unsaved = f"The last turn is not saved: {known}"
             log.warning("The last turn is not saved: %s", error)
         else:
-            session.unsaved, session.turns = None, stored.turns
+            session.unsaved = None
             self.saved += 1
 
     def close(self, stored: StoredSession) -> None:
@@ -281,7 +280,6 @@ class SessionStorage:
             session.stored.close()
             session.note = self._set_aside(session.name, error)
             session.stored, _ = self._stored(session.name)
-            session.turns = 0
         except SessionError as error:
             session.note = self._read_anew(session.name, error)
         else:

@@ -79,7 +79,7 @@ def chat(
             loaded = model.load()
         screen = _screen(json, plain, history)  # after loading, which redirects standard output
         kept = saver.session
-        if session is not None and kept is not None and kept.turns:
+        if session is not None and kept is not None and kept.saves:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if cache != CacheOptions() or system:
                 _check_same(session, requested, talk, system)

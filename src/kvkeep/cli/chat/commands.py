@@ -182,7 +182,7 @@ def _reset(chat: Chat, rest: str) -> None:
     chat.talk.reset()
     chat.attachments.clear()
     chat.pending = None
-    if chat.saver.session is not None and chat.saver.session.turns:
+    if chat.saver.session is not None and chat.saver.session.saves:
         answering.save(chat)
     chat.screen.note("The conversation is forgotten.")
 

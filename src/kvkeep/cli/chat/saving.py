@@ -55,7 +55,7 @@ class Saver:
         talk.check_savable()
         fresh = self._open(name)
         try:
-            if fresh.turns:
+            if fresh.saves:
                 raise UsageError(f"There is a session '{name}' already; give another name.")
             talk.save(fresh)
         except BaseException:

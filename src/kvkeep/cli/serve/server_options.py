@@ -115,8 +115,11 @@ class StoreOptions:
         str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")
     ] = None
     quota: Annotated[
-        str, Option(help="Maximum size of the stored blocks (10GB); the least recently used are removed.")
-    ] = "2GB"
+        str | None,
+        Option(
+            help="Maximum size of the stored blocks (10GB); the least recently used are removed.", show_default="2GB"
+        ),
+    ] = None
     age: Annotated[
         float | None,
         Option(min=0, help="Days after which unused blocks and sessions are removed.", show_default="no limit"),
@@ -124,13 +127,14 @@ class StoreOptions:
     private: Annotated[bool, Option("--private", help="Keep conversations in memory only.")] = False
 
     def folder(self) -> Path | None:
-        """Return the folder of the store; None with --private. Raises UsageError for --private with either."""
+        """Return the folder of the store; None with --private. Raises UsageError for --private with another option of
+        the store."""
         from kvkeep.blocks.store import store_folder
 
         if not self.private:
             return store_folder(self.sessions)
-        for name, value in {"sessions": self.sessions, "bucket": self.bucket}.items():
-            if value is not None:
+        for name in ("sessions", "bucket", "quota", "age"):
+            if getattr(self, name) is not None:
                 raise UsageError(f"--private keeps conversations in memory only; leave it or --{name} out.")
         return None
 

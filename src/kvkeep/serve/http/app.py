@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import anyio._backends._asyncio  # noqa: F401 - starlette imports it before the first token of the first stream
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware

@@ -18,7 +18,8 @@ ERRORS: dict[int | str, str] = {
     409: "The session is in use, or belongs to another model, tokenizer or version.",
     413: f"The request body is larger than {MAX_BODY_BYTES // 10**6} MB.",
     429: "The key has reached its limit of concurrent requests; retry after Retry-After seconds.",
-    503: "The queue is full, or the server is shutting down or does not respond; retry after Retry-After seconds.",
+    503: "The queue is full, the server is shutting down or does not respond, or the store cannot be used; retry after "
+    "Retry-After seconds.",
     "default": "Any other error, in the same form.",
 }
 

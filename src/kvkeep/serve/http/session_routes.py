@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from kvkeep.blocks.store import UNSAVED, SessionInfo, Store
-from kvkeep.errors import SessionError, UsageError
+from kvkeep.errors import SessionError, SessionUnwritable, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.openapi import error_responses
@@ -31,13 +30,13 @@ def session_routes(engine: Engine) -> APIRouter:
                 found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | facts
         return found
 
-    @routes.get("")
+    @routes.get("", responses=error_responses(503))
     async def every(request: Request) -> Any:
         """List the sessions of a key, last used first."""
         found = [*(await known(request.state.owner)).values()]
         return {"object": "list", "data": sorted(found, key=lambda facts: (-facts["used"], facts["name"]))}
 
-    @routes.get("/{name}", responses=error_responses(404))
+    @routes.get("/{name}", responses=error_responses(404, 503))
     async def one(request: Request, name: str) -> Any:
         """Describe a session."""
         found = (await known(request.state.owner, name)).get(name)
@@ -45,7 +44,7 @@ def session_routes(engine: Engine) -> APIRouter:
             raise _unknown(name)
         return found
 
-    @routes.delete("/{name}", responses=error_responses(404, 409))
+    @routes.delete("/{name}", responses=error_responses(404, 409, 503))
     async def remove(request: Request, name: str) -> Any:
         """Delete a session from memory and disk. The status is 409 while it generates an answer."""
         key = (request.state.owner, name)
@@ -78,14 +77,18 @@ def _name(info: SessionInfo) -> str:
 
 
 def _saved(store: Store | None, owner: str, name: str | None) -> list[SessionInfo]:
-    """Return the facts about all stored sessions of an owner, or about one."""
+    """Return the facts about all stored sessions of an owner, or about one. Raises SessionUnwritable if the store is a
+    bucket that cannot be used now."""
     if store is None:
         return []
     if name is None:
         return store.sessions(owner)
-    with suppress(SessionError, UsageError, FileNotFoundError):  # it is missing or unreadable
+    try:
         return [store.info(f"{owner}/{name}")]
-    return []
+    except SessionUnwritable:
+        raise
+    except (SessionError, UsageError, FileNotFoundError):  # it is missing or unreadable
+        return []
 
 
 NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The session cannot be read."
@@ -98,7 +101,7 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
         "object": "session",
         "state": "in use elsewhere" if info.in_use else "parked",
         "tokens": info.tokens,
-        "turns": info.turns,
+        "saves": info.saves,
         "method": info.method,
         "budget": info.budget,
         "bytes": info.bytes,
