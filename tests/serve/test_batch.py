@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, RECURRENT, pairs, taken
+from cases import CASES, pairs, taken
 from conftest import tokenizer
 from families import FAMILIES, tiny
 from helpers import assert_near, prompt
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.engine.batch import Read, can_pack, forward
+from kvkeep.models.binding import bind
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import load
 
@@ -83,12 +84,14 @@ def made(model: Any, name: str) -> Any:
     return lambda: KeepCache(model, **(own if case.chunk is None else {"chunk": case.chunk, **own}))
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_family_with_recurrent_states_shares_no_pass(family: str) -> None:
-    assert not can_pack(KeepCache(tiny(family)))
+def test_a_family_whose_recurrent_modules_are_not_known_shares_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KeepCache(tiny("bamba"))
+    assert can_pack(cache)
+    monkeypatch.setattr(bind(tiny("bamba")), "recurrent", {})
+    assert not can_pack(cache)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECURRENT])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
     model = tiny(family)
     own = CASES if family in WITH_ALL else [name for name, its in pairs(10, everywhere=EVERYWHERE) if its == family]
@@ -103,7 +106,7 @@ def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bamba", "lfm2"])
 def test_with_the_kernels_logits_have_the_bits_of_each_alone(family: str, tmp_path: Path) -> None:
     tiny(family).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
