@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UnsupportedModelError
 from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
@@ -81,7 +81,12 @@ def can_pack(cache: KeepCache) -> bool:
     geometry, again = cache.geometry, cache.checkpoint is not None and cache.checkpoint.replays
     if again or cache.stream.pass_hooks or geometry.unbounded_layers:
         return False
-    return not geometry.recurrent_layers or bind(cache.model).runs_all(geometry.recurrent_layers)
+    if not geometry.recurrent_layers:
+        return True
+    try:
+        return bind(cache.model).runs_all(geometry.recurrent_layers)
+    except UnsupportedModelError:
+        return False
 
 
 @torch.no_grad()

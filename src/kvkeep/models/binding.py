@@ -165,6 +165,11 @@ class Binding:
                 f"'{type(model).__name__}' runs '{before}' attention, and bounded caches need 'sdpa'. Load the "
                 "model with attn_implementation='sdpa'; if it does not support that, use method 'full'."
             )
+        if any(isinstance(at := getattr(module, "layer_idx", 0), int) and at < 0 for module in self.decoder.modules()):
+            raise UnsupportedModelError(
+                f"'{model.config.model_type}' runs one attention module in several layers, so a bounded cache cannot "
+                "tell them apart; use method 'full'."
+            )
         handles: list[RemovableHandle] = []
         try:
             model.set_attn_implementation(NAME)
