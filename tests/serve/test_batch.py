@@ -10,17 +10,21 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import CASES, RECURRENT, pairs, taken
 from conftest import tokenizer
 from families import FAMILIES, tiny
-from helpers import assert_near, prompt
+from helpers import NEW, answered, assert_near, prompt
 from torch import Tensor
 
-from kvkeep import KeepCache
+from kvkeep import KeepCache, KvkeepError
+from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.batch import Read, can_pack, forward
+from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.models.binding import bind
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import load
@@ -149,3 +153,35 @@ def test_a_read_that_fails_leaves_its_cache_as_it_was_and_others_alone(monkeypat
     control = KeepCache(model, "h2o", 16, chunk=16)
     alone(model, control, first, False)
     assert_near(found[-1], alone(model, control, [5], False), 1e-4)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rounds_beside_other_answers_write_what_transformers_does(family: str) -> None:
+    """In a pass, one session verifies several tokens while the others read one or a chunk."""
+    model, scheduler, answers = tiny(family), Scheduler(tiny(family)), []
+    for number, (method, budget) in enumerate((("h2o+verified:4", 20), ("full", None), ("kv-direct", 20))):
+        ids = prompt(1, 45 + number, number + 1)
+        ask = Ask(ids[0].tolist(), NEW, Sampling(temperature=0))
+        answer = Answer(ask, KeepCache(model, method, budget), tokenizer(), [], None)
+        scheduler.add(answer)
+        answers.append((answer, ids))
+    while scheduler.answers:
+        for result in scheduler.step():
+            if result.scheduled.give(result.logits):
+                scheduler.remove(result.scheduled)
+    for answer, ids in answers:
+        assert answer.tokens == answered(family, ids).sequences[0, ids.shape[1] :].tolist()
+
+
+def test_a_recurrent_module_that_fails_for_one_session_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = tiny("bamba"), prompt(1, 13)[0].tolist()
+    good, bad, control = (KeepCache(model) for _ in range(3))
+    forward(model, [Read(good, text[:12]), Read(bad, text[:12])])
+    alone(model, control, text[:12], False)
+    with monkeypatch.context() as patch:
+        patch.setattr(bad.stream, "recur", Mock(side_effect=RuntimeError("no")))
+        found, error = forward(model, [Read(good, text[12:]), Read(bad, text[12:])])
+    assert isinstance(found, Tensor) and isinstance(error, RuntimeError)
+    assert_near(found[-1], alone(model, control, text[12:], False), 1e-4)
+    (error,) = forward(model, [Read(bad, text[12:])])
+    assert isinstance(error, KvkeepError) and "a recurrent state cannot be rolled back" in str(error)
