@@ -163,7 +163,7 @@ def test_rounds_write_what_single_steps_write_to_the_bit(family: str, tmp_path: 
     """With the native library's products: tokens, logits, and in the end the states."""
     model, ids = load(saved(without_experts(family), tmp_path), weights="bfloat16", device="cpu").model, prompt(1, 45)
     full, drafting = KeepCache(model, "full"), KeepCache(model, "snapkv+verified:5", 24, chunk=64, checkpoint="kv")
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
     given |= {"return_dict_in_generate": True, "output_logits": True}
     wanted = model.generate(ids, cache=full, **given)
     found = model.generate(ids, cache=drafting, custom_generate=kvkeep.verified, **given)
@@ -183,7 +183,8 @@ def test_other_families_are_exact_with_padding_and_in_rounds(family: str) -> Non
     ids, mask = padded([45, 38])
     wanted = generate(family, stock(family), ids, mask)
     for method in ("full", "kv-direct", "h2o+verified:3"):
-        cache = KeepCache(tiny(family), method, **({} if method == "full" else {"budget": 20, "chunk": 64}))
+        budget, chunk = (None, None) if method == "full" else (20, 64)
+        cache = KeepCache(tiny(family), method, budget, chunk=chunk)
         rounds = {"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}
         found = generate(family, cache, ids, mask, **rounds)
         assert_same(found, wanted)

@@ -158,7 +158,8 @@ def test_a_read_that_fails_leaves_its_cache_as_it_was_and_others_alone(monkeypat
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rounds_beside_other_answers_write_what_transformers_does(family: str) -> None:
     """In a pass, one session verifies several tokens while the others read one or a chunk."""
-    model, scheduler, answers = tiny(family), Scheduler(tiny(family)), []
+    model, answers = tiny(family), list[tuple[Answer, Tensor]]()
+    scheduler = Scheduler(model)
     for number, (method, budget) in enumerate((("h2o+verified:4", 20), ("full", None), ("kv-direct", 20))):
         ids = prompt(1, 45 + number, number + 1)
         ask = Ask(ids[0].tolist(), NEW, Sampling(temperature=0))

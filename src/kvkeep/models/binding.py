@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -103,11 +103,13 @@ def recurrent_forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kw
     """The forward of a recurrent module in a bound model: the cache decides which tokens it reads at once. Returns
     (batch, tokens, hidden_size)."""
     recur = _recur_uncompiled if torch.compiler.is_compiling() else _recur
-    return recur(module, hidden_states, args, kwargs)
+    output: Tensor = recur(module, hidden_states, args, kwargs)
+    return output
 
 
-def _recur(module: nn.Module, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
-    forward, hooks = partial(type(module).forward, module), getattr(given.get("cache"), "hooks", None)
+def _recur(module: Any, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    forward: Callable[..., Tensor] = partial(type(module).forward, module)
+    hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
     if hooks is None or args:
         return forward(hidden, *args, **given)
 
