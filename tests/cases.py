@@ -331,8 +331,6 @@ def taken(name: str, family: str) -> bool:
     """Tell whether a case works on a family."""
     case = CASES[name]
     kind = str(case.options.get("checkpoint", case.spec.partition("+checkpoint:")[2]))
-    if case.drafts and family in RECURRENT:
-        return False
     return family in case.families and kind not in REFUSES.get(family, ())
 
 

@@ -52,6 +52,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon_h1": lambda: hf.FalconH1Config(**COMMON | _MAMBA, mamba_d_ssm=64),
 }  # fmt: skip
 
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+        **COMMON | _MAMBA, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=24,
+    ),
+    "jamba": lambda: hf.JambaConfig(
+        **COMMON, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2, mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **COMMON | {"num_hidden_layers": 6}, head_dim=8, ssm_state_size=8, mamba_num_heads=4, mamba_head_dim=16,
+        layers_block_type=["linear_attention", "full_attention", "mlp"] * 2, n_groups=1, chunk_size=16,
+    ),
+}  # fmt: skip
+"""More families with recurrent layers, which only ``test_recurrent.py`` runs."""
+
 SMOLLM2 = hf.LlamaConfig(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
     vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
@@ -68,7 +84,7 @@ def tiny(family: str, layers: int | None = None, positions: int | None = None) -
     """Return the tiny model of ``family``, the same for every call: float32, eval mode, larger-than-usual weights
     so that attention is not flat. ``layers``: of full attention, so many, and ``positions`` so many."""
     torch.manual_seed(0)
-    config = FAMILIES[family]()
+    config = (FAMILIES | HYBRIDS)[family]()
     if layers is not None:
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     config.max_position_embeddings = positions or config.max_position_embeddings

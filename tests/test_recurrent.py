@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import RECURRENT
 from conftest import saved, tokenizer
-from families import tiny
-from helpers import assert_near, expected, prompt, step
+from families import FAMILIES, HYBRIDS, tiny
+from helpers import assert_near, assert_same, broken, expected, generate, padded, prompt, step, stock
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import kvkeep
-from kvkeep import KeepCache, UsageError
+from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep.engine.batch import can_pack
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK
+from kvkeep.models.binding import bind
 from kvkeep.models.loading import load
 from kvkeep.transfer import copied, header, last_token_state, restore, rewind, state
 
@@ -26,6 +30,16 @@ MOVING = (*RECURRENT, "gemma3", "gemma4")
 
 def cache_of(family: str, method: str) -> KeepCache:
     return KeepCache(tiny(family), method, None if method == "full" else 100, chunk=None if method == "full" else 90)
+
+
+def without_experts(family: str) -> Any:
+    """The tiny model of a family; Qwen3-Next with dense layers, because torch multiplies experts."""
+    if family != "qwen3_next":
+        return tiny(family)
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.mlp_only_layers = [*range(config.num_hidden_layers)]
+    return AutoModelForCausalLM.from_config(config).float().eval()
 
 
 def keeping(cache: KeepCache) -> dict[int, dict[str, Tensor]]:
@@ -143,6 +157,90 @@ def test_a_prompt_cut_at_a_blocks_end_has_the_bits_of_one_that_is_not(family: st
     assert [*kept] == [BLOCK] and torch.equal(ours, theirs)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rounds_write_what_single_steps_write_to_the_bit(family: str, tmp_path: Path) -> None:
+    """With the native library's products: tokens, logits, and in the end the states."""
+    model, ids = load(saved(without_experts(family), tmp_path), weights="bfloat16", device="cpu").model, prompt(1, 45)
+    full, drafting = KeepCache(model, "full"), KeepCache(model, "snapkv+verified:5", 24, chunk=64, checkpoint="kv")
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    wanted = model.generate(ids, cache=full, **given)
+    found = model.generate(ids, cache=drafting, custom_generate=kvkeep.verified, **given)
+    assert drafting.round is not None and drafting.round.statistics is not None
+    done = drafting.round.statistics
+    assert 0 < done.accepted < done.drafted + done.copied
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert torch.equal(torch.cat(found.logits), torch.cat(wanted.logits))
+    for index, held in drafting.made.states.items():
+        ours, theirs = held.state(), full.made.states[index].state()
+        assert [*ours] == [*theirs] and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_other_families_are_exact_with_padding_and_in_rounds(family: str) -> None:
+    """Prompts are read at once: transformers' own cache changes Jamba's logits by a hundredth in chunks."""
+    ids, mask = padded([45, 38])
+    wanted = generate(family, stock(family), ids, mask)
+    for method in ("full", "kv-direct", "h2o+verified:3"):
+        budget, chunk = (None, None) if method == "full" else (20, 64)
+        cache = KeepCache(tiny(family), method, budget, chunk=chunk)
+        rounds = {"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}
+        found = generate(family, cache, ids, mask, **rounds)
+        assert_same(found, wanted)
+        assert can_pack(cache) and all(report.note for report in cache.describe() if report.kind != "full")
+    cache = KeepCache(tiny(family), "h2o", 20, chunk=16)
+    assert torch.stack(generate(family, cache, ids, mask).logits).isfinite().all()
+    fixed, entries = cache.geometry.recurrent_bytes(), 20 * cache.geometry.full_bytes_per_token
+    assert cache.memory().resident_bytes == 2 * (fixed + entries)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rows_that_keep_different_numbers_of_drafts_have_their_own_states(family: str) -> None:
+    ids, mask = padded([45, 38, 21])
+    cache = KeepCache(tiny(family), "h2o+verified:5", 20, checkpoint="kv")
+    found = generate(family, cache, ids, mask, custom_generate=kvkeep.verified, max_new_tokens=16)
+    assert_same(found, generate(family, stock(family), ids, mask, max_new_tokens=16))
+    assert cache.round is not None and cache.round.uneven
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_round_that_fails_leaves_the_states_from_before_it(family: str) -> None:
+    model, ids = tiny(family), prompt(1, 45)
+    cache, twin = (KeepCache(model, "h2o+verified:5", 20, checkpoint="kv") for _ in range(2))
+    for one in (cache, twin):
+        step(family, one, ids[:, :40])
+    assert cache.round is not None
+    before, held = state(cache), cache.memory().resident_bytes
+    before = {name: tensor.clone() for name, tensor in before.items() if ".state." in name}
+    cache.round.draft()
+    step(family, cache, ids[:, 40:41])
+    cache.round.verify()
+    with broken(model, 3, RuntimeError):
+        step(family, cache, ids[:, 40:43])
+    assert cache.resident_bytes() >= held + 2 * cache.geometry.recurrent_bytes()
+    cache.stream.abandon()
+    assert cache.get_seq_length() == 40 and cache.memory().resident_bytes == held
+    after = state(cache)
+    assert before and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert_near(step(family, cache, ids[:, 40:]), step(family, twin, ids[:, 40:]))
+
+
+def test_what_a_convolution_recorded_before_a_round_cannot_be_removed() -> None:
+    cache, ids = KeepCache(tiny("lfm2"), "h2o+verified:5", 20, checkpoint="kv"), prompt(1, 45)
+    cache.activate_past_recording()
+    generate("lfm2", cache, ids, custom_generate=kvkeep.verified)
+    with pytest.raises(UsageError, match="whose state cannot go back"):
+        cache.crop(-40)
+
+
+def test_drafts_are_refused_where_a_recurrent_module_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bind(tiny("bamba")), "recurrent", {})
+    with pytest.raises(UnsupportedModelError, match="'bamba' has recurrent layers, and kvkeep does not find"):
+        KeepCache(tiny("bamba"), "h2o+verified", 20)
+    KeepCache(tiny("bamba"), "h2o", 20)
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_bytes_of_states_are_part_of_a_budget_in_bytes(family: str) -> None:
     geometry = ModelGeometry.from_config(tiny(family).config, 4)
@@ -151,5 +249,7 @@ def test_the_bytes_of_states_are_part_of_a_budget_in_bytes(family: str) -> None:
     cache = KeepCache(tiny(family), "window", f"{fixed + 20 * each}B")
     step(family, cache, prompt(1, 60))
     assert cache.entries == 20 and cache.memory().resident_bytes == fixed + 20 * each
+    drafting = KeepCache(tiny(family), "h2o+verified:5", f"{7 * fixed + 20 * each}B")  # six tokens may wait
+    assert drafting.entries == 20
     with pytest.raises(kvkeep.BudgetError, match=f"less than the {fixed}B that the recurrent layers hold"):
         KeepCache(tiny(family), "window", f"{fixed - 1}B")

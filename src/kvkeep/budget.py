@@ -93,13 +93,15 @@ class Budget:
         batch: int = 1,
         chunk: int | None = None,
         zero: bool = False,
+        waiting: int = 0,
     ) -> int:
         """Return the entries of each full layer, per sequence. Sliding layers keep their window with any budget; only a
         budget in bytes counts them.
 
         context: tokens of the longest sequence, by default the length that the model was trained for; percentages are
         of it, and windows never hold more. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
-        :meth:`chunk_for` chooses. zero: whether the method works with 0 entries, which an error then suggests. Raises
+        :meth:`chunk_for` chooses. zero: whether the method works with 0 entries, which an error then suggests. waiting:
+        the maximum number of tokens that wait for a decision, each with a copy of the recurrent states. Raises
         BudgetError where less than one chunk fits, naming the smallest budget, and
         UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """
@@ -116,10 +118,13 @@ class Budget:
                 )
         if self.amount == 0:
             return 0
-        entries = self._fitting(geometry, context, batch)
+        fixed = 0
+        if self.unit == "bytes":
+            fixed = batch * (geometry.fixed_bytes(context) + waiting * geometry.recurrent_bytes())
+        entries = self._fitting(geometry, context, batch, fixed)
         if entries < (chunk or MIN_CHUNK):
             hint = " (or 0, which recalls everything)" if zero else ""
-            raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK, hint)
+            raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK, hint, fixed)
         return entries
 
     def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
@@ -140,20 +145,18 @@ class Budget:
             raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, less than one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
-    def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
+    def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int, fixed: int) -> int:
         """Return the entries that fit; negative when windows and recurrent states alone take more."""
         if self.unit == "tokens":
             return int(self.amount)
         if self.unit == "percent":
             assert context is not None
             return int(context * self.amount / 100)
-        left = int(self.amount) - batch * geometry.fixed_bytes(context)
-        return left // (batch * geometry.full_bytes_per_token)
+        return (int(self.amount) - fixed) // (batch * geometry.full_bytes_per_token)
 
     def _too_small(
-        self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int, hint: str
+        self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int, hint: str, fixed: int
     ) -> BudgetError:
-        fixed = batch * geometry.fixed_bytes(context) if self.unit == "bytes" else 0
         if entries < 0:
             holders = "sliding-window" if geometry.sliding_layers else "recurrent"
             problem = f"is less than the {fixed}B that the {holders} layers hold by themselves"

@@ -39,7 +39,9 @@ _UNTRUE_CONFIGS = {
     "openai-gpt": "it has no cache",
     "xlm": "it has no cache",
 }
-_WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
+WITHOUT_CACHE = ("moe", "mlp")
+"""Kinds of layers that hold nothing of the text."""
+_WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", *WITHOUT_CACHE}
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class ModelGeometry:
     @property
     def unbounded_layers(self) -> tuple[LayerGeometry, ...]:
         """Layers whose state kvkeep neither bounds nor knows to be bounded; methods with a budget refuse the model."""
-        known = ("full", "sliding", "shared")
+        known = ("full", "sliding", "shared", *WITHOUT_CACHE)
         return tuple(layer for layer in self.layers if layer.kind not in known and not layer.recurrent)
 
     @property
@@ -330,9 +332,11 @@ def _state_elements(text: Any, layer_config: Any) -> tuple[int, int] | None:
         return channels * of("linear_conv_kernel_dim"), heads * key_dim * value_dim
     if (kernel := of("conv_L_cache")) is not None:  # short convolution
         return text.hidden_size * kernel, 0
-    if (state := of("mamba_d_state")) is not None and (groups := of("mamba_n_groups", "mamba_ngroups")) is not None:
-        inner = of("mamba_d_ssm") or of("mamba_expand") * text.hidden_size  # Mamba 2
-        return (inner + 2 * groups * state) * of("mamba_d_conv"), inner * state
+    if (state := of("mamba_d_state", "ssm_state_size")) is not None:  # Mamba 2; Mamba convolves no groups
+        groups = of("mamba_n_groups", "mamba_ngroups", "n_groups") or 0
+        heads = of("mamba_num_heads")
+        inner = heads * of("mamba_head_dim") if heads else of("mamba_d_ssm") or of("mamba_expand") * text.hidden_size
+        return (inner + 2 * groups * state) * of("mamba_d_conv", "conv_kernel"), inner * state
     return None
 
 

@@ -147,6 +147,22 @@ class ForwardHooks:
             if session.error is None:
                 session.stream.enter_layer(layer_idx, hidden[:, session.span])
 
+    def recur(
+        self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None
+    ) -> Tensor:
+        """Return the output of a layer's recurrent module, (batch, new, hidden_size), which runs session by session.
+        A session that fails gets zeros, which no other token sees."""
+        if not self.packed:
+            return self.sessions[0].stream.recur(layer_idx, run, hidden, cache, mask)
+        row = torch.zeros_like(hidden)
+        for session in self.sessions:
+            if session.error is None:
+                given = layer_idx, run, hidden[:, session.span], session.cache, None
+                output = self._attempt(session, session.stream.recur, *given)
+                if output is not None:
+                    row[:, session.span] = output
+        return row
+
     def attends(self, layer_idx: int) -> bool:
         """Return whether a layer's attention is computed here."""
         return self.packed or self.sessions[0].stream.attends(layer_idx)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.geometry import ModelGeometry
+from kvkeep.geometry import WITHOUT_CACHE, ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.bits import row_independent
 from kvkeep.policies.assembly import Assembly
@@ -68,6 +68,8 @@ def describe(
             note = "" if len(set(by_head)) == 1 else f"by head: {', '.join(map(str, by_head))}"
         elif layer.kind == "shared":
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
+        elif layer.kind in WITHOUT_CACHE:
+            effective, entries, note = "none", 0, "holds nothing of the text"
         elif layer.kind != "full" and layer.recurrent:
             effective, entries, note = "recurrent state", 0, "has no keys and values; its state has a fixed size"
         elif layer.kind != "full":

@@ -258,6 +258,22 @@ class CacheStream:
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
+    def recur(
+        self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None
+    ) -> Tensor:
+        """Return the output of a layer's recurrent module ``run``, (batch, new, hidden_size). In a verifying pass it
+        reads one token at a time: transformers adds the terms of several tokens in another order, and a rejected token
+        must leave no trace in the state."""
+        if self.round is None or not self.round.verifying:
+            return run(hidden, cache, mask)
+        outputs = []
+        for token in range(hidden.shape[1]):
+            if token:
+                self.round.states[layer_idx].note()
+            one = slice(token, token + 1)
+            outputs.append(run(hidden[:, one], cache, None if mask is None else mask[:, one]))
+        return torch.cat(outputs, 1)
+
     def attends(self, layer_idx: int) -> bool:
         """Return whether :meth:`attend` computes a layer's attention: it is streamed, or the library runs it."""
         return self.streamed(layer_idx) or (

@@ -39,8 +39,6 @@ def stored(folder: Path, family: str, method: str, ids: torch.Tensor) -> BlockFo
 def test_a_cache_that_begins_with_blocks_goes_on_as_one_that_has_read_them(
     family: str, method: str, tmp_path: Path
 ) -> None:
-    if family in RECURRENT and "verified" in method:
-        pytest.skip("drafts cannot be taken back from a recurrent state")
     ids = prompt(1, LENGTH + 30)
     blocks = stored(tmp_path, family, method, ids[:, :LENGTH])
     wanted = cache_of(family, method)

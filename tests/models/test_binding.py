@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from families import VOCABULARY, tiny
-from helpers import forward
+from helpers import assert_near, forward
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, KvkeepError, UnsupportedModelError, UsageError
+from kvkeep.engine.batch import can_pack
 from kvkeep.models import binding
 from kvkeep.models.binding import NAME, bind, unbind
 
@@ -40,6 +43,36 @@ def test_a_bound_model_can_be_saved(fresh: Any) -> None:
     loaded = torch.load(file, weights_only=False)
     results = [forward(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (fresh, loaded)]
     assert torch.equal(*results)
+
+
+def test_a_bound_model_with_recurrent_layers_can_be_saved_and_copied() -> None:
+    """Each copy runs its own recurrent modules."""
+    model, file = tiny.__wrapped__("bamba"), io.BytesIO()
+    KeepCache(model, "h2o+verified", 16)
+    torch.save(model, file)
+    file.seek(0)
+    for one in (model, torch.load(file, weights_only=False), copy.deepcopy(model)):
+        module = one.model.layers[0].mamba
+        assert module.forward.args == (module,)
+    unbind(model)
+    assert "forward" not in vars(model.model.layers[0].mamba)
+
+
+def test_attention_modules_that_layers_share_are_refused() -> None:
+    config = transformers.Zamba2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        layers_block_type=["mamba", "hybrid", "hybrid"], mamba_d_state=8, n_mamba_heads=4, adapter_rank=4,
+        num_mem_blocks=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for method in ("kv-direct", "h2o", "snapkv+verified"):
+        with pytest.raises(UnsupportedModelError, match="'zamba2' runs one attention module in several layers"):
+            KeepCache(model, method, 16)
+    cache = KeepCache(model)
+    assert not can_pack(cache)
+    forward(model, cache, TEXT[:, :-1])
+    ours = forward(model, cache, TEXT[:, -1:]).logits
+    assert_near(ours[:, -1], forward(model, DynamicCache(config=config), TEXT).logits[:, -1])
 
 
 def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:

@@ -1,8 +1,8 @@
 """One forward pass for several sessions: their new tokens are packed into one row; each cache does its attention.
 
-The pass reads the weights once for all sessions. Attention runs per session (:mod:`kvkeep.hooks`); every other
-operation treats tokens independently. Where matrix products do not depend on the number of rows, as with the native
-library in bfloat16, the logits equal those of a separate pass to the last bit.
+The pass reads the weights once for all sessions. Attention and recurrent modules run per session
+(:mod:`kvkeep.hooks`); every other operation treats tokens independently. Where matrix products do not depend on the
+number of rows, as with the native library in bfloat16, the logits equal those of a separate pass to the last bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UnsupportedModelError
 from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
@@ -76,10 +76,17 @@ class Batch(Cache):
 
 
 def can_pack(cache: KeepCache) -> bool:
-    """Return whether a cache can share a pass with others. It cannot if it runs the model itself, or if its layers hold
-    a state other than keys and values."""
-    again = cache.checkpoint is not None and cache.checkpoint.replays
-    return not (again or cache.stream.pass_hooks) and not cache.geometry.other_layers
+    """Return whether a cache can share a pass with others. It cannot if it runs the model itself, or if kvkeep does not
+    know what computes the states of its layers."""
+    geometry, again = cache.geometry, cache.checkpoint is not None and cache.checkpoint.replays
+    if again or cache.stream.pass_hooks or geometry.unbounded_layers:
+        return False
+    if not geometry.recurrent_layers:
+        return True
+    try:
+        return bind(cache.model).runs_all(geometry.recurrent_layers)
+    except UnsupportedModelError:
+        return False
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import LayerGeometry
 from kvkeep.models.forward import attending, probing, set_attender
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Adapter:
         )
         self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
         """Whether attention caches latents, which are smaller than its keys and values."""
+        self.recurrent = {int(module.layer_idx): module for module in self.decoder.modules() if _is_recurrent(module)}
+        """The modules that compute recurrent states, by layer."""
         self._checked: dict[str, str | None] = {}
         self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
@@ -130,6 +133,10 @@ class Adapter:
         moved = self.turn(layer_idx, queries, self.angles(layer_idx, queries, by[None]))
         later = self.angles(layer_idx, queries, torch.arange(positions, device=queries.device)[None])
         return self.turn(layer_idx, moved, (later[0].mean(1, keepdim=True), later[1].mean(1, keepdim=True)))
+
+    def runs_all(self, recurrent: Sequence[LayerGeometry]) -> bool:
+        """Return whether the modules that compute the states of these layers are known (:attr:`recurrent`)."""
+        return {layer.index for layer in recurrent} == {*self.recurrent}
 
     # -- trials -------------------------------------------------------------------------------------
 
@@ -277,6 +284,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
     scale = float(b.detach().float().abs().max().clamp(min=1e-6))
     return bool(((a - b).float().abs().max() <= tolerance * scale).item())
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module reads and writes a recurrent state: it knows its layer, and has a short convolution."""
+    parameters = inspect.signature(type(module).forward).parameters
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return convolves and hasattr(module, "layer_idx") and {"cache", "attention_mask"} <= set(parameters)
 
 
 def decoder_of(model: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -99,6 +99,29 @@ _streamed_uncompiled = torch.compiler.disable(_streamed)
 AttentionInterface.register(NAME, attention_forward)
 
 
+def recurrent_forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a recurrent module in a bound model: the cache decides which tokens it reads at once. Returns
+    (batch, tokens, hidden_size)."""
+    recur = _recur_uncompiled if torch.compiler.is_compiling() else _recur
+    output: Tensor = recur(module, hidden_states, args, kwargs)
+    return output
+
+
+def _recur(module: Any, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    forward: Callable[..., Tensor] = partial(type(module).forward, module)
+    hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
+    if hooks is None or args:
+        return forward(hidden, *args, **given)
+
+    def run(part: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        return forward(part, **given | {"cache": cache, "attention_mask": mask})
+
+    return hooks.recur(module.layer_idx, run, hidden, given["cache"], given.get("attention_mask"))
+
+
+_recur_uncompiled = torch.compiler.disable(_recur)
+
+
 def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask function registered with transformers: SDPA's mask, or None for a cache whose attention is causal and
     masks only left padding, because the cache knows that padding."""
@@ -144,6 +167,11 @@ class Binding:
                 f"'{type(model).__name__}' runs '{before}' attention, and bounded caches need 'sdpa'. Load the "
                 "model with attn_implementation='sdpa'; if it does not support that, use method 'full'."
             )
+        if any(isinstance(at := getattr(module, "layer_idx", 0), int) and at < 0 for module in self.decoder.modules()):
+            raise UnsupportedModelError(
+                f"'{model.config.model_type}' runs one attention module in several layers, so a bounded cache cannot "
+                "tell them apart; use method 'full'."
+            )
         handles: list[RemovableHandle] = []
         try:
             model.set_attn_implementation(NAME)
@@ -155,6 +183,8 @@ class Binding:
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             self.adapter, self._handles = Adapter(model), self._handles + handles
+            for module in self.adapter.recurrent.values():
+                module.forward = partial(recurrent_forward, module)
         except BaseException:
             self._restore(handles)
             raise
@@ -170,6 +200,8 @@ class Binding:
         """Remove ``handles`` and restore stock attention."""
         for handle in handles:
             handle.remove()
+        for module in () if self.adapter is None else self.adapter.recurrent.values():
+            vars(module).pop("forward", None)
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation("sdpa")
 

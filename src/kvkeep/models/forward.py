@@ -7,7 +7,7 @@ threads (the sessions of a server) apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -50,6 +50,12 @@ class Hooks(Attender, Protocol):
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Receive the residual entering a layer, (batch, new, hidden_size)."""
+
+    def recur(
+        self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None
+    ) -> Tensor:
+        """Return the output of a layer's recurrent module, (batch, new, hidden_size), for ``hidden`` of the same
+        shape. run: the module; it takes some of the tokens, their cache, and their padding mask (batch, tokens)."""
 
     def end_forward(self, completed: bool) -> None:
         """End the forward pass; ``completed`` is False after an exception."""

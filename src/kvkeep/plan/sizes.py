@@ -292,4 +292,5 @@ def _peak(
         elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
         queries = min(VOTERS, method.selector.observation_window or VOTERS)
         tables += FLOAT_BYTES * queries * geometry.attention_heads * elements
+        tables += method.recall.tail(budget or 0) * geometry.recurrent_bytes()  # one for each token that waits
     return size.memory(shared) + tables

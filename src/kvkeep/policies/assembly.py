@@ -151,6 +151,11 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     tail, within, resident, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
     adapter = bind(model)
+    if method.recall.drafts and not adapter.runs_all(geometry.recurrent_layers):
+        raise UnsupportedModelError(
+            f"'{geometry.model_type}' has recurrent layers, and kvkeep does not find all modules that compute their "
+            f"states, so '{method.name}' cannot take back drafted tokens; use kv-direct."
+        )
     build = _Builder(request, model, geometry, before, within, tail)
     ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
@@ -307,6 +312,7 @@ class _Builder:
         ]
         if self.round is not None:
             self.round.layers = [layers[layer.index] for layer in self.geometry.full_layers]
+            self.round.states = self.states
             self.round.windows = [layers[layer.index] for layer in self.geometry.sliding_layers]
         return layers
 

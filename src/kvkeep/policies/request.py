@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
@@ -109,16 +110,14 @@ class Request:
                 f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
                 "not keys and values that could be rebuilt; use method 'full'."
             )
-        if self.method.recall.drafts and geometry.recurrent_layers:
-            raise UnsupportedModelError(
-                f"'{geometry.model_type}' has recurrent layers, and '{self.method.name}' drafts tokens that it takes "
-                "back, which a recurrent state cannot do; use kv-direct."
-            )
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
         recall = self.method.recall
         zero = self.method.fate.checkpoints and (not recall.backed or recall.reads_all)
-        entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least, zero=zero)
+        waiting = recall.tail(sys.maxsize)
+        entries = self.budget.entries(
+            geometry, context=self.context, batch=self.batch, chunk=least, zero=zero, waiting=waiting
+        )
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
     def spec(self, geometry: ModelGeometry, device: str, all_heads: bool = True) -> CheckpointSpec:

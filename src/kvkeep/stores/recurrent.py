@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class RecurrentState(LinearAttentionLayer):
     def __init__(self, elements: tuple[int, int] | None = None, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
         self.elements = elements
+        self._noted: list[dict[str, Tensor]] = []
+        self._cut = False  # whether inputs of the convolution before the present state are lost
 
     # transformers writes states in place, which a tensor made in inference mode does not allow later
     update_conv_state = outside_inference_mode(LinearAttentionLayer.update_conv_state)
@@ -51,8 +53,9 @@ class RecurrentState(LinearAttentionLayer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes allocated for the state."""
-        return storage_bytes(*(tensor for _, tensor in self._named()))
+        """Bytes allocated for the state, and for copies of it (:meth:`note`)."""
+        noted = (tensor for state in self._noted for tensor in state.values())
+        return storage_bytes(*(tensor for _, tensor in self._named()), *noted)
 
     def entry_states(self, length: int, batch: int) -> Tensor:
         """Return (batch, 1, ``length``) int8 codes: every token is part of the state, and counts as resident."""
@@ -79,6 +82,7 @@ class RecurrentState(LinearAttentionLayer):
         """Replace the state by a copy of what :meth:`state` returned; without tensors it is empty. Raises ShapeError
         for tensors of other names, sizes or dtypes."""
         self._check(state)
+        self._cut = True
         empty = dict.fromkeys(range(self.number_of_states))
         self.conv_states, self.recurrent_states = dict(empty), dict(empty)
         for name, tensor in state.items():
@@ -92,6 +96,25 @@ class RecurrentState(LinearAttentionLayer):
         for place, conv in self.conv_states.items():
             if conv is not None:
                 self.conv_kernel_size[place], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
+
+    def note(self) -> None:
+        """Keep a copy of the present state, until :meth:`keep` or :meth:`go_back`."""
+        self._noted.append(self.copied())
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Go back to one of the noted states, or to none of them: each row to the state with its number in ``counts``,
+        in the order of :meth:`note`; the present state is the last one."""
+        states, self._noted = [*self._noted, self.state()], []
+        if min(counts) < len(states) - 1:
+            rows = [*enumerate(counts)]
+            chosen = {name: torch.stack([states[count][name][row] for row, count in rows]) for name in states[-1]}
+            self.restore(chosen, 0)
+
+    def go_back(self) -> None:
+        """Go back to the first noted state; without one, nothing changes."""
+        if self._noted:
+            self.restore(self._noted[0], 0)
+            self._noted = []
 
     def _check(self, state: dict[str, Tensor]) -> None:
         """Raise ShapeError unless ``state`` is empty or has the names and sizes of a state."""
@@ -112,7 +135,7 @@ class RecurrentState(LinearAttentionLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise UsageError if the last tokens cannot be removed."""
-        if tokens_to_remove and self.rows and not (self.record_past and self.is_croppable):
+        if tokens_to_remove and self.rows and not self._recorded(-tokens_to_remove):
             raise UsageError(
                 "This model has recurrent layers, whose state cannot go back, so tokens cannot be removed from the "
                 "end; call reset() and read the text again, or rewind() to a state that was kept."
@@ -124,3 +147,10 @@ class RecurrentState(LinearAttentionLayer):
         self.check_crop(tokens_to_remove)
         if self.record_past and self.rows:
             super().crop(tokens_to_remove)
+            self._cut = True
+
+    def _recorded(self, tokens: int) -> bool:
+        """Return whether the convolution has recorded its inputs before the last ``tokens``."""
+        convs = [(conv, self.conv_kernel_size[number]) for number, conv in self.conv_states.items() if conv is not None]
+        enough = all(conv.shape[-1] >= kernel + tokens for conv, kernel in convs)
+        return self.record_past and self.is_croppable and (enough or not self._cut)

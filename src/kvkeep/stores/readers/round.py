@@ -49,6 +49,8 @@ class Round:
         """The layers that draft."""
         self.windows: list[Any] = []
         """The layers with a sliding window."""
+        self.states: dict[int, Any] = {}
+        """The recurrent states, by layer."""
         self.statistics: RoundStatistics | None = None
         """Statistics of the last decoding in rounds."""
         self._begun = 0  # slots before the current round
@@ -61,6 +63,11 @@ class Round:
     def drafting(self) -> bool:
         """Whether this pass drafts. Its entries are removed later, so checkpoints and windows do not keep them."""
         return self.phase is RoundPhase.DRAFT
+
+    @property
+    def verifying(self) -> bool:
+        """Whether this pass verifies drafts. Its entries wait for a decision."""
+        return self.phase is RoundPhase.VERIFY
 
     @property
     def open(self) -> bool:
@@ -88,12 +95,16 @@ class Round:
         only."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
+        for state in self.states.values():
+            state.note()
         self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
         """Remove the drafts. The next forward pass then reads all tokens to be verified at once, exactly."""
         self.retract()
         self.phase = RoundPhase.VERIFY
+        for state in self.states.values():
+            state.note()
         for window in self._before:
             window.layer.record_past = True
 
@@ -112,6 +123,8 @@ class Round:
             window.layer.record_past = window.recorded
             window.layer.trim()
         self._before = []
+        for state in self.states.values():
+            state.keep(counts)
         self.checkpoint.truncate_residuals(self.ledger.length)
 
     def retract(self) -> None:
@@ -119,6 +132,8 @@ class Round:
         self.phase = RoundPhase.EXACT
         for window in self._before:
             window.restore()
+        for state in self.states.values():
+            state.go_back()
         for layer in self.layers:
             layer.truncate(self._begun)
         self.checkpoint.truncate_residuals(self._begun)
