@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.layout import NAME_OF_IDS
 from kvkeep.blocks.names import chain, origin, state_key, tail_key
-from kvkeep.blocks.text import Block, TextRows, entry_forms
+from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, entry_forms, forms
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
@@ -89,14 +88,13 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
 
 def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
     """Return the first ``blocks`` that have the entries of one row of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+    expected = entry_forms(cache)
 
     def fits(block: Block) -> bool:
-        rows = 0 if (ids := block.get(NAME_OF_IDS)) is None else ids.shape[-1]
-        expected: dict[str, object] = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
-        expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
-        found = {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()}
-        return expected == {name: form for name, form in found.items() if not name.startswith("layer.")}
+        ids = block.get(NAME_OF_IDS)
+        if ids is None or ids.dtype != torch.int32 or forms(block) != expected:
+            return False
+        return ids.shape == (1, ids.shape[-1]) and {block[name].shape[-2] for name, _, _ in expected} == {len(ids[0])}
 
     return [*itertools.takewhile(fits, blocks)]
 
@@ -141,7 +139,7 @@ def keep(
     if (first := _first(cache)) is None:
         return
     text = TextRows(cache, transfer.parts(cache))
-    if text.forms != entry_forms(cache.geometry, next(cache.model.parameters()).dtype):
+    if text.forms != entry_forms(cache):
         return
     names = [BlockName(space, key) for key in chain(first, ids)]
     known = folder.use(names)
@@ -162,7 +160,7 @@ def _first(cache: KeepCache) -> bytes | None:
     """Return the digest that the first block of a text follows; None if ``cache`` cannot begin with blocks."""
     if not begins(cache):
         return None
-    return origin(cache, entry_forms(cache.geometry, next(cache.model.parameters()).dtype))
+    return origin(cache, entry_forms(cache))
 
 
 def write(

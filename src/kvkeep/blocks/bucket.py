@@ -203,6 +203,7 @@ class BucketStore(Store):
         local = self.folder / "buckets" / blake2b(url.encode(), digest_size=8).hexdigest()
         self.blocks = BucketFolder(local, quota, self.root / "blocks")
         self._sessions: Any = self.root / "sessions"
+        self._create_file = lambda path, data, locked: path.create(data)
         try:
             (self.root / MARKER).create(f"{VERSION}\n".encode())
         except FileExistsError as error:

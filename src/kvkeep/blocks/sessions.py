@@ -28,11 +28,11 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_restored, check_shares, check_tensors
+from kvkeep.blocks.layout import check_restored, check_shares, form_of
 from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
-from kvkeep.blocks.store import ONLY, Store
-from kvkeep.blocks.text import Block, Target, TextRows, pieces
+from kvkeep.blocks.store import ONLY, Store, keys_of
+from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     KvkeepError,
@@ -42,7 +42,7 @@ from kvkeep.errors import (
     StoreError,
     UsageError,
 )
-from kvkeep.memory.extent import ShapeError
+from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK, Rows, concatenated
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
@@ -69,7 +69,8 @@ _HEADER: dict[str, tuple[type, ...]] = {
     "blocks": (list,),
     "by_token": (dict,),
     "state": (str,),
-    "bytes": (list,),
+    "state_bytes": (int,),
+    "block_bytes": (int,),
     "created": (float,),
     "saved": (float,),
 }
@@ -92,14 +93,13 @@ class Session:
     """The fingerprint of the tokenizer that made the ids; None if there was none."""
 
 
-class StoredSession:
+class StoredSession(Reference):
     """A session of a store. writing: open for writing, which only one program can do at a time. Raises SessionError,
     and UsageError for an invalid name."""
 
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
-        self.store, self.name = store, name
-        self.reference: Reference = store.open(name) if writing else store.read(name)
-        self.space = store.space(name)
+        self.store, self.name, self.space = store, name, store.space(name)
+        super().__init__(**store.place(name, writing))
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
@@ -110,54 +110,26 @@ class StoredSession:
             raise SessionError(f"There is no session at '{path}'.")
         return cls(store, ONLY, writing=writing)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
-        self.reference.close()
-        if self.name == ONLY and self.reference.writing and not self.turns:
+        super().close()
+        if self.name == ONLY and self.writing and not self.turns:
             self.store.remove_folder()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the session is closed."""
-        return self.reference.closed
 
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder) if self.name == ONLY else self.reference.path
-
-    @property
-    def about(self) -> dict[str, Any] | None:
-        """The saved data; None before the first turn."""
-        return self.reference.about
-
-    @property
-    def turns(self) -> int:
-        """The number of saves."""
-        return self.reference.generation
-
-    @property
-    def mark(self) -> str:
-        """The unique mark of the last save."""
-        return self.reference.mark
+        return str(self.store.folder if self.name == ONLY else self.folder)
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Bytes of the session's state, and of its blocks; (0, 0) before the first turn."""
-        state, blocks = (0, 0) if self.about is None else self.about["bytes"]
-        return int(state), int(blocks)
+        return (0, 0) if self.about is None else (self.about["state_bytes"], self.about["block_bytes"])
 
     def remove(self) -> None:
         """Remove the session, which is open for writing."""
-        about = self.about or {}
-        self.reference.remove()
-        self.store.release(self.name, {*map(str, about.get("blocks", ()))} | {str(about.get("state", ""))})
+        super().remove()
+        self.store.release(self.name, keys_of(self.about))
 
     def block(self, key: str) -> BlockName:
         """Return the full name of a block of this session's owner."""
@@ -191,14 +163,15 @@ class StoredSession:
             "ids": session.ids,
             "by_token": text.targets,
             "state": key,
-            "bytes": [sum(one.nbytes for one in state.values()), text.nbytes],
+            "state_bytes": sum(one.nbytes for one in state.values()),
+            "block_bytes": text.nbytes,
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
         try:
             names = self._write(cache, text, session.ids)
             self.store.blocks.write(self.block(key), state)
-            self.reference.commit(about | {"blocks": names})
+            self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
             self.store.blocks.remove(self.block(key))
             if isinstance(error, StoreError):
@@ -239,22 +212,79 @@ class StoredSession:
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
             while True:
-                request, about = _request(self.about, model, tokenizer), self.about
+                request, about, mark = _request(self.about, model, tokenizer), self.about, self.mark
                 assert about is not None
                 cache = KeepCache(model, request=request) if cache is None else cache
-                count = _Loaded(self, about, cache).restore()
-                if count == about["past"]["length"] or not self._changed():
+                count = self._restore(cache, about)
+                if count < about["past"]["length"] and not self.writing:
+                    self._read()  # another program may have saved the session meanwhile
+                if self.mark == mark:
                     break
                 cache.reset()
             ids = [row[:count] for row in about["ids"]] if count else []
             return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
 
-    def _changed(self) -> bool:
-        """Return whether another program saved the session after this one, which only reads it, did read it."""
-        if self.reference.writing:
-            return False
-        before, self.reference = self.reference.mark, self.store.read(self.name)
-        return self.reference.mark != before
+    def _restore(self, cache: KeepCache, about: dict[str, Any]) -> int:
+        """Fill the empty ``cache`` from the blocks that ``about`` names; return the number of tokens it holds then."""
+        past, folder = about["past"], self.store.blocks
+        if not past["length"]:
+            return 0
+        ids = torch.tensor(about["ids"], dtype=torch.int32)
+        names = [self.block(key) for key in about["blocks"]]
+        try:
+            blocks, error = folder.read_first(names)
+            if error is not None:
+                raise error
+            state = folder.read(self.block(about["state"]))
+            folder.use([*names, self.block(about["state"])])
+            self._fill(cache, about, ids, blocks, state)
+        except (StoreError, ShapeError) as error:
+            problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
+        except KvkeepError:
+            raise
+        except Exception as error:  # restoring malformed tensors may raise anything
+            problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
+        else:
+            cache.stream.blocks = list(about["blocks"])
+            return int(past["length"])
+        cache.reset()
+        if not past["plain"]:
+            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
+        log.warning("A part of the session '%s' is read again: %s", self.name, problem)
+        if len(about["ids"]) > 1:
+            return 0
+        prompt = [*about["ids"][0], 0]
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.space, cache, prompt), prompt)
+
+    def _fill(
+        self, cache: KeepCache, about: dict[str, Any], ids: Tensor, blocks: Sequence[Block], state: Block
+    ) -> None:
+        """Fill ``cache``. Raises ShapeError for what kvkeep does not write."""
+        past = about["past"]
+        for name, number in {**past["first"], "length": past["length"], "rows": past["rows"] - 1}.items():
+            within(name, number, 0, _MAX_SLOTS)
+        if past["shares"] is not None:
+            check_shares(cache, past["shares"], past["rows"])
+            cache.recompose(past["shares"])
+        if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
+            raise SessionError(
+                f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "
+                f"its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
+            )
+        for number, block in enumerate(blocks):
+            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+                raise ShapeError("a block is of another text")
+        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
+        if any(forms(one) != forms((*blocks, tail)[0]) for one in (*blocks, tail) if one):
+            raise ShapeError("blocks do not fit together")
+        several = {part: [*pieces(Target(*given), blocks, tail)] for part, given in about["by_token"].items()}
+        for part in several:
+            if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
+                several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
+        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_TAIL)}
+        # A cache writes to its own state; a mapped block is shared with other caches.
+        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
+        check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -318,106 +348,6 @@ def check_savable(cache: Cache) -> None:
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
             "is not keys and values."
         )
-
-
-class _Loaded:
-    """Fills the empty ``cache`` from the blocks that ``about`` names."""
-
-    def __init__(self, session: StoredSession, about: dict[str, Any], cache: KeepCache) -> None:
-        self.session, self.about, self.cache = session, about, cache
-        self.past = about["past"]
-
-    def restore(self) -> int:
-        """Return the number of tokens that the cache holds then."""
-        numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
-        if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
-            raise _odd("its state has numbers out of range")
-        if not self.past["length"]:
-            return 0
-        blocks, problem = self._blocks()
-        state: dict[str, Tensor] = {}
-        if problem is None:
-            try:
-                state = self.session.store.blocks.read(self.session.block(self.about["state"]))
-            except StoreError as error:
-                problem = str(error)
-        if problem is None:
-            try:
-                self._fill(blocks, state)
-            except ShapeError as error:
-                problem = f"It is not as kvkeep writes it ({error})."
-            except KvkeepError:
-                raise
-            except Exception as error:  # restoring malformed tensors may raise anything
-                problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
-            else:
-                self.cache.stream.blocks = list(self.about["blocks"])
-                return int(self.past["length"])
-            self.cache.reset()
-        if not self.past["plain"]:
-            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
-        log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if len(self.about["ids"]) > 1:
-            return 0
-        prompt = [*self.about["ids"][0], 0]
-        folder, cache = self.session.store.blocks, self.cache
-        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
-
-    def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
-        """Return the session's blocks, and the reason if not all can be read."""
-        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        names = [self.session.block(key) for key in self.about["blocks"]]
-        blocks, error = self.session.store.blocks.read_first(names)
-        for number, block in enumerate(blocks):
-            found, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
-            if found is None or found.dtype != wanted.dtype or not torch.equal(found, wanted):
-                return blocks[:number], "A block is of another text."
-        self.session.store.blocks.use([*names, self.session.block(self.about["state"])])
-        return blocks, None if error is None else str(error)
-
-    def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        cache, past = self.cache, self.past
-        if past["shares"] is not None:
-            check_shares(cache, past["shares"], past["rows"])
-            cache.recompose(past["shares"])
-        if (cache.entries, cache.stream.chunk) != (self.about["entries"], self.about["chunk"]):
-            raise SessionError(
-                f"it was saved with {self.about['entries']} entries per layer and chunks of {self.about['chunk']} "
-                f"tokens; here its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a "
-                "new session."
-            )
-        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
-        targets = {part: Target(*given) for part, given in self.about["by_token"].items()}
-        several = {part: self._pieces(part, target, blocks, tail) for part, target in targets.items()}
-        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_TAIL)}
-        forms = {name: TensorForm.of(one) for name, one in rest.items()}
-        forms |= {name: _joined(rows) for name, rows in several.items()}
-        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        # A cache writes to its own state; a mapped block is shared with other caches.
-        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
-        known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
-        check_restored(cache, forms, known, past)
-
-    def _pieces(self, part: str, target: Target, blocks: Sequence[Block], tail: Block) -> list[Tensor]:
-        """Return the rows of a part in order, in the shape that the cache has them in."""
-        several = [*pieces(target, blocks, tail)]
-        if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
-            several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
-        return several
-
-
-def _joined(several: Sequence[Tensor]) -> TensorForm:
-    """Return the form of tensors that follow one another. Raises ShapeError if they do not fit together."""
-    if not several:
-        raise ShapeError("a part is missing")
-    first = several[0]
-    if any(
-        (one.dtype, one.shape[:-2], one.shape[-1]) != (first.dtype, first.shape[:-2], first.shape[-1])
-        for one in several
-    ):
-        raise ShapeError("blocks do not fit together")
-    return TensorForm((*first.shape[:-2], sum(one.shape[-2] for one in several), first.shape[-1]), first.dtype)
 
 
 def _tensor(part: Tensor | Rows) -> Tensor:

@@ -13,15 +13,24 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.names import belongs_to_sessions
-from kvkeep.blocks.references import Reference, generations, in_use, last_used, mentioned, remove_folder, unwritable
+from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
+from kvkeep.blocks.references import (
+    Reference,
+    create_file,
+    generations,
+    in_use,
+    last_used,
+    newest,
+    remove_folder,
+    unwritable,
+)
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
@@ -38,8 +47,6 @@ LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
 ONLY = "session"
 """The name of the session in a store that holds one only: a session at a path."""
-_EARLIER = b"kvkeep"
-"""The beginning of a session file of an earlier version."""
 ABANDONED_S = 3600.0
 """Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
@@ -109,6 +116,7 @@ class Store:
         self.folder, self.age, self.shared = Path(folder), age, shared
         self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions = self.folder / "sessions"
+        self._create_file: Callable[[Any, bytes, bool], None] = create_file
         self._checked = False
 
     @property
@@ -127,36 +135,25 @@ class Store:
             raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text(errors="replace") if MARKER in found else None
-        except FileNotFoundError:
-            return self._check_creation(folder)
-        except NotADirectoryError as error:
-            if folder.is_file():
-                if _begins_with(folder, _EARLIER):
-                    raise UsageError(
-                        f"'{self.folder}' is a session of an earlier version of kvkeep, which this one cannot read; "
-                        "name another."
-                    ) from error
-                raise UsageError(f"'{self.folder}' is a file, not a folder of kvkeep; name another.") from error
-            return self._check_creation(folder)
+            version = (folder / MARKER).read_text(errors="replace").strip() if MARKER in found else None
+        except (FileNotFoundError, NotADirectoryError) as error:
+            there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+            if not there.is_dir():
+                raise UsageError(
+                    f"Nothing can be saved in '{self.folder}': '{there}' is a file, not a folder of kvkeep; name "
+                    "another."
+                ) from error
+            return
         except OSError as error:
             raise UsageError(f"The folder '{self.folder}' cannot be read: {(error.strerror or '').lower()}.") from error
-        if version is None:
-            if any(name.endswith(SUFFIX) and (folder / name).is_file() for name in found):
-                raise UsageError(
-                    f"'{self.folder}' holds sessions of an earlier version of kvkeep, which this one cannot read; name "
-                    "another folder."
-                )
-            if found:
-                raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
-            return None
-        if version.strip() != str(VERSION):
+        if found and version is None:
+            raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
+        if version not in (None, str(VERSION)):
             raise UsageError(
-                f"'{self.folder}' is of another version of kvkeep ({version.strip()[:20]}; this one reads {VERSION}); "
-                "name another folder."
+                f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
+                "another folder."
             )
-        self._checked = True
-        return None
+        self._checked = version is not None
 
     def check_writable(self) -> None:
         """Raise UsageError if nothing can be saved in the folder."""
@@ -165,11 +162,6 @@ class Store:
         there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not os.access(there, os.W_OK | os.X_OK):
             raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
-
-    def _check_creation(self, folder: Path) -> None:
-        there = next(path for path in folder.parents if os.path.exists(path))
-        if not there.is_dir():
-            raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' is not a folder; name another.")
 
     def create(self) -> None:
         """Create the folder if it is missing. Raises UsageError as :meth:`check`, and SessionUnwritable."""
@@ -196,15 +188,22 @@ class Store:
             )
         return self._sessions / f"{name}{SUFFIX}"
 
-    def open(self, name: str) -> Reference:
-        """Return the session open for writing; create it if missing."""
+    def place(self, name: str, writing: bool) -> dict[str, Any]:
+        """Return the arguments of the :class:`Reference` of a session. Raises SessionError if it has to exist and does
+        not."""
+        if not writing:
+            return {"folder": self._existing(name)}
         path = self.path(name)
         self.create()
-        return Reference(path, writing=True, shared=self.shared)
+        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file}
+
+    def open(self, name: str) -> Reference:
+        """Return the session open for writing; create it if missing."""
+        return Reference(**self.place(name, writing=True))
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return Reference(self._existing(name))
+        return Reference(**self.place(name, writing=False))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -241,15 +240,13 @@ class Store:
         self.blocks.evict(self.age)
         with suppress(OSError):
             remove_abandoned(self.folder)
-            self._sweep()
+            left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
+            self._remove_unnamed([name for name in left if self.blocks.idle(name) > ABANDONED_S])
         return gone
 
     def remove_unused(self) -> None:
-        """Remove the blocks that no session has."""
-        named = {BlockName(self.space(self._name(path)), key) for path in self._paths() for key in _keys(path)}
-        for name in self.blocks.names():
-            if name not in named:
-                self.blocks.remove(name)
+        """Remove the blocks that no session has. Raises OSError."""
+        self._remove_unnamed(self.blocks.names())
 
     def remove_folder(self) -> None:
         """Remove the whole store, unless it has a session."""
@@ -259,32 +256,24 @@ class Store:
             (self.folder / MARKER).unlink(missing_ok=True)
             self.folder.rmdir()
 
-    def _sweep(self) -> None:
-        """Remove the blocks of sessions that no session names. Raises OSError."""
-        left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
-        left = [name for name in left if self.blocks.idle(name) > ABANDONED_S]
-        known = b"".join(mentioned(path) for path in self._paths()) if left else b""
-        for name in left:
-            if name.key.encode() not in known:
-                self.blocks.remove(name)
-
     def release(self, name: str, keys: set[str]) -> None:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
         and what was stored of the text after them."""
-        from kvkeep.blocks.names import state_key, tail_key
-
-        space = self.space(name)
         try:
-            for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
-                if self.space(self._name(path)) == space and self._name(path) != name:
-                    known = mentioned(path)
-                    keys = {key for key in keys if key.encode() not in known}
+            self._remove_unnamed([BlockName(self.space(name), key) for key in keys], but=name)
         except OSError as error:  # what other sessions have is unknown
             log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
-            return
-        for key in keys:
-            for one in (key, tail_key(key), state_key(key)):
-                self.blocks.remove(BlockName(space, one))
+
+    def _remove_unnamed(self, blocks: Sequence[BlockName], but: str = "") -> None:
+        """Remove those of ``blocks`` that no session of their owner names, except ``but``, and what was stored of the
+        text after them. Raises OSError."""
+        for space in {name.space for name in blocks}:
+            paths = [*self._paths(None if space == LOCAL else space)]
+            names = [(path, self._name(path)) for path in paths]
+            known = b"".join(newest(path)[1] for path, name in names if self.space(name) == space and name != but)
+            for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
+                for one in (key, tail_key(key), state_key(key)):
+                    self.blocks.remove(BlockName(space, one))
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
@@ -336,7 +325,7 @@ class Store:
                     **common,
                     bytes=size,
                     created=float(about["created"]),
-                    turns=reference.generation,
+                    turns=reference.turns,
                     tokens=about["past"]["rows"] * about["past"]["length"],
                     missing=missing,
                     family=about["family"],
@@ -368,18 +357,18 @@ class Store:
         return True
 
 
-def _keys(path: Path) -> set[str]:
-    """Return the keys of the blocks of the session at ``path``; none if it cannot be read."""
-    with suppress(SessionError, LookupError, TypeError), Reference(path) as reference:
-        about = reference.about or {}
-        return {*map(str, about["blocks"]), str(about["state"])}
+def keys_of(about: dict[str, Any] | None) -> set[str]:
+    """Return the keys of the blocks that a reference names; none if it is not as kvkeep writes it."""
+    with suppress(LookupError, TypeError):
+        return {*map(str, (about or {})["blocks"]), str((about or {})["state"])}
     return set()
 
 
-def _begins_with(path: Path, beginning: bytes) -> bool:
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(len(beginning)) == beginning
-    return False
+def _keys(path: Path) -> set[str]:
+    """Return the keys of the blocks of the session at ``path``; none if it cannot be read."""
+    with suppress(SessionError), Reference(path) as reference:
+        return keys_of(reference.about)
+    return set()
 
 
 def is_path(name: str) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
-Form = tuple[str, int, int, str]
-"""Name in a block, lanes, width and dtype of a row."""
 Block = Mapping[str, Tensor]
+NAME_OF_IDS = "token_ids"
+"""The name in a block of its token ids, (rows, tokens) int32."""
+Form = tuple[str, tuple[int, ...], str]
+"""Name in a block, lanes and width, and dtype of a row."""
 
 
 class Target(NamedTuple):
@@ -87,11 +87,7 @@ class TextRows:
     @property
     def forms(self) -> list[Form]:
         """The forms of all rows."""
-        found = []
-        for short in sorted(self.sources):
-            row = self.read(short, 0, 1)
-            found.append((short, row.shape[0], row.shape[-1], str(row.dtype)))
-        return found
+        return forms({short: self.read(short, 0, 1) for short in self.sources})
 
     @property
     def nbytes(self) -> int:
@@ -114,12 +110,19 @@ class TextRows:
         return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
 
 
-def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:
-    """Return the forms of the entries of one row in all full layers."""
-    found = []
-    for layer in geometry.full_layers:
-        for kind, width in (("keys", layer.key_dim), ("values", layer.value_dim)):
-            found.append((f"{kind}.{layer.index}", layer.kv_heads, width, str(dtype)))
+def forms(rows: Block) -> list[Form]:
+    """Return the forms of rows (lanes, n, width) by name, without ids and what windows and recurrent states held."""
+    found = [(name, one) for name, one in rows.items() if name != NAME_OF_IDS and not name.startswith("layer.")]
+    return sorted((name, (*one.shape[:-2], *one.shape[-1:]), str(one.dtype)) for name, one in found)
+
+
+def entry_forms(cache: KeepCache) -> list[Form]:
+    """Return the forms of the entries of one row that a cache of this kind has in all full layers."""
+    dtype = str(next(cache.model.parameters()).dtype)
+    found: list[Form] = []
+    for layer in cache.geometry.full_layers:
+        found.append((f"keys.{layer.index}", (layer.kv_heads, layer.key_dim), dtype))
+        found.append((f"values.{layer.index}", (layer.kv_heads, layer.value_dim), dtype))
     return sorted(found)
 
 
