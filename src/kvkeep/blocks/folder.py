@@ -122,17 +122,14 @@ class BlockFolder:
                 total = _total(ledger)
                 if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
-                    self._counted = True
                 if self.quota is not None and total + size > self.quota:
                     _set_total(ledger, total)
                     raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
                 _set_total(ledger, total + size)
-                try:
-                    content = [*pieces]
-                    write_whole(path, lambda file: _fill(file, content))
-                except BaseException:
-                    _set_total(ledger, total)
-                    raise
+                self._counted = False  # unless it is written
+                content = [*pieces]
+                write_whole(path, lambda file: _fill(file, content))
+                self._counted = True
             sync_name(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error

@@ -97,11 +97,6 @@ class Reference:
                 if number < self.turns:
                     _file(self.folder, number).unlink()
 
-    def remove(self) -> None:
-        """Remove the session, and close it."""
-        remove_folder(self.folder)
-        self.close()
-
     def _open(self, shared: bool) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

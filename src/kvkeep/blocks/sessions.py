@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.layout import check_restored, check_shares, form_of
 from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
-from kvkeep.blocks.store import ONLY, Store, keys_of
+from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
-_BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
     "tokenizer": (str, type(None)),
@@ -73,10 +72,6 @@ _HEADER: dict[str, tuple[type, ...]] = {
     "block_bytes": (int,),
     "created": (float,),
     "saved": (float,),
-}
-_PAST: dict[str, tuple[type, ...]] = {
-    **{"length": (int,), "rows": (int,), "first": (dict,)},
-    **{"uneven": (bool,), "shares": (list, type(None)), "plain": (bool,)},
 }
 
 
@@ -125,11 +120,6 @@ class StoredSession(Reference):
     def bytes(self) -> tuple[int, int]:
         """Bytes of the session's state, and of its blocks; (0, 0) before the first turn."""
         return (0, 0) if self.about is None else (self.about["state_bytes"], self.about["block_bytes"])
-
-    def remove(self) -> None:
-        """Remove the session, which is open for writing."""
-        super().remove()
-        self.store.release(self.name, keys_of(self.about))
 
     def block(self, key: str) -> BlockName:
         """Return the full name of a block of this session's owner."""
@@ -204,7 +194,7 @@ class StoredSession(Reference):
         """Return the cache request that the session needs to continue with ``model``. The model is not run, and no
         block is read. tokenizer: the required fingerprint of the ids' tokenizer; None: any. Raises SessionError."""
         with self.naming():
-            return _request(self.about, model, tokenizer)
+            return self._request(model, tokenizer)
 
     def load(self, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
         """Return the saved session, ready to continue with ``model``. If a block is missing or damaged, the cache holds
@@ -212,11 +202,11 @@ class StoredSession(Reference):
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
             while True:
-                request, about, mark = _request(self.about, model, tokenizer), self.about, self.mark
+                request, about, mark = self._request(model, tokenizer), self.about, self.mark
                 assert about is not None
                 cache = KeepCache(model, request=request) if cache is None else cache
                 count = self._restore(cache, about)
-                if count < about["past"]["length"] and not self.writing:
+                if count != about["past"].get("length") and not self.writing:
                     self._read()  # another program may have saved the session meanwhile
                 if self.mark == mark:
                     break
@@ -224,14 +214,45 @@ class StoredSession(Reference):
             ids = [row[:count] for row in about["ids"]] if count else []
             return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
 
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the session in errors raised within the block."""
+        if self.about is None:
+            raise SessionError(f"There is no session at '{self.path}': its first turn was never saved.")
+        try:
+            yield
+        except SessionError as error:
+            raise type(error)(f"The session '{self.path}' cannot be continued: {error}") from error.__cause__
+        except KvkeepError as error:  # this machine lacks a method or a folder
+            raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
+
+    def _request(self, model: Any, tokenizer: str | None) -> Request:
+        about = self.about
+        check_about(about)
+        assert about is not None
+        if about["fingerprint"] != fingerprint(model):
+            raise SessionError(
+                f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); "
+                "load that one, or start a new session."
+            )
+        if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+            raise SessionError(
+                "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
+            )
+        with suppress(TypeError):
+            request = Request.parse(about["method"], about["budget"], **about["options"])
+            if request.options() == about["options"]:
+                return request
+        raise _odd("its options are not those of a cache")
+
     def _restore(self, cache: KeepCache, about: dict[str, Any]) -> int:
         """Fill the empty ``cache`` from the blocks that ``about`` names; return the number of tokens it holds then."""
         past, folder = about["past"], self.store.blocks
-        if not past["length"]:
-            return 0
         ids = torch.tensor(about["ids"], dtype=torch.int32)
         names = [self.block(key) for key in about["blocks"]]
         try:
+            if not past["length"]:
+                return 0
             blocks, error = folder.read_first(names)
             if error is not None:
                 raise error
@@ -248,7 +269,7 @@ class StoredSession(Reference):
             cache.stream.blocks = list(about["blocks"])
             return int(past["length"])
         cache.reset()
-        if not past["plain"]:
+        if past.get("plain") is not True:
             raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
         log.warning("A part of the session '%s' is read again: %s", self.name, problem)
         if len(about["ids"]) > 1:
@@ -263,6 +284,8 @@ class StoredSession(Reference):
         past = about["past"]
         for name, number in {**past["first"], "length": past["length"], "rows": past["rows"] - 1}.items():
             within(name, number, 0, _MAX_SLOTS)
+        if not type(past["uneven"]) is type(past["plain"]) is bool:
+            raise ShapeError("'uneven' or 'plain' is neither true nor false")
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
             cache.recompose(past["shares"])
@@ -285,18 +308,6 @@ class StoredSession(Reference):
         # A cache writes to its own state; a mapped block is shared with other caches.
         transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Name the session in errors raised within the block."""
-        if self.about is None:
-            raise SessionError(f"There is no session at '{self.path}': its first turn was never saved.")
-        try:
-            yield
-        except SessionError as error:
-            raise type(error)(f"The session '{self.path}' cannot be continued: {error}") from error.__cause__
-        except KvkeepError as error:  # this machine lacks a method or a folder
-            raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
 
 
 Where = str | os.PathLike[str] | StoredSession
@@ -356,48 +367,18 @@ def _tensor(part: Tensor | Rows) -> Tensor:
 
 def check_about(about: Any) -> None:
     """Check the types and ranges of a reference's data. Raises SessionDamaged."""
-    _check_types(about, _HEADER, "header")
-    _check_types(about["past"], _PAST, "past")
-    keys = [*about["blocks"], about["state"]]
-    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
+    if type(about) is not dict or set(about) != set(_HEADER):
+        raise _odd("its header has other names than expected")
+    for name, kinds in _HEADER.items():
+        if type(about[name]) not in kinds:
+            raise _odd(f"its header has a '{name}' of the wrong type")
+    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
         raise _odd("it has invalid names of blocks")
-    for part, target in about["by_token"].items():
-        if not _BY_TOKEN.fullmatch(part) or not isinstance(target, list) or [*map(type, target)] != [str, int, int]:
-            raise _odd("it has invalid names of parts")
     rows = about["ids"]
     if not all(type(row) is list and all(type(one) is int and 0 <= one < _MAX_SLOTS for one in row) for row in rows):
         raise _odd("it has invalid token ids")
     if len({len(row) for row in rows}) > 1:
         raise _odd("its rows have different lengths")
-
-
-def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
-    check_about(about)
-    assert about is not None
-    if about["fingerprint"] != fingerprint(model):
-        raise SessionError(
-            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
-            "that one, or start a new session."
-        )
-    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
-        raise SessionError(
-            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
-        )
-    try:
-        request = Request.parse(about["method"], about["budget"], **about["options"])
-    except TypeError as error:
-        raise _odd("its options are not those of a cache") from error
-    if request.options() != about["options"]:
-        raise _odd("its options are not those of a cache")
-    return request
-
-
-def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:
-    if type(value) is not dict or set(value) != set(schema):
-        raise _odd(f"its {what} has other names than expected")
-    for name, kinds in schema.items():
-        if type(value[name]) not in kinds:
-            raise _odd(f"its {what} has a '{name}' of the wrong type")
 
 
 def _odd(reason: str) -> SessionDamaged:
