@@ -21,6 +21,7 @@ from storing import (
     LENGTH,
     METHODS,
     TURNS,
+    block_bytes,
     check_whole,
     files,
     filled,
@@ -319,6 +320,22 @@ def test_forgetting_a_turn_removes_its_text_unless_another_session_has_it(tmp_pa
     store.remove("me/b")
     store.remove("me/a")
     assert not [path for path in files(tmp_path) if path.suffix == ".block"]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store_text(Store(tmp_path / "other"), "me/a", "full")
+    with StoredSession(Store(tmp_path / "other"), "me/a") as stored:
+        state, blocks = stored.bytes
+    store = Store(tmp_path / "store", quota=(state + 3 * blocks // 4) * 16 // 15)
+    for _ in range(3):
+        store_text(store, "me/a", "full")
+    (warning,) = [record.message for record in caplog.records]
+    assert "larger than the quota" in warning and "after its first 256 tokens" in warning
+    info = store.info("me/a")
+    assert (info.missing, info.turns) == (1, 3) and block_bytes(store) <= (store.quota or 0)
+    with StoredSession(store, "me/a") as stored:
+        assert stored.load(model()).cache.get_seq_length() == 256
 
 
 def test_others_are_refused(tmp_path: Path) -> None:

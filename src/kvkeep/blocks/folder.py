@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,12 @@ class BlockFolder:
                 if not self.has(name):
                     return number
         return len(names)
+
+    def fitting(self, size: int, others: int) -> int:
+        """Return how many blocks of ``size`` bytes the quota keeps beside ``others`` bytes."""
+        if self.quota is None:
+            return sys.maxsize
+        return max(0, self.quota - self.quota // FREED_SHARE - others) // max(size, 1)
 
     def idle(self, name: BlockName) -> float:
         """Return the seconds since a block was used; 0 if it does not exist."""

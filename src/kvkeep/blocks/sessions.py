@@ -47,6 +47,7 @@ from kvkeep.memory.rows import BLOCK, Rows, concatenated
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class StoredSession(Reference):
             "saved": time.time(),
         }
         try:
-            names = self._write(cache, text, session.ids)
+            names = self._write(cache, text, session.ids, about["state_bytes"])
             self.store.blocks.write(self.block(key), state)
             self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
@@ -172,18 +173,28 @@ class StoredSession(Reference):
         if forget:
             self.store.release(self.name, {*map(str, before.get("blocks", ()))} - {*names})
 
-    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
-        if not text.tokens_in_blocks:
+    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]], state_bytes: int) -> list[str]:
+        """Write the blocks that the store does not have, as far as they fit into the quota beside the state; return the
+        names of all of them. Raises StoreError."""
+        count, folder = text.tokens_in_blocks // BLOCK, self.store.blocks
+        if not count:
             return []
-        first, folder = origin(cache, text.forms), self.store.blocks
-        if first is not None:
+        if (first := origin(cache, text.forms)) is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [session_key() for _ in range(text.tokens_in_blocks // BLOCK - len(names))]
-            names = names[: text.tokens_in_blocks // BLOCK]
-        blocks = [self.block(name) for name in names]
+            names += [session_key() for _ in range(count - len(names))]
+            names = names[:count]
+        fitting = folder.fitting(text.nbytes // count, state_bytes)
+        if len((self.about or {}).get("blocks", ())) <= fitting < count:
+            log.warning(
+                "The session '%s' is larger than the quota, %s: the text after its first %d tokens is read again when "
+                "it continues.",
+                self.name,
+                size(folder.quota or 0),
+                fitting * BLOCK,
+            )
+        blocks = [self.block(name) for name in names[:fitting]]
         known = folder.use(blocks)
         beginnings.write(folder, blocks[known:], text, ids, known)
         return names
