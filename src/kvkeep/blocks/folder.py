@@ -7,6 +7,7 @@ quota the least recently used blocks are removed, except those that a program ha
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import sys
@@ -79,11 +80,11 @@ class BlockFolder:
             return sys.maxsize
         return max(0, self.quota - self.quota // FREED_SHARE - others) // max(size, 1)
 
-    def idle(self, name: BlockName) -> float:
-        """Return the seconds since a block was used; 0 if it does not exist."""
+    def size(self, name: BlockName) -> int:
+        """Return the bytes of a block's file; 0 if there is none."""
         with suppress(OSError):
-            return max(0.0, time.time() - self.path(name).stat().st_mtime)
-        return 0.0
+            return self.path(name).stat().st_size
+        return 0
 
     def read(self, name: BlockName) -> dict[str, Tensor]:
         """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
@@ -129,14 +130,17 @@ class BlockFolder:
                 total = _total(ledger)
                 if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
+                    self._counted = True
                 if self.quota is not None and total + size > self.quota:
                     _set_total(ledger, total)
                     raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
                 _set_total(ledger, total + size)
-                self._counted = False  # unless it is written
-                content = [*pieces]
-                write_whole(path, lambda file: _fill(file, content))
-                self._counted = True
+                try:
+                    content = [*pieces]
+                    write_whole(path, lambda file: _fill(file, content))
+                except BaseException:
+                    _set_total(ledger, total)
+                    raise
             sync_name(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
@@ -154,9 +158,11 @@ class BlockFolder:
         if (total := _total(ledger)) is not None:
             _set_total(ledger, max(0, total - size))
 
-    def names(self) -> list[BlockName]:
-        """Return the names of all blocks, the least recently used first."""
-        paths = [Path(path) for _, _, path in self._by_use()]
+    def names(self, unused_s: float | None = None) -> list[BlockName]:
+        """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, the least recently
+        used first."""
+        until = math.inf if unused_s is None else time.time_ns() - unused_s * 1e9
+        paths = [Path(path) for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
 
     def clear(self, space: str) -> None:

@@ -51,7 +51,7 @@ ABANDONED_S = 3600.0
 """Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}(?<!\.)(?<!\.session)"
 _NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
 
 
@@ -179,7 +179,7 @@ class Store:
 
     def path(self, name: str) -> Path:
         """Return the path of the session of this name, whether or not it exists."""
-        if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
+        if not _NAME.fullmatch(name):
             shown = name if len(name) < 120 else f"{name[:100]}…"
             raise UsageError(
                 f"'{shown}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' "
@@ -214,34 +214,36 @@ class Store:
         """Return all sessions, or those of one owner; the last used first."""
         self.check()
         found = []
-        for path in self._paths(owner):
+        for name in self._names(owner):
             with suppress(FileNotFoundError):  # another program removed it
-                found.append(self._info(path))
+                found.append(self._info(name))
         return sorted(found, key=lambda info: (-info.used, info.name))
 
     def info(self, name: str) -> SessionInfo:
         """Return the facts about one session."""
-        return self._info(self._existing(name))
+        self._existing(name)
+        return self._info(name)
 
     def remove(self, name: str) -> None:
         """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
         SessionBusy if a program has it open for writing."""
-        if not self._removed(self._existing(name)):
+        self._existing(name)
+        if not self._removed(name):
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
         the number of removed sessions."""
         gone = 0
-        for path in [*self._paths()] if self.age is not None else ():
+        for name in [*self._names()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - last_used(path) > (self.age or 0):
-                    gone += self._removed(path)
+                if time.time() - last_used(self.path(name)) > (self.age or 0):
+                    gone += self._removed(name)
         self.blocks.evict(self.age)
         with suppress(OSError):
             remove_abandoned(self.folder)
-            left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
-            self._remove_unnamed([name for name in left if self.blocks.idle(name) > ABANDONED_S])
+            left = self.blocks.names(unused_s=ABANDONED_S)
+            self._remove_unnamed([name for name in left if belongs_to_sessions(name.key)])
         return gone
 
     def remove_unused(self) -> None:
@@ -268,9 +270,9 @@ class Store:
         """Remove those of ``blocks`` that no session of their owner names, except ``but``, and what was stored of the
         text after them. Raises OSError."""
         for space in {name.space for name in blocks}:
-            paths = [*self._paths(None if space == LOCAL else space)]
-            names = [(path, self._name(path)) for path in paths]
-            known = b"".join(newest(path)[1] for path, name in names if self.space(name) == space and name != but)
+            names = [*self._names(None if space == LOCAL else space)]
+            names = [name for name in names if self.space(name) == space and name != but]
+            known = b"".join(newest(self.path(name))[1] for name in names)
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
                 for one in (key, tail_key(key), state_key(key)):
                     self.blocks.remove(BlockName(space, one))
@@ -295,65 +297,56 @@ class Store:
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
         return path
 
-    def _paths(self, owner: str | None = None) -> Iterator[Path]:
-        """Yield the path of each session."""
+    def _names(self, owner: str | None = None) -> Iterator[str]:
+        """Yield the name of each session, or of one owner's."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
-        for pattern in patterns:
-            for path in self._sessions.glob(pattern):
-                if _NAME.fullmatch(self._name(path)) and path.is_dir():
-                    yield path
+        for path in itertools.chain(*map(self._sessions.glob, patterns)):
+            name = path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
+            if _NAME.fullmatch(name) and path.is_dir():
+                yield name
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
-
-    def _info(self, path: Path) -> SessionInfo:
-        """Return the facts about the session at ``path``. Raises OSError if it is missing."""
-        name = self._name(path)
+    def _info(self, name: str) -> SessionInfo:
+        """Return the facts about a session. Raises OSError if it is missing."""
+        path = self.path(name)
         common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
         try:
             with Reference(path) as reference:
-                about = reference.about
-                assert about is not None
-                blocks = [BlockName(self.space(name), key) for key in (*about["blocks"], about["state"])]
-                size = missing = 0
-                for block in blocks:
-                    try:
-                        size += self.blocks.path(block).stat().st_size
-                    except OSError:
-                        missing += 1
-                return SessionInfo(
-                    **common,
-                    bytes=size,
-                    created=float(about["created"]),
-                    turns=reference.turns,
-                    tokens=about["past"]["rows"] * about["past"]["length"],
-                    missing=missing,
-                    family=about["family"],
-                    method=about["method"],
-                    budget=about["budget"],
-                    mark=reference.mark,
-                )
+                about: dict[str, Any] = reference.about or {}
+            sizes = [self.blocks.size(BlockName(self.space(name), key)) for key in (*about["blocks"], about["state"])]
+            return SessionInfo(
+                **common,
+                bytes=sum(sizes),
+                created=float(about["created"]),
+                turns=reference.turns,
+                tokens=about["past"]["rows"] * about["past"]["length"],
+                missing=sizes.count(0),
+                family=about["family"],
+                method=about["method"],
+                budget=about["budget"],
+                mark=reference.mark,
+            )
         except SessionError as error:
-            problem = UNSAVED if not generations(path) else str(error)
-            return SessionInfo(**common, bytes=0, problem=problem)
+            problem = str(error) if generations(path) else UNSAVED
         except (LookupError, TypeError, ValueError):
-            return SessionInfo(**common, bytes=0, problem="it is not as kvkeep writes it")
+            problem = "it is not as kvkeep writes it"
+        return SessionInfo(**common, bytes=0, problem=problem)
 
-    def _removed(self, path: Path) -> bool:
+    def _removed(self, name: str) -> bool:
         """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
+        path, keys = self.path(name), set[str]()
         if in_use(path):
             return False
         try:
-            keys = _keys(path)
+            with suppress(SessionError), Reference(path) as reference:
+                keys = keys_of(reference.about)
             remove_folder(path)
-            self.release(self._name(path), keys)
+            self.release(name, keys)
             if path.parent != self._sessions:
                 with suppress(OSError):
                     path.parent.rmdir()
         except OSError as error:
-            raise SessionUnwritable(
-                f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
-            ) from error
+            reason = (error.strerror or str(error)).lower()
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason}.") from error
         return True
 
 
@@ -361,13 +354,6 @@ def keys_of(about: dict[str, Any] | None) -> set[str]:
     """Return the keys of the blocks that a reference names; none if it is not as kvkeep writes it."""
     with suppress(LookupError, TypeError):
         return {*map(str, (about or {})["blocks"]), str((about or {})["state"])}
-    return set()
-
-
-def _keys(path: Path) -> set[str]:
-    """Return the keys of the blocks of the session at ``path``; none if it cannot be read."""
-    with suppress(SessionError), Reference(path) as reference:
-        return keys_of(reference.about)
     return set()
 
 
