@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -146,6 +147,10 @@ class BucketFolder(BlockFolder):
             data = b"".join(encode(name.key, tensors)[1])
             self._ask(lambda: self._key(name).write_bytes(data))
         return super().write(name, tensors, replace)
+
+    def fitting(self, size: int, others: int) -> int:
+        """All blocks fit into the bucket."""
+        return sys.maxsize
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, here and in the bucket."""
