@@ -36,14 +36,14 @@ def form_of(part: Tensor | Rows) -> Form:
 def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
     """Raise ShapeError unless ``shares`` has entries for each full layer's lanes, on average at most those of
     ``cache``."""
-    layers, total = cache.geometry.full_layers, torch.zeros(rows, dtype=torch.int64)
+    layers = cache.geometry.full_layers
     if not cache.reading or len(shares) != len(layers):
         raise ShapeError("it has shares of the budget, and such a cache has none")
+    total = torch.zeros(rows, dtype=torch.int64)
     for layer, given in zip(layers, shares, strict=True):
-        if type(given) is not list or len(given) not in (1, layer.kv_heads, rows * layer.kv_heads):
+        if len(given) not in (1, layer.kv_heads, rows * layer.kv_heads) or {*map(type, given)} != {int}:
             raise ShapeError(f"layer {layer.index} has no share of the budget for each KV head")
-        if any(type(share) is not int or not 0 <= share < 2**31 for share in given):
-            raise ShapeError(f"layer {layer.index} has a share of the budget that is not a number of entries")
+        within("shares", torch.tensor(given), 0, 2**31)
         total += torch.tensor(given).repeat(rows * layer.kv_heads // len(given)).view(rows, -1).sum(1)
     resident = cache.method.division(cache.geometry, cache.entries or 0).resident
     within("shares", total, 0, resident * sum(layer.kv_heads for layer in layers) + 1)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.memory.rows import BLOCK
@@ -37,9 +37,9 @@ def origin(cache: KeepCache, forms: Iterable[object]) -> bytes | None:
 
 def chain(first: bytes, ids: Sequence[int]) -> list[str]:
     """Return the names of all whole blocks of a text that begins after ``first`` (:func:`origin`)."""
-    rows, name, names = torch.tensor(ids, dtype=torch.int32), first, []
+    rows, name, names = np.array(ids, np.int32), first, []
     for start in range(0, len(ids) // BLOCK * BLOCK, BLOCK):
-        name = blake2b(name + _bytes(rows[start : start + BLOCK]), digest_size=_DIGEST_BYTES).digest()
+        name = blake2b(name + rows[start : start + BLOCK].tobytes(), digest_size=_DIGEST_BYTES).digest()
         names.append(name.hex())
     return names
 
@@ -62,10 +62,6 @@ def session_key() -> str:
 def belongs_to_sessions(key: str) -> bool:
     """Return whether a key is one of :func:`session_key`."""
     return key.startswith("x")
-
-
-def _bytes(ids: Tensor) -> bytes:
-    return ids.numpy().tobytes()
 
 
 def _computed_by(cache: KeepCache) -> tuple[object, ...]:
