@@ -205,10 +205,11 @@ class BlockFolder:
     def _by_use(self) -> list[tuple[int, int, str]]:
         """Return time of use (ns), bytes and path of each block, the least recently used first."""
         known: list[tuple[int, int, str]] = []
-        for entry in _files(self.folder):
-            with suppress(OSError):  # another program removed it
-                facts = entry.stat()
-                known.append((facts.st_mtime_ns, facts.st_size, entry.path))
+        for folder, _, files in os.walk(self.folder):
+            for path in [os.path.join(folder, file) for file in files if file.endswith(SUFFIX)]:
+                with suppress(OSError):  # another program removed it
+                    facts = os.stat(path)
+                    known.append((facts.st_mtime_ns, facts.st_size, path))
         return sorted(known)
 
     @contextmanager
@@ -244,16 +245,3 @@ def _total(ledger: IO[bytes]) -> int | None:
 def _set_total(ledger: IO[bytes], total: int) -> None:
     ledger.seek(0)
     ledger.write(_TOTAL.pack(total))
-
-
-def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Yield the files of all blocks in a folder and its subfolders."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _files(entry.path)
-                elif entry.name.endswith(SUFFIX):
-                    yield entry
-    except OSError:  # the folder does not exist, or was removed meanwhile
-        return

@@ -34,14 +34,7 @@ from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
-from kvkeep.errors import (
-    KvkeepError,
-    SessionDamaged,
-    SessionError,
-    SessionUnwritable,
-    StoreError,
-    UsageError,
-)
+from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, SessionUnwritable, StoreError, UsageError
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK, Rows, concatenated
 from kvkeep.models.fingerprint import fingerprint
@@ -54,25 +47,25 @@ log = logging.getLogger(__name__)
 _MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
-_HEADER: dict[str, tuple[type, ...]] = {
-    "fingerprint": (str,),
-    "tokenizer": (str, type(None)),
-    "family": (str,),
-    "method": (str,),
-    "budget": (str, type(None)),
-    "options": (dict,),
-    "entries": (int, type(None)),
-    "chunk": (int,),
-    "past": (dict,),
-    "notes": (dict,),
-    "ids": (list,),
-    "blocks": (list,),
-    "by_token": (dict,),
-    "state": (str,),
-    "state_bytes": (int,),
-    "block_bytes": (int,),
-    "created": (float,),
-    "saved": (float,),
+_HEADER: dict[str, Any] = {
+    "fingerprint": str,
+    "tokenizer": str | None,
+    "family": str,
+    "method": str,
+    "budget": str | None,
+    "options": dict,
+    "entries": int | None,
+    "chunk": int,
+    "past": dict,
+    "notes": dict,
+    "ids": list,
+    "blocks": list,
+    "by_token": dict,
+    "state": str,
+    "state_bytes": int,
+    "block_bytes": int,
+    "created": float,
+    "saved": float,
 }
 
 
@@ -309,7 +302,8 @@ class StoredSession(Reference):
             if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
                 raise ShapeError("a block is of another text")
         tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
-        if any(forms(one) != forms((*blocks, tail)[0]) for one in (*blocks, tail) if one):
+        found = [forms(one) for one in (*blocks, tail) if one]
+        if any(one != found[0] for one in found):
             raise ShapeError("blocks do not fit together")
         several = {part: [*pieces(Target(*given), blocks, tail)] for part, given in about["by_token"].items()}
         for part in several:
@@ -380,8 +374,8 @@ def check_about(about: Any) -> None:
     """Check the types and ranges of a reference's data. Raises SessionDamaged."""
     if type(about) is not dict or set(about) != set(_HEADER):
         raise _odd("its header has other names than expected")
-    for name, kinds in _HEADER.items():
-        if type(about[name]) not in kinds:
+    for name, kind in _HEADER.items():
+        if not isinstance(about[name], kind):
             raise _odd(f"its header has a '{name}' of the wrong type")
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
         raise _odd("it has invalid names of blocks")
