@@ -20,7 +20,7 @@ from kvkeep.blocks.names import session_key
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import check_about
 from kvkeep.blocks.store import Store, keys_of
-from kvkeep.errors import BlockDamaged, KvkeepError, SessionDamaged, SessionError, StoreError, UsageError
+from kvkeep.errors import BlockDamaged, KvkeepError, SessionDamaged, SessionError, StoreError, UsageError, reason_of
 from kvkeep.files import write_whole
 from kvkeep.units import size
 
@@ -61,8 +61,7 @@ def export(store: Store, name: str, target: Path) -> int:
     try:
         write_whole(target, write)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SessionError(f"The file '{target}' cannot be written: {reason}.") from error
+        raise SessionError(f"The file '{target}' cannot be written: {reason_of(error)}.") from error
     return len(keys_of(about)) - len(found)
 
 
@@ -150,8 +149,7 @@ def _explaining(source: Path) -> Iterator[None]:
     except (tarfile.TarError, EOFError, ValueError, LookupError, TypeError) as error:
         raise SessionDamaged(f"'{source}' is damaged, or not a file of 'kvkeep cache export'.") from error
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SessionError(f"The file '{source}' cannot be read: {reason}.") from error
+        raise SessionError(f"The file '{source}' cannot be read: {reason_of(error)}.") from error
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes | bytearray) -> None:

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from kvkeep.blocks.block_file import Mappings, decode, encode
-from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
+from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, reason_of
 from kvkeep.files import lock, sync_name, write_whole
 
 SUFFIX = ".block"
@@ -93,8 +93,7 @@ class BlockFolder:
         try:
             return decode(path, name.key, self._mappings)
         except (OSError, ValueError) as error:  # mmap refuses an empty file by a ValueError
-            reason = (getattr(error, "strerror", None) or str(error)).lower()
-            raise BlockMissing(f"The block '{path}' cannot be read: {reason}.") from error
+            raise BlockMissing(f"The block '{path}' cannot be read: {reason_of(error)}.") from error
         except BlockDamaged as error:
             BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
@@ -143,7 +142,7 @@ class BlockFolder:
                     raise
             sync_name(path)
         except OSError as error:
-            raise StoreError(f"'{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+            raise StoreError(f"'{path}' cannot be written: {reason_of(error)}.") from error
         return gone
 
     def remove(self, name: BlockName) -> None:
@@ -185,8 +184,7 @@ class BlockFolder:
                 _set_total(ledger, total)
                 return gone
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason}.") from error
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
     def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:

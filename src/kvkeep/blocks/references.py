@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
+from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, reason_of
 from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
@@ -133,8 +133,7 @@ class Reference:
         try:
             number, data = newest(self.folder)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise SessionError(f"The session '{self.folder}' cannot be read: {reason}.") from error
+            raise SessionError(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
         if number:
             self._take(number, data)
         elif not self.writing:
@@ -237,9 +236,8 @@ def remove_folder(folder: Path) -> None:
 
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a session that cannot be written."""
-    reason = (error.strerror or str(error)).lower()
     remedy = "free some space, or name another" if error.errno in _FULL else "name another"
-    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; {remedy}.")
+    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason_of(error)}; {remedy}.")
 
 
 def create_file(path: Path, data: bytes, locked: bool) -> None:

@@ -31,7 +31,7 @@ from kvkeep.blocks.references import (
     remove_folder,
     unwritable,
 )
-from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
+from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError, reason_of
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
 
@@ -145,7 +145,7 @@ class Store:
                 ) from error
             return
         except OSError as error:
-            raise UsageError(f"The folder '{self.folder}' cannot be read: {(error.strerror or '').lower()}.") from error
+            raise UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
         if found and version is None:
             raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
         if version not in (None, str(VERSION)):
@@ -264,7 +264,7 @@ class Store:
         try:
             self._remove_unnamed([BlockName(self.space(name), key) for key in keys], but=name)
         except OSError as error:  # what other sessions have is unknown
-            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
+            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, reason_of(error))
 
     def _remove_unnamed(self, blocks: Sequence[BlockName], but: str = "") -> None:
         """Remove those of ``blocks`` that no session of their owner names, except ``but``, and what was stored of the
@@ -345,8 +345,7 @@ class Store:
                 with suppress(OSError):
                     path.parent.rmdir()
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason}.") from error
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
 
 
