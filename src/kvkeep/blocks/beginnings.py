@@ -74,7 +74,8 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
     blocks: list[Block] = []
     for number, block in enumerate(fitting(cache, found)):
         ids = block[NAME_OF_IDS][0].tolist()
-        count = common_prefix(ids, prompt[number * BLOCK : -1])
+        text = prompt[number * BLOCK : -1][: len(ids)]
+        count = len(ids) if ids == text else common_prefix(ids, text)
         if count == len(ids):
             blocks.append(block)
         elif count and len(ids) < BLOCK and not cache.stream.moving:  # a tail may have other tokens than the prompt
@@ -94,7 +95,7 @@ def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
         ids = block.get(NAME_OF_IDS)
         if ids is None or ids.dtype != torch.int32 or forms(block) != expected:
             return False
-        return ids.shape == (1, ids.shape[-1]) and {block[name].shape[-2] for name, _, _ in expected} == {len(ids[0])}
+        return ids.shape == (1, ids.shape[-1]) and {block[name].shape[-2] for name in expected} == {len(ids[0])}
 
     return [*itertools.takewhile(fits, blocks)]
 
@@ -125,7 +126,7 @@ def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) ->
     for layer in cache.geometry.full_layers:
         target = cache.layers[layer.index]
         keys, values = (
-            [block[f"{kind}.{layer.index}"][None].to(device) for block in blocks] for kind in ("keys", "values")
+            [block[f"{kind}.{layer.index}"].unsqueeze(0).to(device) for block in blocks] for kind in ("keys", "values")
         )
         target.adopt(keys, values)
     transfer.restore_last(cache, state, length)

@@ -8,7 +8,7 @@ name stands for a whole text, and equal texts have the same blocks.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,19 @@ from kvkeep.models.fingerprint import fingerprint
 from kvkeep.native.structures import NUMERICS_VERSION
 
 if TYPE_CHECKING:
+    from kvkeep.blocks.text import Forms
     from kvkeep.cache import KeepCache
 
 _DIGEST_BYTES = 16
 
 
-def origin(cache: KeepCache, forms: Iterable[object]) -> bytes | None:
+def origin(cache: KeepCache, forms: Forms) -> bytes | None:
     """Return the digest that the first block of a text follows; None if the entries of ``cache`` depend on more than
     its token ids. forms: those of the rows of a block."""
     if cache.exactness is not Exactness.EXACT or not cache.stream.plain or cache.rows > 1:
         return None
-    facts = (fingerprint(cache.model), _computed_by(cache), *forms)
+    rows = sorted((name, *shape, str(dtype)) for name, (shape, dtype) in forms.items())
+    facts = (fingerprint(cache.model), _computed_by(cache), *rows)
     return blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
@@ -15,8 +16,8 @@ from kvkeep.stores.dynamic import DynamicLayer
 Block = Mapping[str, Tensor]
 NAME_OF_IDS = "token_ids"
 """The name in a block of its token ids, (rows, tokens) int32."""
-Form = tuple[str, tuple[int, ...], str]
-"""Name in a block, lanes and width, and dtype of a row."""
+Forms = dict[str, tuple[Sequence[int], torch.dtype]]
+"""Lanes and width, and dtype of rows, by their names in a block."""
 
 
 class Target(NamedTuple):
@@ -85,7 +86,7 @@ class TextRows:
         return self.length // BLOCK * BLOCK if self.sources else 0
 
     @property
-    def forms(self) -> list[Form]:
+    def forms(self) -> Forms:
         """The forms of all rows."""
         return forms({short: self.read(short, 0, 1) for short in self.sources})
 
@@ -110,20 +111,22 @@ class TextRows:
         return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
 
 
-def forms(rows: Block) -> list[Form]:
-    """Return the forms of rows (lanes, n, width) by name, without ids and what windows and recurrent states held."""
-    found = [(name, one) for name, one in rows.items() if name != NAME_OF_IDS and not name.startswith("layer.")]
-    return sorted((name, (*one.shape[:-2], *one.shape[-1:]), str(one.dtype)) for name, one in found)
+def forms(rows: Block) -> Forms:
+    """Return the forms of rows (lanes, n, width), without ids and what windows and recurrent states held."""
+    return {
+        name: (one.shape[:-2] + one.shape[-1:], one.dtype)
+        for name, one in rows.items()
+        if name != NAME_OF_IDS and not name.startswith("layer.")
+    }
 
 
-def entry_forms(cache: KeepCache) -> list[Form]:
+def entry_forms(cache: KeepCache) -> Forms:
     """Return the forms of the entries of one row that a cache of this kind has in all full layers."""
-    dtype = str(next(cache.model.parameters()).dtype)
-    found: list[Form] = []
+    dtype, found = next(cache.model.parameters()).dtype, Forms()
     for layer in cache.geometry.full_layers:
-        found.append((f"keys.{layer.index}", (layer.kv_heads, layer.key_dim), dtype))
-        found.append((f"values.{layer.index}", (layer.kv_heads, layer.value_dim), dtype))
-    return sorted(found)
+        found[f"keys.{layer.index}"] = (layer.kv_heads, layer.key_dim), dtype
+        found[f"values.{layer.index}"] = (layer.kv_heads, layer.value_dim), dtype
+    return found
 
 
 def pieces(target: Target, blocks: Sequence[Block], tail: Block) -> Iterator[Tensor]:
