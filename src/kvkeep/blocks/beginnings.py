@@ -136,25 +136,27 @@ def keep(
     folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. stop: called before
-    each of them; if it returns True, no more are stored. Raises StoreError."""
+    each of them; if it returns True, no more are stored. Of a text larger than the quota, only the beginning is stored.
+    Raises StoreError."""
     if (first := _first(cache)) is None:
         return
     text = TextRows(cache, transfer.parts(cache))
     if text.forms != entry_forms(cache):
         return
-    names = [BlockName(space, key) for key in chain(first, ids)]
+    keys = chain(first, ids)
+    names = [BlockName(space, key) for key in keys[: folder.fitting(len(keys), text.nbytes)]]
     known = folder.use(names)
     for number in range(known, len(names)):
         if stop():
             return
         write(folder, names[number : number + 1], text, [ids], number)
     for length, state in cache.stream.block_ends.items():
-        end = names[length // BLOCK - 1]
-        folder.write(BlockName(space, state_key(end.key)), state)
-    if not stop() and (tail := text.tail()):
+        if length <= len(names) * BLOCK:
+            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
+    if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.tokens_in_blocks :]], dtype=torch.int32)
-        folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)
+        folder.write(BlockName(space, tail_key(keys[-1] if keys else first.hex())), tail, replace=True)
 
 
 def _first(cache: KeepCache) -> bytes | None:

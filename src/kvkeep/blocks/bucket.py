@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -148,9 +147,9 @@ class BucketFolder(BlockFolder):
             self._ask(lambda: self._key(name).write_bytes(data))
         return super().write(name, tensors, replace)
 
-    def fitting(self, size: int, others: int) -> int:
+    def fitting(self, count: int, size: int, others: int = 0) -> int:
         """All blocks fit into the bucket."""
-        return sys.maxsize
+        return count
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, here and in the bucket."""

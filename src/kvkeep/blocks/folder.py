@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,11 +73,11 @@ class BlockFolder:
                     return number
         return len(names)
 
-    def fitting(self, size: int, others: int) -> int:
-        """Return how many blocks of ``size`` bytes the quota keeps beside ``others`` bytes."""
+    def fitting(self, count: int, size: int, others: int = 0) -> int:
+        """Return how many of ``count`` blocks, of ``size`` bytes together, the quota keeps beside ``others`` bytes."""
         if self.quota is None:
-            return sys.maxsize
-        return max(0, self.quota - self.quota // FREED_SHARE - others) // max(size, 1)
+            return count
+        return min(count, max(0, self.quota - self.quota // FREED_SHARE - others) * count // max(size, 1))
 
     def size(self, name: BlockName) -> int:
         """Return the bytes of a block's file; 0 if there is none."""

@@ -178,7 +178,7 @@ class StoredSession(Reference):
             names = cache.stream.blocks
             names += [session_key() for _ in range(count - len(names))]
             names = names[:count]
-        fitting = folder.fitting(text.nbytes // count, state_bytes)
+        fitting = folder.fitting(count, text.nbytes, state_bytes)
         if len((self.about or {}).get("blocks", ())) <= fitting < count:
             log.warning(
                 "The session '%s' is larger than the quota, %s: the text after its first %d tokens is read again when "
