@@ -82,7 +82,7 @@ def _check_ledger(cache: KeepCache, forms: Mapping[str, Form], past: dict[str, A
     length, rows = past["length"], past["rows"]
     vocabulary = cache.model.get_input_embeddings().num_embeddings
     within("token ids", ids, 0, vocabulary)
-    wanted = {"visible": ((rows, length), torch.bool)} if "visible" in forms else {}
+    wanted: dict[str, Form] = {"visible": ((rows, length), torch.bool)} if "visible" in forms else {}
     if cache.ledger.records:
         wanted |= dict.fromkeys(("positions", "ids"), ((rows, length, 1), torch.int32))
         looked_up = getattr(decoder_of(cache.model), "rotary_emb", None) is None

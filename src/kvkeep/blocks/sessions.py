@@ -132,7 +132,7 @@ class StoredSession(Reference):
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        key = session_key()
+        key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
             "fingerprint": fingerprint(cache.model),
             "tokenizer": session.tokenizer,
@@ -147,13 +147,13 @@ class StoredSession(Reference):
             "ids": session.ids,
             "by_token": text.targets,
             "state": key,
-            "state_bytes": sum(one.nbytes for one in state.values()),
+            "state_bytes": state_bytes,
             "block_bytes": text.nbytes,
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
         try:
-            names = self._write(cache, text, session.ids, about["state_bytes"])
+            names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
             self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:

@@ -108,8 +108,8 @@ def verify_(sessions: options.Sessions = None, json: options.Json = False) -> No
             note(sentence)
         for name, missing in found.incomplete.items():
             note(
-                f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read the "
-                "text again when it continues."
+                f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read "
+                "the text again when it continues."
             )
         sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
         note(f"{sound} are as they were written.")
