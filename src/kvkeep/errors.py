@@ -99,3 +99,8 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error of the system as a part of a sentence, such as "no space left on device"."""
+    return (getattr(error, "strerror", None) or str(error)).lower()

@@ -82,6 +82,20 @@ def test_a_damaged_block_ends_the_beginning(tmp_path: Path, caplog: pytest.LogCa
     assert "read from token 256 on" in caplog.text and not path.exists()
 
 
+def test_of_a_text_larger_than_the_quota_the_beginning_is_stored(tmp_path: Path) -> None:
+    model, ids = tiny("llama", positions=2048), prompt(1, 4 * BLOCK + 40)
+    cache, text = KeepCache(model, "full"), [*ids[0].tolist(), 5]
+    step(model, cache, ids)
+    keep(BlockFolder(tmp_path / "all"), "owner", cache, ids[0].tolist())
+    whole = BlockFolder(tmp_path / "all").count()[1]
+    for share, held in ((2, 0.6), (3, 0.9)):
+        blocks = BlockFolder(tmp_path / str(share), int(held * whole))
+        for _ in range(2):
+            keep(blocks, "owner", cache, ids[0].tolist())
+        begun = KeepCache(model, "full")
+        assert begin(blocks, begun, find(blocks, "owner", begun, text), text) == share * BLOCK
+
+
 def test_a_prompt_keeps_a_token_to_read(tmp_path: Path) -> None:
     ids = prompt(1, LENGTH)
     blocks = stored(tmp_path, "llama", "full", ids)

@@ -125,7 +125,7 @@ def test_of_two_machines_that_continue_a_session_one_is_refused(made: Made) -> N
         with pytest.raises(SessionBusy):
             other.commit({"turn": "another"})  # its number is free again
     with there.open("owner/talk") as other, here.read("owner/talk") as one:
-        assert other.about == one.about == {"turn": 4} and other.generation == 4
+        assert other.about == one.about == {"turn": 4} and other.saves == 4
         there.remove("owner/talk")
         with pytest.raises(SessionBusy):
             other.commit({"turn": 5})

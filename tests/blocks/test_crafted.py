@@ -59,7 +59,7 @@ def write(path: Path, tensors: Tensors, about: dict[str, Any]) -> None:
     with StoredSession.at(path, writing=True) as stored:
         key = f"x{stored.saves:031x}"
         stored.store.blocks.write(stored.block(key), tensors)
-        stored.reference.commit(about | ({"state": key} if "state" in about else {}))
+        stored.commit(about | ({"state": key} if "state" in about else {}))
 
 
 def damage(tensors: Tensors, about: dict[str, Any], draw: random.Random) -> str:

@@ -15,7 +15,7 @@ import pytest
 from forked import exit_codes
 
 from kvkeep import SessionError
-from kvkeep.blocks.references import Reference, in_use
+from kvkeep.blocks.references import Reference, in_use, remove_folder
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionUnwritable
 
 
@@ -86,7 +86,7 @@ def test_a_writer_that_another_one_followed_is_refused(tmp_path: Path, after: st
     for number in range(saves):
         stale.commit({"turn": number})
     if "removal" in after:
-        Reference(folder, writing=True, shared=True).remove()
+        remove_folder(folder)
     if "turn" in after:
         write(folder, *range(10, 15 if after.endswith("turns") else 11), shared=True)
     if after == "removal and turn" and saves:

@@ -21,6 +21,7 @@ from storing import (
     LENGTH,
     METHODS,
     TURNS,
+    block_bytes,
     check_whole,
     files,
     filled,
@@ -322,6 +323,22 @@ def test_forgetting_a_turn_removes_its_text_unless_another_session_has_it(tmp_pa
     assert not [path for path in files(tmp_path) if path.suffix == ".block"]
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store_text(Store(tmp_path / "other"), "me/a", "full")
+    with StoredSession(Store(tmp_path / "other"), "me/a") as stored:
+        state, blocks = stored.bytes
+    store = Store(tmp_path / "store", quota=(state + 3 * blocks // 4) * 16 // 15)
+    for _ in range(3):
+        store_text(store, "me/a", "full")
+    (warning,) = [record.message for record in caplog.records]
+    assert "larger than the quota" in warning and "after its first 256 tokens" in warning
+    info = store.info("me/a")
+    assert (info.missing, info.saves) == (1, 3) and block_bytes(store) <= (store.quota or 0)
+    with StoredSession(store, "me/a") as stored:
+        assert stored.load(model()).cache.get_seq_length() == 256
+
+
 # -- forks ------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +351,7 @@ def test_a_fork_writes_a_reference_and_both_sessions_continue(name: str, tmp_pat
     state = blocks_of(store, "me/a")[-1]
     store.fork("me/a", "me/b")
     assert before == {path: path.stat().st_mtime_ns for path in files(tmp_path) if path.suffix == ".block"}
-    assert store.info("me/b").turns == 1 and blocks_of(store, "me/b") == blocks_of(store, "me/a")
+    assert store.info("me/b").saves == 1 and blocks_of(store, "me/b") == blocks_of(store, "me/a")
     store_text(store, "me/a", name)
     assert state.exists(), "the fork has it"
     assert check_whole(store, "me/a", name) == LENGTH and check_whole(store, "me/b", name) == TURNS[0]
@@ -397,12 +414,12 @@ def test_others_are_refused(tmp_path: Path) -> None:
     save_session(tmp_path / "s", Session(cache, [list(range(2, 9))]))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "text").write_text("what another program wrote")
-    (tmp_path / "earlier").write_bytes(b"kvkeep journal of an earlier version")
+    (tmp_path / "file").write_bytes(b"what another program wrote")
     for name, family, sentence in (
         ("s", "mistral", "another model"),
         ("other", "llama", "no session|not|other"),
         ("none", "llama", "no session"),
-        ("earlier", "llama", "is a file|earlier"),
+        ("file", "llama", "is a file"),
     ):
         with pytest.raises((SessionError, UsageError), match=sentence) as refused:
             load_session(tmp_path / name, tiny(family))
@@ -429,7 +446,7 @@ def test_another_tokenizer_rotation_or_budget_is_refused(tmp_path: Path) -> None
         own.config.rope_parameters = before
     with StoredSession.at(tmp_path / "s", writing=True) as stored:
         assert stored.about is not None
-        stored.reference.commit(stored.about | {"chunk": stored.about["chunk"] + 1})
+        stored.commit(stored.about | {"chunk": stored.about["chunk"] + 1})
     with pytest.raises(SessionError, match="Start a new session"):
         Conversation.resume(own, tokenizer(), tmp_path / "s")
 

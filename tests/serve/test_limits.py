@@ -80,7 +80,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
             keys_given(str(file))
         assert sentence in str(found.value) and "ключ" not in str(found.value)
     monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
-    with pytest.raises(UsageError, match="Nothing can be saved in .* is not a folder"):
+    with pytest.raises(UsageError, match="Nothing can be saved in .* is a file, not a folder"):
         Store(file / "chats").check_writable()
     Store(tmp_path / "not" / "yet").check_writable()
     file.write_text("one two\n")

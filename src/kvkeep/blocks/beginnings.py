@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.layout import NAME_OF_IDS
 from kvkeep.blocks.names import chain, origin, state_key, tail_key
-from kvkeep.blocks.text import Block, TextRows, entry_forms
+from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, entry_forms, forms
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
@@ -78,7 +77,8 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
     blocks: list[Block] = []
     for number, block in enumerate(fitting(cache, found)):
         ids = block[NAME_OF_IDS][0].tolist()
-        count = common_prefix(ids, prompt[number * BLOCK : -1])
+        text = prompt[number * BLOCK : -1][: len(ids)]
+        count = len(ids) if ids == text else common_prefix(ids, text)
         if count == len(ids):
             blocks.append(block)
         elif count and len(ids) < BLOCK and not cache.stream.moving:  # a tail may have other tokens than the prompt
@@ -92,14 +92,13 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
 
 def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
     """Return the first ``blocks`` that have the entries of one row of ``cache``."""
-    forms = entry_forms(cache.geometry, next(cache.model.parameters()).dtype)
+    expected = entry_forms(cache)
 
     def fits(block: Block) -> bool:
-        rows = 0 if (ids := block.get(NAME_OF_IDS)) is None else ids.shape[-1]
-        expected: dict[str, object] = {name: ((lanes, rows, width), dtype) for name, lanes, width, dtype in forms}
-        expected[NAME_OF_IDS] = (1, rows), str(torch.int32)
-        found = {name: (tuple(one.shape), str(one.dtype)) for name, one in block.items()}
-        return expected == {name: form for name, form in found.items() if not name.startswith("layer.")}
+        ids = block.get(NAME_OF_IDS)
+        if ids is None or ids.dtype != torch.int32 or forms(block) != expected:
+            return False
+        return ids.shape == (1, ids.shape[-1]) and {block[name].shape[-2] for name in expected} == {len(ids[0])}
 
     return [*itertools.takewhile(fits, blocks)]
 
@@ -130,7 +129,7 @@ def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) ->
     for layer in cache.geometry.full_layers:
         target = cache.layers[layer.index]
         keys, values = (
-            [block[f"{kind}.{layer.index}"][None].to(device) for block in blocks] for kind in ("keys", "values")
+            [block[f"{kind}.{layer.index}"].unsqueeze(0).to(device) for block in blocks] for kind in ("keys", "values")
         )
         target.adopt(keys, values)
     transfer.restore_last(cache, state, length)
@@ -140,32 +139,34 @@ def keep(
     folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. stop: called before
-    each of them; if it returns True, no more are stored. Raises StoreError."""
+    each of them; if it returns True, no more are stored. Of a text larger than the quota, only the beginning is stored.
+    Raises StoreError."""
     if (first := _first(cache)) is None:
         return
     text = TextRows(cache, transfer.parts(cache))
-    if text.forms != entry_forms(cache.geometry, next(cache.model.parameters()).dtype):
+    if text.forms != entry_forms(cache):
         return
-    names = [BlockName(space, key) for key in chain(first, ids)]
+    keys = chain(first, ids)
+    names = [BlockName(space, key) for key in keys[: folder.fitting(len(keys), text.nbytes)]]
     known = folder.use(names)
     for number in range(known, len(names)):
         if stop():
             return
         write(folder, names[number : number + 1], text, [ids], number)
     for length, state in cache.stream.block_ends.items():
-        end = names[length // BLOCK - 1]
-        folder.write(BlockName(space, state_key(end.key)), state)
-    if not stop() and (tail := text.tail()):
+        if length <= len(names) * BLOCK:
+            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
+    if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.tokens_in_blocks :]], dtype=torch.int32)
-        folder.write(BlockName(space, tail_key(names[-1].key if names else first.hex())), tail, replace=True)
+        folder.write(BlockName(space, tail_key(keys[-1] if keys else first.hex())), tail, replace=True)
 
 
 def _first(cache: KeepCache) -> bytes | None:
     """Return the digest that the first block of a text follows; None if ``cache`` cannot begin with blocks."""
     if not begins(cache):
         return None
-    return origin(cache, entry_forms(cache.geometry, next(cache.model.parameters()).dtype))
+    return origin(cache, entry_forms(cache))
 
 
 def write(

@@ -7,6 +7,7 @@ quota the least recently used blocks are removed, except those that a program ha
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -20,7 +21,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from kvkeep.blocks.block_file import Mappings, decode, encode
-from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
+from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, reason_of
 from kvkeep.files import lock, sync_name, write_whole
 
 SUFFIX = ".block"
@@ -72,11 +73,17 @@ class BlockFolder:
                     return number
         return len(names)
 
-    def idle(self, name: BlockName) -> float:
-        """Return the seconds since a block was used; 0 if it does not exist."""
+    def fitting(self, count: int, size: int, others: int = 0) -> int:
+        """Return how many of ``count`` blocks, of ``size`` bytes together, the quota keeps beside ``others`` bytes."""
+        if self.quota is None:
+            return count
+        return min(count, max(0, self.quota - self.quota // FREED_SHARE - others) * count // max(size, 1))
+
+    def size(self, name: BlockName) -> int:
+        """Return the bytes of a block's file; 0 if there is none."""
         with suppress(OSError):
-            return max(0.0, time.time() - self.path(name).stat().st_mtime)
-        return 0.0
+            return self.path(name).stat().st_size
+        return 0
 
     def read(self, name: BlockName) -> dict[str, Tensor]:
         """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
@@ -85,8 +92,7 @@ class BlockFolder:
         try:
             return decode(path, name.key, self._mappings)
         except (OSError, ValueError) as error:  # mmap refuses an empty file by a ValueError
-            reason = (getattr(error, "strerror", None) or str(error)).lower()
-            raise BlockMissing(f"The block '{path}' cannot be read: {reason}.") from error
+            raise BlockMissing(f"The block '{path}' cannot be read: {reason_of(error)}.") from error
         except BlockDamaged as error:
             BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
@@ -135,7 +141,7 @@ class BlockFolder:
                     raise
             sync_name(path)
         except OSError as error:
-            raise StoreError(f"'{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+            raise StoreError(f"'{path}' cannot be written: {reason_of(error)}.") from error
         return gone
 
     def remove(self, name: BlockName) -> None:
@@ -150,9 +156,11 @@ class BlockFolder:
         if (total := _total(ledger)) is not None:
             _set_total(ledger, max(0, total - size))
 
-    def names(self) -> list[BlockName]:
-        """Return the names of all blocks, the least recently used first."""
-        paths = [Path(path) for _, _, path in self._by_use()]
+    def names(self, unused_s: float | None = None) -> list[BlockName]:
+        """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, the least recently
+        used first."""
+        until = math.inf if unused_s is None else time.time_ns() - unused_s * 1e9
+        paths = [Path(path) for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
 
     def clear(self, space: str) -> None:
@@ -175,8 +183,7 @@ class BlockFolder:
                 _set_total(ledger, total)
                 return gone
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason}.") from error
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
     def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
@@ -195,10 +202,11 @@ class BlockFolder:
     def _by_use(self) -> list[tuple[int, int, str]]:
         """Return time of use (ns), bytes and path of each block, the least recently used first."""
         known: list[tuple[int, int, str]] = []
-        for entry in _files(self.folder):
-            with suppress(OSError):  # another program removed it
-                facts = entry.stat()
-                known.append((facts.st_mtime_ns, facts.st_size, entry.path))
+        for folder, _, files in os.walk(self.folder):
+            for path in [os.path.join(folder, file) for file in files if file.endswith(SUFFIX)]:
+                with suppress(OSError):  # another program removed it
+                    facts = os.stat(path)
+                    known.append((facts.st_mtime_ns, facts.st_size, path))
         return sorted(known)
 
     @contextmanager
@@ -234,16 +242,3 @@ def _total(ledger: IO[bytes]) -> int | None:
 def _set_total(ledger: IO[bytes], total: int) -> None:
     ledger.seek(0)
     ledger.write(_TOTAL.pack(total))
-
-
-def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Yield the files of all blocks in a folder and its subfolders."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _files(entry.path)
-                elif entry.name.endswith(SUFFIX):
-                    yield entry
-    except OSError:  # the folder does not exist, or was removed meanwhile
-        return

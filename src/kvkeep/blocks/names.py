@@ -8,12 +8,12 @@ name stands for a whole text, and equal texts have the same blocks.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.memory.rows import BLOCK
@@ -21,25 +21,27 @@ from kvkeep.models.fingerprint import fingerprint
 from kvkeep.native.structures import NUMERICS_VERSION
 
 if TYPE_CHECKING:
+    from kvkeep.blocks.text import Forms
     from kvkeep.cache import KeepCache
 
 _DIGEST_BYTES = 16
 
 
-def origin(cache: KeepCache, forms: Iterable[object]) -> bytes | None:
+def origin(cache: KeepCache, forms: Forms) -> bytes | None:
     """Return the digest that the first block of a text follows; None if the entries of ``cache`` depend on more than
     its token ids. forms: those of the rows of a block."""
     if cache.exactness is not Exactness.EXACT or not cache.stream.plain or cache.rows > 1:
         return None
-    facts = (fingerprint(cache.model), _computed_by(cache), *forms)
+    rows = sorted((name, *shape, str(dtype)) for name, (shape, dtype) in forms.items())
+    facts = (fingerprint(cache.model), _computed_by(cache), *rows)
     return blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def chain(first: bytes, ids: Sequence[int]) -> list[str]:
     """Return the names of all whole blocks of a text that begins after ``first`` (:func:`origin`)."""
-    rows, name, names = torch.tensor(ids, dtype=torch.int32), first, []
+    rows, name, names = np.array(ids, np.int32), first, []
     for start in range(0, len(ids) // BLOCK * BLOCK, BLOCK):
-        name = blake2b(name + _bytes(rows[start : start + BLOCK]), digest_size=_DIGEST_BYTES).digest()
+        name = blake2b(name + rows[start : start + BLOCK].tobytes(), digest_size=_DIGEST_BYTES).digest()
         names.append(name.hex())
     return names
 
@@ -62,10 +64,6 @@ def session_key() -> str:
 def belongs_to_sessions(key: str) -> bool:
     """Return whether a key is one of :func:`session_key`."""
     return key.startswith("x")
-
-
-def _bytes(ids: Tensor) -> bytes:
-    return ids.numpy().tobytes()
 
 
 def _computed_by(cache: KeepCache) -> tuple[object, ...]:

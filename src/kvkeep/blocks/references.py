@@ -12,12 +12,13 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
+from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, reason_of
 from kvkeep.files import lock, sync_name, temporary_name
 
 LOCK = "lock"
@@ -33,20 +34,22 @@ class Reference:
     """The reference of one session in ``folder``.
 
     writing: open for writing, which creates a missing session; shared: other machines use the folder, so that no lock
-    is held. Raises SessionError if there is no such session, SessionDamaged if its bytes differ from those written,
-    SessionBusy if another program writes, and SessionUnwritable.
+    is held; create: creates a file, as :func:`create_file`. Raises SessionError if there is no such session,
+    SessionDamaged if its bytes differ from those written, SessionBusy if another program writes, and SessionUnwritable.
     """
 
-    def __init__(self, folder: Path, *, writing: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, writing: bool = False, shared: bool = False, create: Callable[..., None] | None = None
+    ) -> None:
         self.folder, self.writing = folder, writing
         self.about: dict[str, Any] | None = None
         """The saved data; None before the first save."""
-        self.generation = 0
+        self.saves = 0
         """The number of saves."""
         self.mark = ""
         """The unique mark of the last save."""
         self._lock: int | None = None
-        self.closed = False
+        self._closed, self._create = False, create or create_file
         if writing:
             self._open(shared)
         try:
@@ -61,16 +64,11 @@ class Reference:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def path(self) -> str:
-        """The path of the session's folder."""
-        return str(self.folder)
-
     def close(self) -> None:
         """Release the session. A session without a save is removed."""
-        if self.closed:
+        if self._closed:
             return
-        self.closed = True
+        self._closed = True
         with suppress(OSError):
             if self.writing and not generations(self.folder):
                 (self.folder / LOCK).unlink(missing_ok=True)
@@ -82,10 +80,10 @@ class Reference:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
         data = encode(about | {_FOLDER: self._name})
-        target = self._path(self.generation + 1)
+        target = _file(self.folder, self.saves + 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _create(target, data, locked=self._lock is not None)
+            self._create(target, data, self._lock is not None)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
@@ -94,18 +92,17 @@ class Reference:
             with suppress(OSError):
                 target.unlink()
             raise self._followed()
-        self.generation, (self.about, self.mark) = self.generation + 1, decode(data)
-        self.about.pop(_FOLDER)
+        self._take(self.saves + 1, data)
         with suppress(OSError):
             for number in generations(self.folder):
-                if number < self.generation:
-                    self._path(number).unlink()
+                if number < self.saves:
+                    _file(self.folder, number).unlink()
 
     def share(self, key: str) -> None:
         """Note that another session is given the block ``key``, the state of a save. Raises SessionUnwritable."""
         try:
             with suppress(FileExistsError):
-                _create(self.folder / f"{key}{_SHARED}", b"", locked=False)
+                self._create(self.folder / f"{key}{_SHARED}", b"", False)
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
@@ -118,15 +115,6 @@ class Reference:
         except OSError:
             return True
         return bool(notes)
-
-    def follows(self, mark: str) -> bool:
-        """Return whether the session is as the program saved it that got ``mark``."""
-        return self.mark == mark
-
-    def remove(self) -> None:
-        """Remove the session, and close it."""
-        remove_folder(self.folder)
-        self.close()
 
     def _open(self, shared: bool) -> None:
         try:
@@ -160,28 +148,27 @@ class Reference:
         return None
 
     def _read(self) -> None:
-        for _ in range(9):  # a writer may remove the number that was just found
-            try:
-                number = max(generations(self.folder), default=0)
-                if not number:
-                    if not self.writing:
-                        raise SessionError(f"There is no session at '{self.folder}'.")
-                    return
-                data = self._path(number).read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise SessionError(
-                    f"The session '{self.folder}' cannot be read: {(error.strerror or str(error)).lower()}."
-                ) from error
-            try:
-                self.generation, (self.about, self.mark) = number, decode(data)
-            except ValueError as error:
-                raise damaged(self.folder) from error
-            if self.about.pop(_FOLDER, None) != self._name:
-                raise damaged(self.folder)
-            return
-        raise SessionError(f"The session '{self.folder}' changes all the time; retry later.")
+        """Read the last generation."""
+        try:
+            number, data = newest(self.folder)
+        except OSError as error:
+            raise SessionError(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
+        if number:
+            self._take(number, data)
+        elif not self.writing:
+            raise SessionError(f"There is no session at '{self.folder}'.")
+
+    def _take(self, number: int, data: bytes) -> None:
+        """Be at a generation with the content ``data``. Raises SessionDamaged."""
+        try:
+            about, mark = decode(data)
+            if about.pop(_FOLDER, None) != self._name:
+                raise ValueError("of another session")
+        except ValueError as error:
+            raise SessionDamaged(
+                f"The session '{self.folder}' cannot be read: it is damaged; start a new one."
+            ) from error
+        self.saves, self.about, self.mark = number, about, mark
 
     @property
     def _name(self) -> str:
@@ -192,14 +179,13 @@ class Reference:
         """Return whether another program has continued or removed the session since this one read or saved it."""
         with suppress(OSError):  # if that cannot be read, the number was free
             found = generations(self.folder)
-            if max(found, default=0) > self.generation + 1:  # the number had been used
+            if max(found, default=0) > self.saves + 1:  # the number had been used
                 return True
             if self.mark:  # it was read or saved
-                return self.generation not in found or _check_of(self._path(self.generation)) != self.mark.encode()
+                return self.saves not in found or not _file(self.folder, self.saves).read_bytes().endswith(
+                    self.mark.encode()
+                )
         return False
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number}{_GENERATION}"
 
     def _followed(self) -> SessionBusy:
         return SessionBusy(
@@ -209,7 +195,7 @@ class Reference:
 
 
 def encode(about: dict[str, Any]) -> bytes:
-    """Return the content of a reference's file."""
+    """Return the content of a reference's file: JSON and its checksum."""
     data = json.dumps(about, separators=(",", ":")).encode()
     return data + b"\n" + _digest(data).encode()
 
@@ -217,16 +203,12 @@ def encode(about: dict[str, Any]) -> bytes:
 def decode(content: bytes) -> tuple[dict[str, Any], str]:
     """Return the data and the mark of a reference's file. Raises ValueError for other bytes than were written."""
     data, _, check = content.rpartition(b"\n")
-    mark = _digest(data)
-    if mark.encode() != check:
+    if (mark := _digest(data)).encode() != check:
         raise ValueError("another checksum")
     try:
-        about = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("too deep") from error
-    if not isinstance(about, dict):
-        raise ValueError("no object")
-    return about, mark
+        return dict(json.loads(data)), mark
+    except (RecursionError, TypeError) as error:  # another program made it
+        raise ValueError("too deep, or no object") from error
 
 
 def generations(folder: Path) -> list[int]:
@@ -238,19 +220,19 @@ def generations(folder: Path) -> list[int]:
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
-def mentioned(folder: Path) -> bytes:
-    """Return the bytes of a session's reference, of which the names of its blocks are a part. Raises OSError."""
-    while number := max(generations(folder), default=0):
-        with suppress(FileNotFoundError):  # a writer removed the number that was just found
-            return (folder / f"{number}{_GENERATION}").read_bytes()
-    return b""
+def newest(folder: Path) -> tuple[int, bytes]:
+    """Return number and content of the last generation; (0, b"") if there is none. Raises OSError."""
+    for _ in range(9):  # a writer may remove the number that was just found
+        number = max(generations(folder), default=0)
+        with suppress(FileNotFoundError):
+            return number, _file(folder, number).read_bytes() if number else b""
+    raise OSError(errno.EAGAIN, "it changes all the time")
 
 
 def last_used(folder: Path) -> float:
     """Return the time of the last save or opening for writing, in seconds since 1970. Raises OSError."""
-    paths = [folder / LOCK, *(folder / f"{number}{_GENERATION}" for number in generations(folder))]
     times = []
-    for path in paths:
+    for path in folder.iterdir():
         with suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return max(times) if times else folder.stat().st_mtime
@@ -265,32 +247,21 @@ def in_use(folder: Path) -> bool:
 
 def remove_folder(folder: Path) -> None:
     """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError."""
-    for number in reversed(generations(folder)):
-        (folder / f"{number}{_GENERATION}").unlink(missing_ok=True)
-    for path in [*folder.iterdir()] if folder.is_dir() else []:
-        path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
+        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *folder.iterdir()]:
+            path.unlink(missing_ok=True)
         folder.rmdir()
 
 
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a session that cannot be written."""
-    reason = (error.strerror or str(error)).lower()
     remedy = "free some space, or name another" if error.errno in _FULL else "name another"
-    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason}; {remedy}.")
+    return SessionUnwritable(f"The session '{path}' cannot be saved: {reason_of(error)}; {remedy}.")
 
 
-def damaged(path: Path) -> SessionDamaged:
-    """Return the error for a reference whose bytes differ from those written."""
-    return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
-
-
-def _create(path: Path, data: bytes, locked: bool) -> None:
+def create_file(path: Path, data: bytes, locked: bool) -> None:
     """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
     and OSError."""
-    if hasattr(path, "create"):  # an object in a bucket
-        path.create(data)
-        return
     temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
         with open(temporary, "xb") as file:
@@ -313,8 +284,8 @@ def _create(path: Path, data: bytes, locked: bool) -> None:
     sync_name(path)
 
 
-def _check_of(path: Path) -> bytes:
-    return path.read_bytes().rpartition(b"\n")[2]
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number}{_GENERATION}"
 
 
 def _digest(data: bytes) -> str:

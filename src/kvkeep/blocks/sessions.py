@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -28,25 +28,19 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.layout import NAME_OF_IDS, TensorForm, check_end, check_restored, check_shares, check_tensors
+from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
-from kvkeep.blocks.text import Block, Target, TextRows, pieces
+from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
-from kvkeep.errors import (
-    KvkeepError,
-    SessionDamaged,
-    SessionError,
-    SessionUnwritable,
-    StoreError,
-    UsageError,
-)
-from kvkeep.memory.extent import ShapeError
+from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, SessionUnwritable, StoreError, UsageError
+from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK, Rows, concatenated
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
@@ -55,29 +49,25 @@ _TAIL = "tail."
 _END = re.compile(r"end\.([1-9][0-9]{0,9})\.(.+)")
 """The name of a tensor of a window or a recurrent state at the end of a block."""
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
-_BY_TOKEN = re.compile(r"(?:layer|checkpoint)\.[a-z0-9_.]+")
-_HEADER: dict[str, tuple[type, ...]] = {
-    "fingerprint": (str,),
-    "tokenizer": (str, type(None)),
-    "family": (str,),
-    "method": (str,),
-    "budget": (str, type(None)),
-    "options": (dict,),
-    "entries": (int, type(None)),
-    "chunk": (int,),
-    "past": (dict,),
-    "notes": (dict,),
-    "ids": (list,),
-    "blocks": (list,),
-    "by_token": (dict,),
-    "state": (str,),
-    "bytes": (list,),
-    "created": (float,),
-    "saved": (float,),
-}
-_PAST: dict[str, tuple[type, ...]] = {
-    **{"length": (int,), "rows": (int,), "first": (dict,)},
-    **{"uneven": (bool,), "shares": (list, type(None)), "plain": (bool,)},
+_HEADER: dict[str, Any] = {
+    "fingerprint": str,
+    "tokenizer": str | None,
+    "family": str,
+    "method": str,
+    "budget": str | None,
+    "options": dict,
+    "entries": int | None,
+    "chunk": int,
+    "past": dict,
+    "notes": dict,
+    "ids": list,
+    "blocks": list,
+    "by_token": dict,
+    "state": str,
+    "state_bytes": int,
+    "block_bytes": int,
+    "created": float,
+    "saved": float,
 }
 
 
@@ -94,14 +84,13 @@ class Session:
     """The fingerprint of the tokenizer that made the ids; None if there was none."""
 
 
-class StoredSession:
+class StoredSession(Reference):
     """A session of a store. writing: open for writing, which only one program can do at a time. Raises SessionError,
     and UsageError for an invalid name."""
 
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
-        self.store, self.name = store, name
-        self.reference: Reference = store.open(name) if writing else store.read(name)
-        self.space = store.space(name)
+        self.store, self.name, self.space = store, name, store.space(name)
+        super().__init__(**store.place(name, writing))
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
@@ -112,54 +101,21 @@ class StoredSession:
             raise SessionError(f"There is no session at '{path}'.")
         return cls(store, ONLY, writing=writing)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
-        self.reference.close()
-        if self.name == ONLY and self.reference.writing and not self.saves:
+        super().close()
+        if self.name == ONLY and self.writing and not self.saves:
             self.store.remove_folder()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the session is closed."""
-        return self.reference.closed
 
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder) if self.name == ONLY else self.reference.path
-
-    @property
-    def about(self) -> dict[str, Any] | None:
-        """The saved data; None before the first turn."""
-        return self.reference.about
-
-    @property
-    def saves(self) -> int:
-        """The number of saves."""
-        return self.reference.generation
-
-    @property
-    def mark(self) -> str:
-        """The unique mark of the last save."""
-        return self.reference.mark
+        return str(self.store.folder if self.name == ONLY else self.folder)
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Bytes of the session's state, and of its blocks; (0, 0) before the first turn."""
-        state, blocks = (0, 0) if self.about is None else self.about["bytes"]
-        return int(state), int(blocks)
-
-    def remove(self) -> None:
-        """Remove the session, which is open for writing."""
-        about = self.about or {}
-        self.reference.remove()
-        self.store.release(self.name, {*map(str, about.get("blocks", ()))} | {str(about.get("state", ""))})
+        return (0, 0) if self.about is None else (self.about["state_bytes"], self.about["block_bytes"])
 
     def block(self, key: str) -> BlockName:
         """Return the full name of a block of this session's owner."""
@@ -180,7 +136,7 @@ class StoredSession:
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
         for length, end in cache.stream.block_ends.items():
             state |= {f"end.{length}.{name}": tensor for name, tensor in end.items()}
-        key = session_key()
+        key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
             "fingerprint": fingerprint(cache.model),
             "tokenizer": session.tokenizer,
@@ -195,14 +151,15 @@ class StoredSession:
             "ids": session.ids,
             "by_token": text.targets,
             "state": key,
-            "bytes": [sum(one.nbytes for one in state.values()), text.nbytes],
+            "state_bytes": state_bytes,
+            "block_bytes": text.nbytes,
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
         try:
-            names = self._write(cache, text, session.ids)
+            names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
-            self.reference.commit(about | {"blocks": names})
+            self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
             self.store.blocks.remove(self.block(key))
             if isinstance(error, StoreError):
@@ -215,23 +172,33 @@ class StoredSession:
 
     def _remove_state(self, key: str) -> None:
         """Remove the state of an earlier save, unless a fork of that save has it."""
-        if self.reference.unshare(key):
+        if self.unshare(key):
             self.store.release(self.name, {key})
         else:
             self.store.blocks.remove(self.block(key))
 
-    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Write the blocks that the store does not have; return the names of all of them. Raises StoreError."""
-        if not text.tokens_in_blocks:
+    def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]], state_bytes: int) -> list[str]:
+        """Write the blocks that the store does not have, as far as they fit into the quota beside the state; return the
+        names of all of them. Raises StoreError."""
+        count, folder = text.tokens_in_blocks // BLOCK, self.store.blocks
+        if not count:
             return []
-        first, folder = origin(cache, text.forms), self.store.blocks
-        if first is not None:
+        if (first := origin(cache, text.forms)) is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [session_key() for _ in range(text.tokens_in_blocks // BLOCK - len(names))]
-            names = names[: text.tokens_in_blocks // BLOCK]
-        blocks = [self.block(name) for name in names]
+            names += [session_key() for _ in range(count - len(names))]
+            names = names[:count]
+        fitting = folder.fitting(count, text.nbytes, state_bytes)
+        if len((self.about or {}).get("blocks", ())) <= fitting < count:
+            log.warning(
+                "The session '%s' is larger than the quota, %s: the text after its first %d tokens is read again when "
+                "it continues.",
+                self.name,
+                size(folder.quota or 0),
+                fitting * BLOCK,
+            )
+        blocks = [self.block(name) for name in names[:fitting]]
         known = folder.use(blocks)
         beginnings.write(folder, blocks[known:], text, ids, known)
         return names
@@ -242,7 +209,7 @@ class StoredSession:
         """Return the cache request that the session needs to continue with ``model``. The model is not run, and no
         block is read. tokenizer: the required fingerprint of the ids' tokenizer; None: any. Raises SessionError."""
         with self.naming():
-            return _request(self.about, model, tokenizer)
+            return self._request(model, tokenizer)
 
     def load(self, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
         """Return the saved session, ready to continue with ``model``. If a block is missing or damaged, the cache holds
@@ -250,22 +217,17 @@ class StoredSession:
         :meth:`request` to fill; None: a new one is made. Raises SessionError."""
         with self.naming():
             while True:
-                request, about = _request(self.about, model, tokenizer), self.about
+                request, about, mark = self._request(model, tokenizer), self.about, self.mark
                 assert about is not None
                 cache = KeepCache(model, request=request) if cache is None else cache
-                count = _Loaded(self, about, cache).restore()
-                if count == about["past"]["length"] or not self._changed():
+                count = self._restore(cache, about)
+                if count != about["past"].get("length") and not self.writing:
+                    self._read()  # another program may have saved the session meanwhile
+                if self.mark == mark:
                     break
                 cache.reset()
             ids = [row[:count] for row in about["ids"]] if count else []
             return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
-
-    def _changed(self) -> bool:
-        """Return whether another program saved the session after this one, which only reads it, did read it."""
-        if self.reference.writing:
-            return False
-        before, self.reference = self.reference.mark, self.store.read(self.name)
-        return self.reference.mark != before
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -278,6 +240,103 @@ class StoredSession:
             raise type(error)(f"The session '{self.path}' cannot be continued: {error}") from error.__cause__
         except KvkeepError as error:  # this machine lacks a method or a folder
             raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
+
+    def _request(self, model: Any, tokenizer: str | None) -> Request:
+        about = self.about
+        check_about(about)
+        assert about is not None
+        if about["fingerprint"] != fingerprint(model):
+            raise SessionError(
+                f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); "
+                "load that one, or start a new session."
+            )
+        if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+            raise SessionError(
+                "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
+            )
+        with suppress(TypeError):
+            request = Request.parse(about["method"], about["budget"], **about["options"])
+            if request.options() == about["options"]:
+                return request
+        raise _odd("its options are not those of a cache")
+
+    def _restore(self, cache: KeepCache, about: dict[str, Any]) -> int:
+        """Fill the empty ``cache`` from the blocks that ``about`` names; return the number of tokens it holds then."""
+        past, folder = about["past"], self.store.blocks
+        ids = torch.tensor(about["ids"], dtype=torch.int32)
+        names = [self.block(key) for key in about["blocks"]]
+        try:
+            if not past["length"]:
+                return 0
+            blocks, error = folder.read_first(names)
+            if error is not None:
+                raise error
+            state = folder.read(self.block(about["state"]))
+            folder.use([*names, self.block(about["state"])])
+            self._fill(cache, about, ids, blocks, state)
+        except (StoreError, ShapeError) as error:
+            problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
+        except KvkeepError:
+            raise
+        except Exception as error:  # restoring malformed tensors may raise anything
+            problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
+        else:
+            cache.stream.blocks = list(about["blocks"])
+            return int(past["length"])
+        cache.reset()
+        if past.get("plain") is not True:
+            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
+        log.warning("A part of the session '%s' is read again: %s", self.name, problem)
+        if len(about["ids"]) > 1:
+            return 0
+        prompt = [*about["ids"][0], 0]
+        return beginnings.begin(folder, cache, beginnings.find(folder, self.space, cache, prompt), prompt)
+
+    def _fill(
+        self, cache: KeepCache, about: dict[str, Any], ids: Tensor, blocks: Sequence[Block], state: Block
+    ) -> None:
+        """Fill ``cache``. Raises ShapeError for what kvkeep does not write."""
+        past = about["past"]
+        for name, number in {**past["first"], "length": past["length"], "rows": past["rows"] - 1}.items():
+            within(name, number, 0, _MAX_SLOTS)
+        if not type(past["uneven"]) is type(past["plain"]) is bool:
+            raise ShapeError("'uneven' or 'plain' is neither true nor false")
+        if past["shares"] is not None:
+            check_shares(cache, past["shares"], past["rows"])
+            cache.recompose(past["shares"])
+        if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
+            raise SessionError(
+                f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "
+                f"its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
+            )
+        for number, block in enumerate(blocks):
+            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
+                raise ShapeError("a block is of another text")
+        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
+        found = [forms(one) for one in (*blocks, tail) if one]
+        if any(one != found[0] for one in found):
+            raise ShapeError("blocks do not fit together")
+        several = {part: [*pieces(Target(*given), blocks, tail)] for part, given in about["by_token"].items()}
+        for part in several:
+            if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
+                several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
+        ends = _ends(state)
+        rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
+        # A cache writes to its own state; a mapped block is shared with other caches.
+        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
+        check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
+        for length, end in ends.items():
+            check_end(cache, length, end)
+        cache.stream.block_ends = ends
+
+
+def _ends(state: Block) -> dict[int, dict[str, Tensor]]:
+    """Return the windows and recurrent states at the ends of blocks, by the number of tokens."""
+    ends: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        if match := _END.fullmatch(name):
+            ends.setdefault(int(match[1]), {})[match[2]] = tensor
+    return ends
 
 
 Where = str | os.PathLike[str] | StoredSession
@@ -331,167 +390,24 @@ def check_savable(cache: Cache) -> None:
         )
 
 
-class _Loaded:
-    """Fills the empty ``cache`` from the blocks that ``about`` names."""
-
-    def __init__(self, session: StoredSession, about: dict[str, Any], cache: KeepCache) -> None:
-        self.session, self.about, self.cache = session, about, cache
-        self.past = about["past"]
-
-    def restore(self) -> int:
-        """Return the number of tokens that the cache holds then."""
-        numbers = [self.past["length"], self.past["rows"], *self.past["first"].values()]
-        if not all(type(number) is int and 0 <= number < _MAX_SLOTS for number in numbers):
-            raise _odd("its state has numbers out of range")
-        if not self.past["length"]:
-            return 0
-        blocks, problem = self._blocks()
-        state: dict[str, Tensor] = {}
-        if problem is None:
-            try:
-                state = self.session.store.blocks.read(self.session.block(self.about["state"]))
-            except StoreError as error:
-                problem = str(error)
-        if problem is None:
-            try:
-                self._fill(blocks, state)
-            except ShapeError as error:
-                problem = f"It is not as kvkeep writes it ({error})."
-            except KvkeepError:
-                raise
-            except Exception as error:  # restoring malformed tensors may raise anything
-                problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
-            else:
-                self.cache.stream.blocks = list(self.about["blocks"])
-                return int(self.past["length"])
-            self.cache.reset()
-        if not self.past["plain"]:
-            raise SessionDamaged(f"its text cannot be read again, as it has more than token ids. {problem}")
-        log.warning("A part of the session '%s' is read again: %s", self.session.name, problem)
-        if len(self.about["ids"]) > 1:
-            return 0
-        prompt = [*self.about["ids"][0], 0]
-        folder, cache = self.session.store.blocks, self.cache
-        return beginnings.begin(folder, cache, beginnings.find(folder, self.session.space, cache, prompt), prompt)
-
-    def _blocks(self) -> tuple[list[dict[str, Tensor]], str | None]:
-        """Return the session's blocks, and the reason if not all can be read."""
-        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        names = [self.session.block(key) for key in self.about["blocks"]]
-        blocks, error = self.session.store.blocks.read_first(names)
-        for number, block in enumerate(blocks):
-            found, wanted = block.get(NAME_OF_IDS), ids[:, number * BLOCK :][:, :BLOCK]
-            if found is None or found.dtype != wanted.dtype or not torch.equal(found, wanted):
-                return blocks[:number], "A block is of another text."
-        self.session.store.blocks.use([*names, self.session.block(self.about["state"])])
-        return blocks, None if error is None else str(error)
-
-    def _fill(self, blocks: Sequence[Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        cache, past = self.cache, self.past
-        if past["shares"] is not None:
-            check_shares(cache, past["shares"], past["rows"])
-            cache.recompose(past["shares"])
-        if (cache.entries, cache.stream.chunk) != (self.about["entries"], self.about["chunk"]):
-            raise SessionError(
-                f"it was saved with {self.about['entries']} entries per layer and chunks of {self.about['chunk']} "
-                f"tokens; here its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a "
-                "new session."
-            )
-        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
-        targets = {part: Target(*given) for part, given in self.about["by_token"].items()}
-        several = {part: self._pieces(part, target, blocks, tail) for part, target in targets.items()}
-        ends = _ends(state)
-        rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
-        forms = {name: TensorForm.of(one) for name, one in rest.items()}
-        forms |= {name: _joined(rows) for name, rows in several.items()}
-        ids = torch.tensor(self.about["ids"], dtype=torch.int32)
-        check_tensors(cache, forms | {NAME_OF_IDS: TensorForm.of(ids)}, past)
-        # A cache writes to its own state; a mapped block is shared with other caches.
-        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
-        known = {NAME_OF_IDS: ids} | {name: rest[name] for name in ("ids",) if name in rest}
-        check_restored(cache, forms, known, past)
-        for length, end in ends.items():
-            check_end(cache, length, end)
-        cache.stream.block_ends = ends
-
-    def _pieces(self, part: str, target: Target, blocks: Sequence[Block], tail: Block) -> list[Tensor]:
-        """Return the rows of a part in order, in the shape that the cache has them in."""
-        several = [*pieces(target, blocks, tail)]
-        if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
-            several = [one.unflatten(0, (self.past["rows"], -1)) for one in several]
-        return several
-
-
-def _ends(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return the windows and recurrent states at the ends of blocks, by the number of tokens."""
-    ends: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in state.items():
-        if match := _END.fullmatch(name):
-            ends.setdefault(int(match[1]), {})[match[2]] = tensor
-    return ends
-
-
-def _joined(several: Sequence[Tensor]) -> TensorForm:
-    """Return the form of tensors that follow one another. Raises ShapeError if they do not fit together."""
-    if not several:
-        raise ShapeError("a part is missing")
-    first = several[0]
-    if any(
-        (one.dtype, one.shape[:-2], one.shape[-1]) != (first.dtype, first.shape[:-2], first.shape[-1])
-        for one in several
-    ):
-        raise ShapeError("blocks do not fit together")
-    return TensorForm((*first.shape[:-2], sum(one.shape[-2] for one in several), first.shape[-1]), first.dtype)
-
-
 def _tensor(part: Tensor | Rows) -> Tensor:
     return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
 
 
 def check_about(about: Any) -> None:
     """Check the types and ranges of a reference's data. Raises SessionDamaged."""
-    _check_types(about, _HEADER, "header")
-    _check_types(about["past"], _PAST, "past")
-    keys = [*about["blocks"], about["state"]]
-    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in keys):
+    if type(about) is not dict or set(about) != set(_HEADER):
+        raise _odd("its header has other names than expected")
+    for name, kind in _HEADER.items():
+        if not isinstance(about[name], kind):
+            raise _odd(f"its header has a '{name}' of the wrong type")
+    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
         raise _odd("it has invalid names of blocks")
-    for part, target in about["by_token"].items():
-        if not _BY_TOKEN.fullmatch(part) or not isinstance(target, list) or [*map(type, target)] != [str, int, int]:
-            raise _odd("it has invalid names of parts")
     rows = about["ids"]
     if not all(type(row) is list and all(type(one) is int and 0 <= one < _MAX_SLOTS for one in row) for row in rows):
         raise _odd("it has invalid token ids")
     if len({len(row) for row in rows}) > 1:
         raise _odd("its rows have different lengths")
-
-
-def _request(about: dict[str, Any] | None, model: Any, tokenizer: str | None) -> Request:
-    check_about(about)
-    assert about is not None
-    if about["fingerprint"] != fingerprint(model):
-        raise SessionError(
-            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
-            "that one, or start a new session."
-        )
-    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
-        raise SessionError(
-            "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
-        )
-    try:
-        request = Request.parse(about["method"], about["budget"], **about["options"])
-    except TypeError as error:
-        raise _odd("its options are not those of a cache") from error
-    if request.options() != about["options"]:
-        raise _odd("its options are not those of a cache")
-    return request
-
-
-def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:
-    if type(value) is not dict or set(value) != set(schema):
-        raise _odd(f"its {what} has other names than expected")
-    for name, kinds in schema.items():
-        if type(value[name]) not in kinds:
-            raise _odd(f"its {what} has a '{name}' of the wrong type")
 
 
 def _odd(reason: str) -> SessionDamaged:

@@ -13,25 +13,25 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.names import belongs_to_sessions
+from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import (
     Reference,
-    damaged,
+    create_file,
     generations,
     in_use,
     last_used,
-    mentioned,
+    newest,
     remove_folder,
     unwritable,
 )
-from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
+from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, UsageError, reason_of
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
 
@@ -47,13 +47,11 @@ LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
 ONLY = "session"
 """The name of the session in a store that holds one only: a session at a path."""
-_EARLIER = b"kvkeep"
-"""The beginning of a session file of an earlier version."""
 ABANDONED_S = 3600.0
 """Seconds after which a session's block that no session names is taken as left behind by a killed program."""
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}(?<!\.)(?<!\.session)"
 _NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
 
 
@@ -118,6 +116,7 @@ class Store:
         self.folder, self.age, self.shared = Path(folder), age, shared
         self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions = self.folder / "sessions"
+        self._create_file: Callable[[Any, bytes, bool], None] = create_file
         self._checked = False
 
     @property
@@ -136,36 +135,25 @@ class Store:
             raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text(errors="replace") if MARKER in found else None
-        except FileNotFoundError:
-            return self._check_creation(folder)
-        except NotADirectoryError as error:
-            if folder.is_file():
-                if _begins_with(folder, _EARLIER):
-                    raise UsageError(
-                        f"'{self.folder}' is a session of an earlier version of kvkeep, which this one cannot read; "
-                        "name another."
-                    ) from error
-                raise UsageError(f"'{self.folder}' is a file, not a folder of kvkeep; name another.") from error
-            return self._check_creation(folder)
-        except OSError as error:
-            raise UsageError(f"The folder '{self.folder}' cannot be read: {(error.strerror or '').lower()}.") from error
-        if version is None:
-            if any(name.endswith(SUFFIX) and (folder / name).is_file() for name in found):
+            version = (folder / MARKER).read_text(errors="replace").strip() if MARKER in found else None
+        except (FileNotFoundError, NotADirectoryError) as error:
+            there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+            if not there.is_dir():
                 raise UsageError(
-                    f"'{self.folder}' holds sessions of an earlier version of kvkeep, which this one cannot read; name "
-                    "another folder."
-                )
-            if found:
-                raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
-            return None
-        if version.strip() != str(VERSION):
+                    f"Nothing can be saved in '{self.folder}': '{there}' is a file, not a folder of kvkeep; name "
+                    "another."
+                ) from error
+            return
+        except OSError as error:
+            raise UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
+        if found and version is None:
+            raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
+        if version not in (None, str(VERSION)):
             raise UsageError(
-                f"'{self.folder}' is of another version of kvkeep ({version.strip()[:20]}; this one reads {VERSION}); "
-                "name another folder."
+                f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
+                "another folder."
             )
-        self._checked = True
-        return None
+        self._checked = version is not None
 
     def check_writable(self) -> None:
         """Raise UsageError if nothing can be saved in the folder."""
@@ -174,11 +162,6 @@ class Store:
         there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not os.access(there, os.W_OK | os.X_OK):
             raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
-
-    def _check_creation(self, folder: Path) -> None:
-        there = next(path for path in folder.parents if os.path.exists(path))
-        if not there.is_dir():
-            raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' is not a folder; name another.")
 
     def create(self) -> None:
         """Create the folder if it is missing. Raises UsageError as :meth:`check`, and SessionUnwritable."""
@@ -196,7 +179,7 @@ class Store:
 
     def path(self, name: str) -> Path:
         """Return the path of the session of this name, whether or not it exists."""
-        if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
+        if not _NAME.fullmatch(name):
             shown = name if len(name) < 120 else f"{name[:100]}…"
             raise UsageError(
                 f"'{shown}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' "
@@ -205,15 +188,22 @@ class Store:
             )
         return self._sessions / f"{name}{SUFFIX}"
 
-    def open(self, name: str) -> Reference:
-        """Return the session open for writing; create it if missing."""
+    def place(self, name: str, writing: bool) -> dict[str, Any]:
+        """Return the arguments of the :class:`Reference` of a session. Raises SessionError if it has to exist and does
+        not."""
+        if not writing:
+            return {"folder": self._existing(name)}
         path = self.path(name)
         self.create()
-        return Reference(path, writing=True, shared=self.shared)
+        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file}
+
+    def open(self, name: str) -> Reference:
+        """Return the session open for writing; create it if missing."""
+        return Reference(**self.place(name, writing=True))
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return Reference(self._existing(name))
+        return Reference(**self.place(name, writing=False))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -224,41 +214,41 @@ class Store:
         """Return all sessions, or those of one owner; the last used first."""
         self.check()
         found = []
-        for path in self._paths(owner):
+        for name in self._names(owner):
             with suppress(FileNotFoundError):  # another program removed it
-                found.append(self._info(path))
+                found.append(self._info(name))
         return sorted(found, key=lambda info: (-info.used, info.name))
 
     def info(self, name: str) -> SessionInfo:
         """Return the facts about one session."""
-        return self._info(self._existing(name))
+        self._existing(name)
+        return self._info(name)
 
     def remove(self, name: str) -> None:
         """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
         SessionBusy if a program has it open for writing."""
-        if not self._removed(self._existing(name)):
+        self._existing(name)
+        if not self._removed(name):
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
         the number of removed sessions."""
         gone = 0
-        for path in [*self._paths()] if self.age is not None else ():
+        for name in [*self._names()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - last_used(path) > (self.age or 0):
-                    gone += self._removed(path)
+                if time.time() - last_used(self.path(name)) > (self.age or 0):
+                    gone += self._removed(name)
         self.blocks.evict(self.age)
         with suppress(OSError):
             remove_abandoned(self.folder)
-            self._sweep()
+            left = self.blocks.names(unused_s=ABANDONED_S)
+            self._remove_unnamed([name for name in left if belongs_to_sessions(name.key)])
         return gone
 
     def remove_unused(self) -> None:
-        """Remove the blocks that no session has."""
-        named = {BlockName(self.space(self._name(path)), key) for path in self._paths() for key in _keys(path)}
-        for name in self.blocks.names():
-            if name not in named:
-                self.blocks.remove(name)
+        """Remove the blocks that no session has. Raises OSError."""
+        self._remove_unnamed(self.blocks.names())
 
     def remove_folder(self) -> None:
         """Remove the whole store, unless it has a session."""
@@ -268,32 +258,24 @@ class Store:
             (self.folder / MARKER).unlink(missing_ok=True)
             self.folder.rmdir()
 
-    def _sweep(self) -> None:
-        """Remove the blocks of sessions that no session names. Raises OSError."""
-        left = [name for name in self.blocks.names() if belongs_to_sessions(name.key)]
-        left = [name for name in left if self.blocks.idle(name) > ABANDONED_S]
-        known = b"".join(mentioned(path) for path in self._paths()) if left else b""
-        for name in left:
-            if name.key.encode() not in known:
-                self.blocks.remove(name)
-
     def release(self, name: str, keys: set[str]) -> None:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,
         and what was stored of the text after them."""
-        from kvkeep.blocks.names import state_key, tail_key
-
-        space = self.space(name)
         try:
-            for path in [*self._paths(None if space == LOCAL else space)] if keys else ():
-                if self.space(self._name(path)) == space and self._name(path) != name:
-                    known = mentioned(path)
-                    keys = {key for key in keys if key.encode() not in known}
+            self._remove_unnamed([BlockName(self.space(name), key) for key in keys], but=name)
         except OSError as error:  # what other sessions have is unknown
-            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, error.strerror or error)
-            return
-        for key in keys:
-            for one in (key, tail_key(key), state_key(key)):
-                self.blocks.remove(BlockName(space, one))
+            log.warning("Blocks that '%s' does not have any more are not removed: %s.", name, reason_of(error))
+
+    def _remove_unnamed(self, blocks: Sequence[BlockName], but: str = "") -> None:
+        """Remove those of ``blocks`` that no session of their owner names, except ``but``, and what was stored of the
+        text after them. Raises OSError."""
+        for space in {name.space for name in blocks}:
+            names = [*self._names(None if space == LOCAL else space)]
+            names = [name for name in names if self.space(name) == space and name != but]
+            known = b"".join(newest(self.path(name))[1] for name in names)
+            for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
+                for one in (key, tail_key(key), state_key(key)):
+                    self.blocks.remove(BlockName(space, one))
 
     def fork(self, name: str, other: str) -> None:
         """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
@@ -307,7 +289,7 @@ class Store:
                 "export' and 'kvkeep cache import'."
             )
         with self.open(other) as twin:
-            if twin.generation:
+            if twin.saves:
                 raise UsageError(f"There is a session '{other}' already; give another name.")
             try:
                 self._continue(source, twin)
@@ -315,7 +297,7 @@ class Store:
                     source = now
                     self._continue(source, twin)
             except BaseException:
-                twin.remove()
+                remove_folder(twin.folder)
                 raise
 
     @staticmethod
@@ -324,10 +306,10 @@ class Store:
         assert source.about is not None
         state = source.about.get("state")
         if not isinstance(state, str) or not state.isalnum():
-            raise damaged(source.folder)
+            raise SessionDamaged(f"The session '{source.folder}' cannot be read: it is damaged; start a new one.")
         for one in (source, twin):  # before another session names the state, so that no save removes it
             one.share(state)
-        twin.generation = twin.generation or source.generation - 1
+        twin.saves = twin.saves or source.saves - 1
         twin.commit(source.about)
 
     def set_aside(self, name: str) -> str:
@@ -350,80 +332,63 @@ class Store:
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
         return path
 
-    def _paths(self, owner: str | None = None) -> Iterator[Path]:
-        """Yield the path of each session."""
+    def _names(self, owner: str | None = None) -> Iterator[str]:
+        """Yield the name of each session, or of one owner's."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
-        for pattern in patterns:
-            for path in self._sessions.glob(pattern):
-                if _NAME.fullmatch(self._name(path)) and path.is_dir():
-                    yield path
+        for path in itertools.chain(*map(self._sessions.glob, patterns)):
+            name = path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
+            if _NAME.fullmatch(name) and path.is_dir():
+                yield name
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
-
-    def _info(self, path: Path) -> SessionInfo:
-        """Return the facts about the session at ``path``. Raises OSError if it is missing."""
-        name = self._name(path)
+    def _info(self, name: str) -> SessionInfo:
+        """Return the facts about a session. Raises OSError if it is missing."""
+        path = self.path(name)
         common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
         try:
             with Reference(path) as reference:
-                about = reference.about
-                assert about is not None
-                blocks = [BlockName(self.space(name), key) for key in (*about["blocks"], about["state"])]
-                size = missing = 0
-                for block in blocks:
-                    try:
-                        size += self.blocks.path(block).stat().st_size
-                    except OSError:
-                        missing += 1
-                return SessionInfo(
-                    **common,
-                    bytes=size,
-                    created=float(about["created"]),
-                    saves=reference.generation,
-                    tokens=about["past"]["rows"] * about["past"]["length"],
-                    missing=missing,
-                    family=about["family"],
-                    method=about["method"],
-                    budget=about["budget"],
-                    mark=reference.mark,
-                )
+                about: dict[str, Any] = reference.about or {}
+            sizes = [self.blocks.size(BlockName(self.space(name), key)) for key in (*about["blocks"], about["state"])]
+            return SessionInfo(
+                **common,
+                bytes=sum(sizes),
+                created=float(about["created"]),
+                saves=reference.saves,
+                tokens=about["past"]["rows"] * about["past"]["length"],
+                missing=sizes.count(0),
+                family=about["family"],
+                method=about["method"],
+                budget=about["budget"],
+                mark=reference.mark,
+            )
         except SessionError as error:
-            problem = UNSAVED if not generations(path) else str(error)
-            return SessionInfo(**common, bytes=0, problem=problem)
+            problem = str(error) if generations(path) else UNSAVED
         except (LookupError, TypeError, ValueError):
-            return SessionInfo(**common, bytes=0, problem="it is not as kvkeep writes it")
+            problem = "it is not as kvkeep writes it"
+        return SessionInfo(**common, bytes=0, problem=problem)
 
-    def _removed(self, path: Path) -> bool:
+    def _removed(self, name: str) -> bool:
         """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
+        path, keys = self.path(name), set[str]()
         if in_use(path):
             return False
         try:
-            keys = _keys(path)
+            with suppress(SessionError), Reference(path) as reference:
+                keys = keys_of(reference.about)
             remove_folder(path)
-            self.release(self._name(path), keys)
+            self.release(name, keys)
             if path.parent != self._sessions:
                 with suppress(OSError):
                     path.parent.rmdir()
         except OSError as error:
-            raise SessionUnwritable(
-                f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
-            ) from error
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
 
 
-def _keys(path: Path) -> set[str]:
-    """Return the keys of the blocks of the session at ``path``; none if it cannot be read."""
-    with suppress(SessionError, LookupError, TypeError), Reference(path) as reference:
-        about = reference.about or {}
-        return {*map(str, about["blocks"]), str(about["state"])}
+def keys_of(about: dict[str, Any] | None) -> set[str]:
+    """Return the keys of the blocks that a reference names; none if it is not as kvkeep writes it."""
+    with suppress(LookupError, TypeError):
+        return {*map(str, (about or {})["blocks"]), str((about or {})["state"])}
     return set()
-
-
-def _begins_with(path: Path, beginning: bytes) -> bool:
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(len(beginning)) == beginning
-    return False
 
 
 def is_path(name: str) -> bool:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
-Form = tuple[str, int, int, str]
-"""Name in a block, lanes, width and dtype of a row."""
 Block = Mapping[str, Tensor]
+NAME_OF_IDS = "token_ids"
+"""The name in a block of its token ids, (rows, tokens) int32."""
+Forms = dict[str, tuple[Sequence[int], torch.dtype]]
+"""Lanes and width, and dtype of rows, by their names in a block."""
 
 
 class Target(NamedTuple):
@@ -85,13 +86,9 @@ class TextRows:
         return self.length // BLOCK * BLOCK if self.sources else 0
 
     @property
-    def forms(self) -> list[Form]:
+    def forms(self) -> Forms:
         """The forms of all rows."""
-        found = []
-        for short in sorted(self.sources):
-            row = self.read(short, 0, 1)
-            found.append((short, row.shape[0], row.shape[-1], str(row.dtype)))
-        return found
+        return forms({short: self.read(short, 0, 1) for short in self.sources})
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +111,22 @@ class TextRows:
         return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
 
 
-def entry_forms(geometry: ModelGeometry, dtype: torch.dtype) -> list[Form]:
-    """Return the forms of the entries of one row in all full layers."""
-    found = []
-    for layer in geometry.full_layers:
-        for kind, width in (("keys", layer.key_dim), ("values", layer.value_dim)):
-            found.append((f"{kind}.{layer.index}", layer.kv_heads, width, str(dtype)))
-    return sorted(found)
+def forms(rows: Block) -> Forms:
+    """Return the forms of rows (lanes, n, width), without ids and what windows and recurrent states held."""
+    return {
+        name: (one.shape[:-2] + one.shape[-1:], one.dtype)
+        for name, one in rows.items()
+        if name != NAME_OF_IDS and not name.startswith("layer.")
+    }
+
+
+def entry_forms(cache: KeepCache) -> Forms:
+    """Return the forms of the entries of one row that a cache of this kind has in all full layers."""
+    dtype, found = next(cache.model.parameters()).dtype, Forms()
+    for layer in cache.geometry.full_layers:
+        found[f"keys.{layer.index}"] = (layer.kv_heads, layer.key_dim), dtype
+        found[f"values.{layer.index}"] = (layer.kv_heads, layer.value_dim), dtype
+    return found
 
 
 def pieces(target: Target, blocks: Sequence[Block], tail: Block) -> Iterator[Tensor]:

@@ -40,14 +40,13 @@ def verify(store: Store) -> Verification:
     for name in store.blocks.names():
         try:
             store.blocks.read(name)
-            length = store.blocks.path(name).stat().st_size
         except BlockDamaged as error:
             found.removed.append(str(error))
-        except (StoreError, OSError) as error:
+        except StoreError as error:
             if store.blocks.has(name):  # otherwise another program removed it
                 found.unreadable.append(str(error))
         else:
-            found.blocks, found.bytes = found.blocks + 1, found.bytes + length
+            found.blocks, found.bytes = found.blocks + 1, found.bytes + store.blocks.size(name)
     for info in store.sessions():
         if info.problem is not None:
             if info.problem != UNSAVED:

@@ -93,7 +93,8 @@ def rm(name: Word, sessions: options.Sessions = None, json: options.Json = False
 
 @app.command("verify")
 def verify_(sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Read every block and session, and remove damaged blocks; the exit code is 1 if something is damaged."""
+    """Read every block and session, and remove damaged blocks; the exit code is 1 if something is damaged, and 0 if a
+    session only lacks blocks, whose text will be read again."""
     from kvkeep.blocks.verify import verify
 
     found = verify(_store(sessions))
@@ -103,7 +104,10 @@ def verify_(sessions: options.Sessions = None, json: options.Json = False) -> No
         for sentence in (*found.removed, *found.unreadable, *found.damaged.values()):
             note(sentence)
         for name, missing in found.incomplete.items():
-            note(f"The session '{name}' lacks {_number(missing, 'block')}; the text will be read again.")
+            note(
+                f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read "
+                "the text again when it continues."
+            )
         sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
         note(f"{sound} are as they were written.")
     if not found.sound:
