@@ -85,6 +85,11 @@ class TaskRecord(Record):
         return int(self.memory.get("resident_bytes", 0)) + int(self.memory.get("compressed_bytes", 0))
 
     @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of what a method notes of entries: positions, scores, scales, tables."""
+        return int(self.memory.get("bookkeeping_bytes", 0))
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of checkpoints in all places."""
         return sum(self.memory.get("checkpoint_bytes", {}).values())

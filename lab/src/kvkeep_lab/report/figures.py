@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep_lab.figures import COLOURS, FilePath, blank, plain, save
@@ -16,6 +17,7 @@ from kvkeep_lab.tasks.base import Metric, named
 
 if TYPE_CHECKING:
     from kvkeep_lab.experiment import Experiment
+    from kvkeep_lab.store import TaskRecord
     from kvkeep_lab.tasks.base import Task
 
 _BLUE = COLOURS[0]
@@ -34,6 +36,8 @@ class DrawnGroup(Protocol):
     def task(self) -> Task: ...
     @property
     def measured(self) -> list[MethodResult]: ...
+    @property
+    def records(self) -> Sequence[TaskRecord]: ...
     def places(self, axis: str) -> list[float | str]: ...
 
 
@@ -167,6 +171,45 @@ def draw_maps(group: DrawnGroup, path: FilePath) -> None:
             axes.set_yticks(range(len(results)), [result.label for result in results], fontsize=8)
         for axes in grid[-1]:
             axes.set_xlabel(f"{along} (%)" if along == "depth" else along)
+
+
+_TENTHS = range(0, 100, 10)
+"""Where the columns of a map of depths begin, in percent."""
+
+
+def draw_depths(group: DrawnGroup, path: FilePath) -> None:
+    """Draw the task's last metric by the depth of the answer in its text: a row for each method and a column for each
+    tenth of the text, in a panel for each name on the task's axes (all kinds of needles together, if the question is
+    seen and if it is unseen). Raises StoreError if the file cannot be written."""
+    metric, results = group.task.metrics[-1], group.measured
+    axis = next((name for name in group.task.axes if isinstance(group.places(name)[0], str)), None)
+    panels = [None] if axis is None else group.places(axis)
+    maps = [_by_depth(group, metric, axis, panel) for panel in panels]
+    with _figure(group, path, 1.4 + 0.27 * len(results)) as figure:
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        limits = (0.0, 100.0)
+        for axes, panel, cells in zip(grid, panels, maps, strict=True):
+            image = _map(axes, cells, metric, limits)
+            _ticks(axes, [start + 5 for start in _TENTHS])
+            axes.set_title(titled(metric) + (f", {axis} {panel}" if axis else ""), loc="left", fontsize=10)
+            axes.set_xlabel("depth of the answer (%)")
+        grid[0].set_yticks(range(len(results)), [result.label for result in results], fontsize=8)
+        figure.colorbar(image, ax=list(grid), pad=0.01)
+
+
+def _by_depth(group: DrawnGroup, metric: Metric, axis: str | None, panel: Any) -> list[list[float]]:
+    """Return means by result and tenth of the depth, over all points with ``panel`` on ``axis``; nan for none."""
+    found: dict[tuple[str, str | None, int], list[float]] = {}
+    for record in group.records:
+        if record.status == "done" and (axis is None or record.point[axis] == panel):
+            for depth, value in zip(record.depths, record.scores[metric.name], strict=True):
+                if depth is not None:
+                    tenth = min(int(depth) // 10, 9)
+                    found.setdefault((record.method, record.budget, tenth), []).append(shown(metric, value))
+    return [
+        [fmean(values) if (values := found.get((one.method, one.budget, tenth))) else math.nan for tenth in range(10)]
+        for one in group.measured
+    ]
 
 
 def _cells(group: DrawnGroup, metric: Metric, panel: float | str) -> list[list[float]]:

@@ -47,6 +47,8 @@ class MethodResult:
     share: float | None = None
     """These bytes relative to an unbounded bfloat16 cache, independent of the model's dtype; None if records lack
     them."""
+    booked_share: float | None = None
+    """The share of these bytes and of the method's bookkeeping together."""
     checkpoint_bytes: float = 0.0
     """Mean bytes of checkpoints in all places."""
     prefill_s: float = 0.0
@@ -120,6 +122,9 @@ def _result(
     metrics = [metric.name for metric in experiment.task.metrics]
     pairs = {} if method == experiment.baseline else {name: bare.minus(baseline, name) for name in metrics}
     shares = [record.held_bytes / record.whole_bytes for record in done if record.whole_bytes]
+    booked = [
+        (record.held_bytes + record.bookkeeping_bytes) / record.whole_bytes for record in done if record.whole_bytes
+    ]
     steps = [value for record in done for value in record.token_s if value is not None]
     entries = [record.entries for record in done if record.entries is not None]
     return replace(
@@ -130,6 +135,7 @@ def _result(
         beside={name: estimate(values) for name, values in pairs.items() if values},
         held_bytes=fmean(record.held_bytes for record in done),
         share=fmean(shares) if shares else None,
+        booked_share=fmean(booked) if booked else None,
         checkpoint_bytes=fmean(record.checkpoint_bytes for record in done),
         prefill_s=fmean(value for record in done for value in record.prefill_s),
         token_s=fmean(steps) if steps else None,

@@ -15,7 +15,7 @@ from kvkeep_lab.paper import Claim, PaperValue
 from kvkeep_lab.reading import takes
 from kvkeep_lab.report import formatting as text
 from kvkeep_lab.report.chapter import Picture
-from kvkeep_lab.report.figures import draw_frontier, draw_maps, draw_quality
+from kvkeep_lab.report.figures import draw_depths, draw_frontier, draw_maps, draw_quality
 from kvkeep_lab.report.formatting import code, listed, number, titled, ways
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results
@@ -90,6 +90,8 @@ class TaskGroup(Group):
             yield Picture(f"{self.name}-quality", f"{self.title}, quality", partial(draw_quality, self))
             if self.task.mapped:
                 yield Picture(f"{self.name}-map", f"{self.title}, by point", partial(draw_maps, self))
+            if any(record.depths for record in self.records):
+                yield Picture(f"{self.name}-depths", f"{self.title}, by depth", partial(draw_depths, self))
             yield from _by_name(self)
             yield from _frontiers(self)
         yield from self.measuring(self.task.protocol, *self._tuned())
@@ -101,7 +103,7 @@ class TaskGroup(Group):
         if any(result.share is not None for result in self.measured):
             said += (
                 " held: bytes of the entries that attention reads, and their share of the full cache's bytes in "
-                "bfloat16."
+                "bfloat16, without and with the method's bookkeeping."
             )
         if self._relative:
             said += f" vs {self.experiment.baseline}: mean difference from it, sample by sample."
@@ -213,7 +215,8 @@ def _table(group: TaskGroup) -> str:
             if metric in relative:
                 cells.append(text.difference_text(metric, result.beside[name]) if name in result.beside else "-")
         cells += [", ".join(map(group.paper_value, result.paper)) or "-"] if paper else []
-        share = "" if result.share is None else f" ({100 * result.share:.3g} %)"
+        shares = [share for share in (result.share, result.booked_share) if share is not None]
+        share = f" ({', '.join(f'{100 * share:.3g}' for share in shares)} %)" if shares else ""
         cells.append(f"{megabytes(result.held_bytes)}{share}")
         cells += [megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
         rows.append([*cells, f"{result.prefill_s:.2f} s", milliseconds(result.token_s)])
