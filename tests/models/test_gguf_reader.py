@@ -1,4 +1,4 @@
-"""The faster reader of GGUF headers gives what gguf's reader gives, and transformers makes the same tokenizer with it."""
+"""The fast reader of GGUF headers gives what gguf's reader gives, and transformers makes the same tokenizer with it."""
 
 from __future__ import annotations
 
