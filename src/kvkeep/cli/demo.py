@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.memory.process import ProcessMemory
 
 FULL, EXACT = "full", "kv-direct"
-LOSSY = ("window", "streaming-llm", "h2o")
+LOSSY: tuple[str, ...] = ("window", "streaming-llm", "h2o")
 LICENCE = Path(__file__).with_name("demo.txt")  # the licence of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
@@ -38,7 +38,7 @@ MAX_TEXT_TOKENS = 3200
 """Default maximum of the text's tokens. Longer texts are cut, so that the demo ends within two minutes."""
 WIDE, TABLE = 64, 40
 """Minimum columns of a terminal for the bytes of evicted entries, and for a table."""
-NEXT = (
+NEXT: tuple[tuple[str, str], ...] = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
     ("a server", "kvkeep serve --memory 512MB"),
