@@ -29,7 +29,7 @@ def open_gguf(file: Path) -> Any:
     tensors."""
     gguf = optional("gguf", "gguf")
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+    class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
         data: Any
 
         def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
@@ -82,7 +82,7 @@ def _mapped(path: str) -> mmap.mmap:
 
 def _strings(file: Path, data: NDArray[np.uint8], offset: int, count: int) -> tuple[list[memoryview], int]:
     """Return the bytes of each of ``count`` strings that begin at ``offset``, and the offset after them."""
-    view, parts, end = memoryview(data), [], len(data)
+    view, parts, end = data.data, list[memoryview](), len(data)
     for _ in range(count):
         _check_end(file, offset + 8, end)
         after = offset + 8 + _LENGTH.unpack_from(view, offset)[0]
