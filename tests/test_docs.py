@@ -17,7 +17,7 @@ READMES = [ROOT / "lab" / "README.md", ROOT / "connectors" / "vllm" / "README.md
 PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
 """Commands that run here, on a tiny model; of plans there are tests in tests/cli."""
-DEAR = ("auto", "kvpress", "peer-", "cuda", "gemma3")
+DEAR = ("--fetch", "qwen", "auto", "kvpress", "peer-", "cuda", "gemma3")
 """What needs another package, device or model, or half a minute of calibration."""
 
 

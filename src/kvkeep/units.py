@@ -1,4 +1,4 @@
-"""Bytes as a person reads them."""
+"""Numbers as a person reads them."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def size(count: int, *, up: bool = False) -> str:
         if count >= scale:
             return f"{-(-10 * count // scale) / 10 if up else count / scale:.1f} {unit}"
     return f"{count} B"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the point if there are more."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -14,6 +14,8 @@ import pytest
 from families import tiny
 
 from kvkeep.cli.cache_options import CacheOptions
+from kvkeep.models.embedded import EMBEDDED
+from kvkeep.models.fetching import growing_path
 from kvkeep.models.folders import cache_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -103,8 +105,19 @@ def test_methods_and_models_as_json(run: Run) -> None:
     assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
     assert {"pages", "verified", "fetch-on-miss"} <= set(found["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
-    assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
-    assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
+    assert {"smollm2", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"} == {row["name"] for row in models}
+    assert "kv-direct" in run("methods")[1]
+
+
+def test_models_says_what_is_here_and_what_a_download_takes(run: Run) -> None:
+    growing = growing_path(EMBEDDED["qwen2.5-coder-1.5b"])
+    growing.parent.mkdir(parents=True)
+    growing.write_bytes(b"a part")
+    shown = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in run("models")[1].splitlines()[1:] if line[0] != " "
+    }
+    assert shown["qwen2.5-coder-0.5b"].startswith("no (491.4 MB)")
+    assert shown["qwen2.5-coder-1.5b"].startswith("in part (1.1 GB)")
 
 
 def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:

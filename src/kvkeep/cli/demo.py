@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.memory.process import ProcessMemory
 
 FULL, EXACT = "full", "kv-direct"
-LOSSY = ("window", "streaming-llm", "h2o")
+LOSSY: tuple[str, ...] = ("window", "streaming-llm", "h2o")
 LICENCE = Path(__file__).with_name("demo.txt")  # the licence of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
@@ -35,10 +35,10 @@ QUESTION, SUMMARISE = "What is the secret password of the library?", "Summarise 
 PLACE = 0.15
 """The planted sentence is a separate paragraph, at the first break after this share of the text's characters."""
 MAX_TEXT_TOKENS = 3200
-"""Maximum tokens of the text. Longer texts are cut, so that the demo ends within two minutes."""
+"""Default maximum of the text's tokens. Longer texts are cut, so that the demo ends within two minutes."""
 WIDE, TABLE = 64, 40
 """Minimum columns of a terminal for the bytes of evicted entries, and for a table."""
-NEXT = (
+NEXT: tuple[tuple[str, str], ...] = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
     ("a server", "kvkeep serve --memory 512MB"),
@@ -64,6 +64,9 @@ def demo(
     ] = "12.5%",
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of the text; a longer one is cut.")
+    ] = MAX_TEXT_TOKENS,
     max_tokens: options.MaxTokens = 32,
     json: options.Json = False,
 ) -> None:
@@ -97,9 +100,9 @@ def demo(
         from kvkeep.models.loading import load
 
         loaded = load(model, progress=note)
-    text, count = shortened(loaded.tokenizer, text, MAX_TEXT_TOKENS)
-    if count > MAX_TEXT_TOKENS:
-        note(f"The demo uses the first {MAX_TEXT_TOKENS:,} of {count:,} tokens; 'kvkeep compare' uses the whole text.")
+    text, count = shortened(loaded.tokenizer, text, tokens)
+    if count > tokens:
+        note(f"The demo uses the first {tokens:,} of {count:,} tokens; --tokens {count} uses the whole text.")
     ids = encode(loaded.tokenizer, ask(text, question))
 
     def cache_of(method: str) -> Any:

@@ -15,7 +15,7 @@ from kvkeep.cli.planning import shape_and_rates
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
-from kvkeep.units import size
+from kvkeep.units import size, three_digits
 
 if TYPE_CHECKING:
     from kvkeep.plan.planner import Planned
@@ -175,8 +175,8 @@ def _table(planned: Planned, everything: bool) -> Table:
             "all" if row.candidate.keeps_all else f"{row.budget:,}",
             size(row.memory),
             size(elsewhere) if elsewhere else "-",
-            f"{row.cost.prefill:.3g}",
-            f"{1e3 * row.cost.step:.3g}",
+            three_digits(row.cost.prefill),
+            three_digits(1e3 * row.cost.step),
             f"{row.cost.drafts or '-'}",
         )
     return table

@@ -16,7 +16,8 @@ from typing import Any
 from kvkeep.errors import ModelError
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import GgufTable, open_gguf, parsed_once, table
+from kvkeep.models.gguf import GgufTable, table
+from kvkeep.models.gguf_reader import open_gguf, parsed_once
 from kvkeep.models.matrices import built
 from kvkeep.models.scratch import scratch, unwritable
 from kvkeep.models.silence import silenced
@@ -105,8 +106,10 @@ def _check_header(gguf: Path, reader: Any) -> None:
     before it reads the tensors."""
     layers = Counter(tensor.name.split(".", 2)[2] for tensor in reader.tensors if tensor.name.startswith("blk."))
     sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
-    stated = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
-    if stated.get("block_count") != max(layers.values(), default=0) or stated.get("embedding_length") not in sizes:
+    ends = ("block_count", "embedding_length")
+    fields = {name.rpartition(".")[2]: field for name, field in reader.fields.items()}
+    count, width = (fields[end].contents() if end in fields else None for end in ends)
+    if count != max(layers.values(), default=0) or width not in sizes:
         raise _unreadable(gguf, ValueError("its header and its tensors differ in the number of layers or their width"))
 
 

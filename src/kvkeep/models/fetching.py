@@ -45,12 +45,13 @@ def fetch(model: Embedded, progress: Progress = lambda text: None, on_bytes: Byt
     target = gguf_path(model)
     if _fetched(model):
         return target
-    if target.exists():
-        log.warning("The file %s is damaged; fetching it again.", target)
     with scratch(target.parent) as temporary, _locked(growing_path(model), progress) as file:
         if _fetched(model):  # by the process that had the lock
             os.unlink(file.name)
             return target
+        if target.exists():
+            log.warning("The file %s is damaged; fetching it again.", target)
+            target.unlink()  # else the disk would hold two
         done = _whole_parts(model, file)
         _check_space(model, file.tell(), target.parent)
         start = f", continuing at part {done + 1} of {len(model.parts)}" if done else ""

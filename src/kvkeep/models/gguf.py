@@ -8,12 +8,9 @@ the values.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,44 +75,6 @@ class GgufTable:
         """Return the table from the result of :meth:`to_json`."""
         made = (Entry(**one | {"shape": tuple(one["shape"])}) for one in data["entries"])
         return GgufTable(data["architecture"], tuple(made))
-
-
-def open_gguf(file: Path) -> Any:
-    """Return a ``gguf.GGUFReader`` of a file. Raises ModelError for a file that is cut off within its header or its
-    tensors."""
-
-    class Reader(optional("gguf", "gguf").GGUFReader):  # type: ignore[misc]
-        data: Any
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
-            if isinstance(self.data, np.memmap):
-                self.data = self.data.view(np.ndarray)  # whose slices take a fifth of the time
-            needed = int(offset) + int(count) * np.dtype(dtype).itemsize
-            if needed > len(self.data):
-                raise ModelError(
-                    f"The file '{file}' is cut short: it has {len(self.data):,} bytes and needs at least {needed:,}; "
-                    "fetch it again."
-                )
-            return super()._get(offset, dtype, count, **order)
-
-    return Reader(file)
-
-
-@contextmanager
-def parsed_once(file: Path, reader: Any) -> Iterator[None]:
-    """Let transformers use ``reader`` of ``file`` within the block, and one map of names for all modules. Otherwise it
-    parses the file for the config and again for the tokenizer, and makes the map for each module."""
-    import gguf
-
-    def reader_of(path: Any) -> Any:
-        return reader if os.path.samefile(path, file) else original(path)
-
-    original, map_of = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = reader_of, cache(map_of)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = original, map_of
 
 
 def table(reader: Any, model: Any) -> GgufTable:

@@ -20,7 +20,7 @@ from kvkeep.plan.rates import machine_here
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
 from kvkeep.plugins import first_line
-from kvkeep.units import size
+from kvkeep.units import size, three_digits
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
     """Return the reason for ``best``, and possible alternatives."""
     text = (
         f"Take {_named(best)}: it is {best.exactness}, and no other {best.exactness} cache that fits is faster "
-        f"({best.cost.prefill:.3g} s for the prompt, {1e3 * best.cost.step:.3g} ms a token)"
+        f"({three_digits(best.cost.prefill)} s for the prompt, {three_digits(1e3 * best.cost.step)} ms a token)"
     )
     everything = next((row for row in rows if row.candidate.keeps_all), None)
     if everything is not None and not everything.fits:
@@ -224,7 +224,8 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
     others = [row for row in fitting if row.exactness != best.exactness and row.frontier]
     faster = min(others, key=lambda row: row.seconds(answer), default=None)
     if faster is not None and faster.seconds(answer) < 0.9 * best.seconds(answer):
-        text += f"; '{faster.candidate}' takes {1e3 * faster.cost.step:.3g} ms a token, but is {faster.exactness}"
+        step = three_digits(1e3 * faster.cost.step)
+        text += f"; '{faster.candidate}' takes {step} ms a token, but is {faster.exactness}"
     return text + "."
 
 
