@@ -138,9 +138,10 @@ def ask(server: Server, running: Running, messages: list[dict[str, str]]) -> dic
         stream_options={"include_usage": True},
     )  # fmt: skip
     for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            first = first or time.perf_counter() - began
-            text += chunk.choices[0].delta.content
+        for choice in chunk.choices:
+            if first is None and (choice.delta.content or choice.finish_reason):  # an answer can be empty
+                first = time.perf_counter() - began
+            text += choice.delta.content or ""
         usage = chunk.usage or usage
     details = usage.prompt_tokens_details
     return {
@@ -240,6 +241,7 @@ def main() -> None:
     place, rounds, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or [*SERVERS]
     records: dict[str, list[dict[str, Any]]] = json.loads(place.read_text()) if place.exists() else {}
     loaded = load("smollm2")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left
     for _ in range(rounds):
         for name in names:
             done = records.setdefault(name, [])
