@@ -108,12 +108,15 @@ class KeepCache(Cache):
     # -- a text that is read again ------------------------------------------------------------------
 
     @outside_inference_mode
-    def compress(self) -> None:
+    def compress(self, received: list[Tensor] | None = None) -> list[Tensor] | None:
         """Read the text a second time and choose the entries that stay, for methods that choose once (``kvzip``). From
         then on the budget holds. A cache calls this by itself at the end of a text that is longer than the budget. With
-        any other method, or without a text, it does nothing."""
-        if self.reading and self.get_seq_length():
-            compress(self)
+        any other method, or without a text, it does nothing and returns None.
+
+        It returns the largest attention weight that each entry received in the second reading, for each full layer
+        (lanes, slots) float32. received: these weights of another cache with the same text, whose selector has the same
+        ``piece`` and ``sinks``; then no second reading is needed."""
+        return compress(self, received) if self.reading and self.get_seq_length() else None
 
     def recompose(self, shares: Sequence[Sequence[int]]) -> None:
         """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
