@@ -90,7 +90,7 @@ def read(
 
 
 @dataclass
-class Reading:
+class TwoReadings:
     """Two readings of a text by a method that has a second one. Methods with the same second reading share them."""
 
     cache: KeepCache
@@ -101,7 +101,7 @@ class Reading:
     """The seconds of both readings."""
 
 
-Readings = dict[tuple[Any, ...], Reading]
+Readings = dict[tuple[Any, ...], TwoReadings]
 """Readings by text and second reading."""
 
 
@@ -116,9 +116,9 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> tupl
     key = (*ids[0].tolist(), cache.request.method.selector.reconstruction)
     request = cache.request
     if (known := readings.get(key)) is None:
-        whole = KeepCache(model, request.method.name, ids.shape[1], where=request.where)  # evicts nothing
-        model(ids, cache=whole, use_cache=True, logits_to_keep=1)
-        known = readings[key] = Reading(whole)
+        everything = KeepCache(model, request.method.name, ids.shape[1], where=request.where)  # evicts nothing
+        model(ids, cache=everything, use_cache=True, logits_to_keep=1)
+        known = readings[key] = TwoReadings(everything)
     twin = known.cache.fork(request.method.name, request.budget, **request.options())
     known.received = twin.compress(known.received)
     known.seconds = known.seconds or time.perf_counter() - start

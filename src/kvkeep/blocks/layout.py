@@ -86,8 +86,8 @@ def check_end(cache: KeepCache, length: int, state: Mapping[str, Tensor]) -> Non
         _, number, part = name.split(".", 2)
         layer, shape = cache.geometry.layers[int(number)], tuple(tensor.shape)
         if not part.startswith(STATE):
-            held = length if layer.window is None else min(length, layer.window - 1)
-            shape = (cache.rows, layer.kv_heads, held, layer.key_dim if part == "keys" else layer.value_dim)
+            count = length if layer.window is None else min(length, layer.window - 1)
+            shape = (cache.rows, layer.kv_heads, count, layer.key_dim if part == "keys" else layer.value_dim)
         _check_shape(name, forms, shape)
 
 
