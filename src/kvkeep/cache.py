@@ -125,8 +125,9 @@ class KeepCache(Cache):
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """The shares that :meth:`recompose` got, for the present rows; None if it was not called."""
-        if self.reading or self.method.reading is None:
+        """The entries of each full layer's lanes, for the present rows, where the text decides them: from
+        :meth:`recompose` on, or for a selector that divides a layer's budget; else None."""
+        if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
 

@@ -48,7 +48,7 @@ def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
     """Raise ShapeError unless ``shares`` has entries for each full layer's lanes, on average at most those of
     ``cache``."""
     layers = cache.geometry.full_layers
-    if not cache.reading or len(shares) != len(layers):
+    if not (cache.reading or cache.method.selector.divides) or len(shares) != len(layers):
         raise ShapeError("it has shares of the budget, and such a cache has none")
     for layer, of_layer in zip(layers, shares, strict=True):
         if type(of_layer) is not list or len(of_layer) not in (1, layer.kv_heads, rows * layer.kv_heads):
