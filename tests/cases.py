@@ -33,6 +33,8 @@ PLAIN = ("llama", "mistral", "qwen2", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
 ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4", *RECURRENT))
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
+WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
+"""Families that cache keys and values."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
 """Families whose projections of keys and of values are modules of their own."""
 
@@ -254,6 +256,12 @@ LOSSY: dict[str, Case] = {
             ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
             ("tova+merge", "tova+merge", {}),
             ("adakv+merge", "adakv:window=6,kernel=3+merge", {}),
+            ("attention-matching", "attention-matching", {"alone": "padded", "families": WITHOUT_LATENTS}),
+            (
+                "kvzip+attention-matching",
+                "kvzip:sinks=2+attention-matching:40",
+                {"alone": "padded", "families": WITHOUT_LATENTS},
+            ),
             ("cam", "cam:2", {"becomes": EntryState.DROPPED, "alone": "padded"}),
             ("kvslimmer", "kvslimmer:sinks=2,slack=3", {"families": ROTARY}),
             ("asymkv", "asymkv:sinks=1,cap=0", {"families": ROTARY}),

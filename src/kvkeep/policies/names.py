@@ -28,8 +28,8 @@ FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge
 RECALLS = ("verified", "pages", "fetch-on-miss")
 
 LAB = (
-    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "certified", "redecode",
-    "kvpress",
+    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
+    "highest-attention", "certified", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 
