@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.store import Reference
+from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stores.readers.rehearsal import rehearsing
@@ -153,7 +153,7 @@ def _fit(source: Any, target: Any, reader: ReconstructionReader, meter: Any) -> 
     queries, valid = torch.cat(reader.queries, 1), torch.cat(reader.valid, 1)
     reader.queries, reader.valid = [], []
     with meter.holding(keys, values):
-        target.evicted.fit(Reference(keys, values, real, queries, valid, reader.scaling), target.resident)
+        target.evicted.fit(SecondReading(keys, values, real, queries, valid, reader.scaling), target.resident)
 
 
 def _words(tokenizer: Any) -> Words:

@@ -15,7 +15,7 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.step.plan import LayerStep, Span
 
 
-class Reference(NamedTuple):
+class SecondReading(NamedTuple):
     """A whole text of one layer, and queries of its reconstruction."""
 
     keys: Tensor
@@ -104,7 +104,7 @@ class EvictedStore(Part):
     def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Called after new entries are settled. observed: their attention was observed."""
 
-    def fit(self, text: Reference, resident: WorkingSet) -> None:
+    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
         """Change the resident entries of a text that a reconstruction has chosen, so that attention to them is like
         attention to the whole text. Called once, only where the fate keeps :attr:`Fate.reference_queries`."""
 

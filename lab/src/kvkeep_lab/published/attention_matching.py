@@ -24,7 +24,7 @@ from torch import Tensor
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import EvictedStore, Reference
+from kvkeep.contracts.store import EvictedStore, SecondReading
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -95,7 +95,7 @@ class Matched(EvictedStore):
     def __init__(self, ledger: Ledger, meter: Meter) -> None:
         self.ledger, self.meter = ledger, meter
 
-    def fit(self, text: Reference, resident: WorkingSet) -> None:
+    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
         with self.meter.merging():
             for bank in resident.banks:
                 extra, newest = bank.counted()
@@ -114,7 +114,7 @@ class Matched(EvictedStore):
         return merged_states(self.ledger, lanes, length)
 
 
-def _of_lane(text: Reference, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_lane(text: SecondReading, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of a lane's queries, (n, entries) float32, the values (entries, value_dim) float32, and the
     places of ``slots`` among the entries, without padding."""
     keys, values = text.keys[lane].float(), text.values[lane].float()
