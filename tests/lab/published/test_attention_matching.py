@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import tiny
 from helpers import assert_near, bounded, prompt, slots_of, step
-from kvkeep_lab.published.attention_matching import BOUNDS, STEPS, AttentionMatching, Matched, matched
+from kvkeep_lab.published.attention_matching import BOUNDS, STEPS, AttentionMatching, Matched, least_squares, matched
 from kvkeep_lab.published.highest_attention import HighestAttention
 
 from kvkeep import KeepCache, UnsupportedModelError, UsageError
@@ -25,7 +25,7 @@ def test_entries_that_are_alike_become_one_with_their_count_and_mean_value() -> 
     keys = torch.randn(6, 8, generator=generator)[kinds]
     values = torch.randn(12, 4, generator=generator)
     queries = torch.randn(200, 8, generator=generator)
-    weights, fitted = matched(queries @ keys.T, values, torch.arange(6))
+    weights, fitted = matched(queries @ keys.T, values, torch.arange(6), 0.0)
     assert_near(weights, torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 4.0]))
     assert_near(fitted, torch.stack([values[kinds == kind].mean(0) for kind in range(6)]))
 
@@ -44,9 +44,23 @@ def test_the_fit_is_the_authors_by_numpy() -> None:
     attention = design * weights
     attention /= attention.sum(1, keepdims=True)
     fitted = np.linalg.lstsq(attention, masses / total[:, None] @ values, rcond=None)[0]
-    ours = matched(*(torch.tensor(part, dtype=torch.float32) for part in (scores, values)), torch.tensor(chosen))
+    ours = matched(*(torch.tensor(part, dtype=torch.float32) for part in (scores, values)), torch.tensor(chosen), 0.0)
     np.testing.assert_allclose(ours[0], weights, rtol=0.02)  # the norm is of three steps of power iteration
     np.testing.assert_allclose(ours[1], fitted, rtol=0.05, atol=0.05)
+
+
+def test_a_ridge_holds_values_to_the_original_ones() -> None:
+    """As in NumPy, by rows that ask for no change; the more ridge, the less change."""
+    generator = np.random.default_rng(3)
+    design, target = generator.normal(size=(50, 8)), generator.normal(size=(50, 3))
+    for ridge in (1e-3, 1e-1):
+        rows = math.sqrt(ridge) * np.linalg.norm(design, 2) * np.eye(8)
+        wanted = np.linalg.lstsq(np.concatenate([design, rows]), np.pad(target, ((0, 8), (0, 0))), rcond=None)[0]
+        found = least_squares(torch.tensor(design), torch.tensor(target), ridge)
+        np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.01)
+    scores, values = torch.randn(80, 20), torch.randn(20, 4)
+    changes = [(matched(scores, values, torch.arange(5), ridge)[1] - values[:5]).norm() for ridge in (1e-6, 1e-2, 1e4)]
+    assert changes == sorted(changes, reverse=True) and changes[-1] < 1e-3
 
 
 def slow(family: str, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -119,5 +133,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         KeepCache(tiny("llama"), "h2o+attention-matching", 16)
     with pytest.raises(UsageError, match="at least 1 query"):
         AttentionMatching(0)
+    with pytest.raises(UsageError, match="0 or more"):
+        AttentionMatching(ridge=-1.0)
     with pytest.raises(UnsupportedModelError, match="caches latents"):
         KeepCache(tiny("deepseek_v3"), "attention-matching", 16)

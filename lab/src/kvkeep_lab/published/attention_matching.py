@@ -50,6 +50,9 @@ class AttentionMatching(Fate):
 
     queries: int = 4096
     """About how many queries of each KV head are matched; the authors take up to 50,000."""
+    ridge: float = 1e-4
+    """The weight of the squared changes of values beside the squared errors of the output, as a share of the largest
+    eigenvalue. The authors' default is 0."""
 
     label: ClassVar[str] = "matched"
     source: ClassVar[str] = "arXiv:2602.16284"
@@ -63,6 +66,8 @@ class AttentionMatching(Fate):
             raise UsageError(
                 f"Fate 'attention-matching' matches the attention of at least 1 query, not {self.queries}."
             )
+        if not self.ridge >= 0:
+            raise UsageError(f"The 'ridge' of attention-matching is 0 or more, not {self.ridge:g}.")
 
     @property
     def reference_queries(self) -> int:
@@ -83,7 +88,7 @@ class AttentionMatching(Fate):
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return Matched(site.ledger, site.meter)
+        return Matched(site.ledger, site.meter, self.ridge)
 
 
 class Matched(EvictedStore):
@@ -92,8 +97,8 @@ class Matched(EvictedStore):
     keeps = False
     merges = True
 
-    def __init__(self, ledger: Ledger, meter: Meter) -> None:
-        self.ledger, self.meter = ledger, meter
+    def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
+        self.ledger, self.meter, self.ridge = ledger, meter, ridge
 
     def fit(self, text: SecondReading, resident: WorkingSet) -> None:
         with self.meter.merging():
@@ -105,7 +110,7 @@ class Matched(EvictedStore):
                     if not (len(columns) and bool(text.valid[lane].any())):
                         continue
                     scores, values, chosen = _of_lane(text, lane, bank.slots[number, columns].long())
-                    weights, fitted = matched(scores, values, chosen)
+                    weights, fitted = matched(scores, values, chosen, self.ridge)
                     bank.values[number, columns] = fitted.to(bank.values.dtype)
                     extra[number, columns] = weights - 1
                     newest[number, columns] = text.keys.shape[1] - 1
@@ -125,7 +130,7 @@ def _of_lane(text: SecondReading, lane: int, slots: Tensor) -> tuple[Tensor, Ten
     return queries @ keys.T * text.scaling, values, slots
 
 
-def matched(scores: Tensor, values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def matched(scores: Tensor, values: Tensor, chosen: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """Return the weights (t,) and the values (t, value_dim) of the entries ``chosen`` (t,), all float32. scores: (n,
     entries), of the reference queries and all entries. values: (entries, value_dim)."""
     if len(chosen) == len(values):
@@ -135,24 +140,32 @@ def matched(scores: Tensor, values: Tensor, chosen: Tensor) -> tuple[Tensor, Ten
     attention = (scores[:, chosen] + weights.log()).softmax(1)  # float64
     kept = values[chosen].double()
     output = (scores.softmax(1) @ values).double()
-    # What the queries leave undetermined stays as it is.
-    return weights.float(), (kept + least_squares(attention, output - attention @ kept)).float()
+    return weights.float(), (kept + least_squares(attention, output - attention @ kept, ridge)).float()
 
 
 def bounded_weights(masses: Tensor, total: Tensor) -> Tensor:
     """Return w within :data:`BOUNDS` with ``masses`` w near ``total``; masses (n, t), total (n,)."""
     weights = (1 + least_squares(masses, (total - masses.sum(1))[:, None])[:, 0]).clamp(*BOUNDS)
-    direction = torch.ones_like(weights)
-    for _ in range(3):  # of power iteration; the last length is about the square of the largest singular value
-        direction = masses.T @ (masses @ direction / direction.norm())
-    step = 1 / direction.norm().clamp(min=1e-6)
+    step = 1 / squared_norm(masses).clamp(min=1e-6)
     for _ in range(STEPS):
         weights = (weights - step * (masses.T @ (masses @ weights - total))).clamp(*BOUNDS)
     return weights
 
 
-def least_squares(design: Tensor, target: Tensor) -> Tensor:
-    """Return the shortest x with the least squares of ``design`` x - ``target``. In float64, because LAPACK rounds
-    otherwise from call to call; singular values that are 0 in float32 count as 0."""
-    rcond = torch.finfo(torch.float32).eps * max(design.shape)
+def least_squares(design: Tensor, target: Tensor, ridge: float = 0.0) -> Tensor:
+    """Return the x, (t, m), with the least |design x - target|^2 + ridge |design|^2 |x|^2; without a ridge, the
+    shortest. In float64, because LAPACK rounds otherwise from call to call."""
+    if ridge:
+        gram = design.T @ design
+        gram.diagonal().add_(ridge * squared_norm(design))
+        return torch.cholesky_solve(design.T @ target, torch.linalg.cholesky(gram))
+    rcond = torch.finfo(torch.float32).eps * max(design.shape)  # what is 0 in float32 is 0
     return torch.linalg.lstsq(design, target, rcond=rcond).solution
+
+
+def squared_norm(design: Tensor) -> Tensor:
+    """Return about the square of the largest singular value, by three steps of power iteration."""
+    direction = design.new_ones(design.shape[1])
+    for _ in range(3):
+        direction = design.T @ (design @ direction / direction.norm())
+    return direction.norm()

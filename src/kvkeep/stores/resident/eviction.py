@@ -204,17 +204,15 @@ def with_new(bank: Bank, new: Arriving, scores: Tensor | None) -> EvictedEntries
 def some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntries:
     """Return the ``chosen`` entries, (lanes, n) bool, in their order. scored: with scores."""
     counts = chosen.sum(1)
-    width, holes = int(counts.max()), not bool((counts == counts[0]).all())
-    columns = (~chosen).int().argsort(dim=1, stable=True)[:, :width]
-    picked = [
-        None
-        if rows is None
-        else rows.gather(1, columns.view(*columns.shape, *(1,) * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:]))
-        for rows in entries[:-1]
-    ]
-    left = EvictedEntries(*picked)._replace(holes=holes)
-    left = left._replace(slots=left.slots.masked_fill(~chosen.gather(1, columns), -1))
-    return left if scored else left._replace(scores=None)
+    columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    wide = columns[..., None]
+    keys, values = (rows.gather(1, wide.expand(-1, -1, rows.shape[2])) for rows in (entries.keys, entries.values))
+    slots = entries.slots.gather(1, columns).masked_fill(~chosen.gather(1, columns), -1)
+    scores, extra, newest = (
+        None if rows is None else rows.gather(1, columns)
+        for rows in (entries.scores if scored else None, entries.extra, entries.newest)
+    )
+    return EvictedEntries(keys, values, slots, scores, extra, newest, not bool((counts == counts[0]).all()))
 
 
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
