@@ -269,7 +269,7 @@ def test_one_second_reading_serves_several_budgets(method: str, received: list[l
     whole = KeepCache(model, "kvzip", 200)
     step(model, whole, ids)
     attention = whole.fork(method, 100, context=200).compress()
-    assert attention is not None and [part.shape[1] for part in attention] == [200] * len(attention)
+    assert attention is not None and [one.scores.shape[1] for one in attention] == [200] * len(attention)
     passes = len(received)
     twins = [whole.fork(method, 120, context=200) for _ in range(2)]
     assert twins[0].compress(attention) is attention and twins[1].compress() is not None

@@ -19,6 +19,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
+from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 
@@ -95,8 +96,8 @@ class TwoReadings:
 
     cache: KeepCache
     """The cache after the first reading. It holds all entries."""
-    received: list[Tensor] | None = None
-    """What the entries received in the second reading."""
+    readers: list[ReconstructionReader] | None = None
+    """What the second reading found."""
     seconds: float = 0.0
     """The seconds of both readings."""
 
@@ -113,14 +114,15 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> tupl
     if not isinstance(cache, KeepCache) or not cache.reading:
         model(ids, cache=cache, use_cache=True, logits_to_keep=1)
         return cache, time.perf_counter() - start
-    key = (*ids[0].tolist(), cache.request.method.selector.reconstruction)
     request = cache.request
+    key = (*ids[0].tolist(), request.method.selector.reconstruction, request.method.store_fate.reference_queries)
     if (known := readings.get(key)) is None:
-        everything = KeepCache(model, request.method.name, ids.shape[1], where=request.where)  # evicts nothing
+        everything = KeepCache(model, request.method.name, ids.shape[1])  # evicts nothing
         model(ids, cache=everything, use_cache=True, logits_to_keep=1)
         known = readings[key] = TwoReadings(everything)
     twin = known.cache.fork(request.method.name, request.budget, **request.options())
-    known.received = twin.compress(known.received)
+    readers = twin.compress(known.readers)
+    known.readers = None if request.method.store_fate.reference_queries else readers  # a fit uses its queries up
     known.seconds = known.seconds or time.perf_counter() - start
     return twin, known.seconds
 

@@ -38,7 +38,7 @@ def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
     """Raise ShapeError unless ``shares`` has entries for each full layer's lanes, on average at most those of
     ``cache``."""
     layers = cache.geometry.full_layers
-    if not cache.reading or len(shares) != len(layers):
+    if not (cache.reading or cache.method.selector.divides) or len(shares) != len(layers):
         raise ShapeError("it has shares of the budget, and such a cache has none")
     total = torch.zeros(rows, dtype=torch.int64)
     for layer, given in zip(layers, shares, strict=True):

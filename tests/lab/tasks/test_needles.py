@@ -13,7 +13,7 @@ from kvkeep_lab.tasks.needles import KINDS, Needles, _text
 from measuring import subject
 
 from kvkeep.errors import UsageError
-from kvkeep.reconstruction import _received
+from kvkeep.reconstruction import _read_again
 
 WORDS = ["I", "read", "and", "wrote", "much", "then."] * 50
 LENGTH = 384
@@ -108,7 +108,7 @@ def test_methods_with_the_same_second_reading_share_it(essays: list[Path], monke
     shared, passes = subject("kvzip", "40%"), []
     one = replace(shared, method="kvzip+tiers")
     monkeypatch.setattr(
-        "kvkeep.reconstruction._received", lambda cache, made=_received: passes.append(1) or made(cache)
+        "kvkeep.reconstruction._read_again", lambda cache, made=_read_again: passes.append(1) or made(cache)
     )
     task.measure(shared, sample)
     assert len(passes) == 1 and len(shared.readings) == 1
