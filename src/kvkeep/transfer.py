@@ -134,7 +134,13 @@ def copied(cache: Any) -> Any:
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
-    restore(twin, set(given), lambda name: _tensor(given[name]).clone(), header(cache))
+    stored = [name for name in given if name.startswith("checkpoint.")]
+    others = set(given) - set(stored)
+    restore(twin, others, lambda name: _tensor(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
+    copies = dict(twin.checkpoint_rows())
+    for name, rows in cache.checkpoint_rows():
+        for _, piece in rows.read(rows.first, rows.length):
+            copies[name].append(piece)
     return twin
 
 
