@@ -34,12 +34,12 @@ from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
 
+from kvkeep.cli.recommended import measured
+
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
 BENCH = "bench-smollm2-zen4.json"
-GRID = "lab-which-method.jsonl"
-"""Needles with the question unseen and seen, at 25 %. The column is empty until the store is there."""
 
 
 def main() -> None:
@@ -247,9 +247,9 @@ def _bytes(named: str) -> Iterator[str]:
 def _which(budget: str, before: str) -> Iterator[str]:
     """Yield the table of needs: the page's first two columns, and the stores' numbers."""
     yield _line(
-        "need", "method", "KL", "ln p of needles", "found: unseen, seen", "step, ms", "bytes, %", "N"
+        "need", "method", "KL", "ln p of needles", "found, %", "question seen", "step, ms", "bytes, %", "N"
     )  # fmt: skip
-    yield _line("---", "---", *["---:"] * 6)
+    yield _line("---", "---", *["---:"] * 7)
     for row in before.splitlines()[2:]:
         need, method = (cell.strip() for cell in row.strip("|").split("|")[:2])
         yield _line(need, method, *_choice(method.strip("`"), budget))
@@ -259,12 +259,13 @@ def _choice(method: str, budget: str) -> Iterator[str]:
     """Yield the cells of a method. Exact methods have the full cache's quality by identity."""
     found = _result(_group("lab-bounded.jsonl", "smollm2"), method, budget)
     needles = _needles(method, budget)
-    grid = [_found(method, asked) for asked in ("unseen", "seen")]
-    counts = [None if found is None else found.scores["kl"].n, needles and needles.n, grid[0] and grid[0].n]
+    unseen, seen = (_found(method, need) for need in ("needles", "known-question"))
+    counts = [None if found is None else found.scores["kl"].n, needles and needles.n, unseen and unseen.n]
     exact = method in ("full", "kv-direct")
     yield "exact" if exact else "-" if found is None else _shown(found.scores["kl"], "{:.2g}")
     yield "exact" if exact else "-" if needles is None else _shown(needles, "{:+.2f}")
-    yield ", ".join("-" if one is None else f"{100 * one.mean:.0f} %" for one in grid) if any(grid) else "-"
+    for one in (unseen, seen):
+        yield "-" if one is None else _shown(one, "{:.0f}", 100)
     yield _step(method)
     yield "-" if found is None or found.booked_share is None else f"{100 * found.booked_share:.1f}"
     yield ", ".join("-" if count is None else str(count) for count in counts)
@@ -280,23 +281,11 @@ def _needles(method: str, budget: str) -> Estimate | None:
     return None
 
 
-def _found(method: str, question: str) -> Estimate | None:
-    """Return the share of needles that a method finds in the grid, over all kinds; None if not measured."""
-    if not (RESULTS / GRID).exists():
-        return None
-    budget = None if method == "full" else "25%"
-    for group in _groups(GRID):
-        assert isinstance(group, TaskGroup)
-        values = [
-            value
-            for one in group.measured
-            if one.method in (method, f"{method}+oneshot") and one.budget == budget
-            for (point, _), scores in one.samples.items()
-            if json.loads(point)["question"] == question
-            for value in scores["match"]
-        ]
-        if values:
-            return estimate(values)
+def _found(method: str, need: str) -> Estimate | None:
+    """Return the share of needles that a method finds at 25 %, as ``kvkeep methods --for`` prints it."""
+    for row in measured()["rows"]:
+        if (row["need"], row["budget"], row["method"]) == (need, "25%", method):
+            return Estimate(*row["match"], row["n"])
     return None
 
 
