@@ -1,39 +1,69 @@
-"""Write the numbers of docs/results/README.md anew from the stores beside it: verdicts counted, tables of KL and match.
+"""Write the numbers of the pages in docs/results anew from the stores beside them.
 
-Which methods and budgets a table has is the page's; what was measured of them is the stores'. Words are left alone.
+A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from there to ``<!-- end -->`` are made here:
+
+* ``claims: NAME; NAME 1 3``: the claims of experiments (all of them, or those with these numbers) with their verdicts;
+* ``numbers: NAME``: the main numbers of a study;
+* ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
+* ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
+* ``scores: STORE METRIC METHOD``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
+* ``which: BUDGET``: the table of needs, whose first two columns are the page's.
+
+A table under a link to a store, headed by a model, has the KL and match of its methods at its budgets. Words are left
+alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
+from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
+from kvkeep_lab.report.group import Group
+from kvkeep_lab.report.methods import MethodResult
+from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
+from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
 
+from kvkeep.cli.recommended import measured
+
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-COUNTS = re.compile(r"^\| \[`([\w-]+)`\]\(lab-\1\.jsonl\), (\S+) \| (.*?) \|(?: \d+ \|){5}\n", re.M)
-TOTAL = re.compile(r"^\| \*\*all \d+\*\* \| \|(?: \*\*\d+\*\* \|){5}$", re.M)
+MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
+BENCH = "bench-smollm2-zen4.json"
 
 
 def main() -> None:
-    """Rewrite the page."""
-    page = RESULTS / "README.md"
-    page.write_text(remade(page.read_text("utf-8")), "utf-8")
+    """Rewrite the pages."""
+    for page in sorted(RESULTS.glob("*.md")):
+        page.write_text(remade(page.read_text("utf-8")), "utf-8")
 
 
 def remade(page: str) -> str:
     """Return the page with the stores' numbers."""
-    return TABLE.sub(_table, _verdicts(page))
+    return TABLE.sub(_table, MADE.sub(_made, page))
+
+
+def judged(named: str) -> Iterator[tuple[str, int]]:
+    """Yield the claims that a comment names: experiment and number, from 1 on."""
+    for part in named.split(";"):
+        name, *numbers = part.split()
+        paper = load_experiment(name).paper
+        count = 0 if paper is None else len(paper.claims)
+        yield from ((name, int(number)) for number in numbers or range(1, count + 1))
 
 
 @cache
-def _groups(file: str) -> list:
+def _groups(file: str) -> list[TaskGroup | StudyGroup]:
     store = ResultFile(RESULTS / file)
     store.refresh()
     if not store.records or store.torn:
@@ -41,34 +71,234 @@ def _groups(file: str) -> list:
     return groups([store])
 
 
-def _verdicts(page: str) -> str:
-    beside = {(name, model): words for name, model, words in COUNTS.findall(page)}
-    judged = {}  # of the latest setting of each experiment, which comes first
+def _newest(name: str) -> list[Group]:
+    """Return an experiment's groups, one for each model: that of its latest setting with the claims' methods."""
+    found: dict[str, Group] = {}
     for store in sorted(RESULTS.glob("lab-*.jsonl")):
-        for group in _groups(store.name):
-            if counts := Counter(verdict.outcome for verdict in group.judged()):
-                judged.setdefault((group.experiment.name, group.model), [counts[outcome] for outcome in VerdictOutcome])
-                paper = group.experiment.paper
-                beside.setdefault(
-                    (group.experiment.name, group.model), f"{re.split('[:(]', paper.title)[0].strip()}, {paper.where}"
-                )
-    rows = [
-        f"| [`{name}`](lab-{name}.jsonl), {model} | {words} | {' | '.join(map(str, judged[name, model]))} |\n"
-        for (name, model), words in beside.items()
-        if (name, model) in judged
-    ]
-    sums = [sum(counts) for counts in zip(*judged.values(), strict=True)]
-    whole = f"| **all {sum(sums)}** | | {' | '.join(f'**{count}**' for count in sums)} |"
-    start = COUNTS.search(page).start()
-    stop = TOTAL.search(page)
-    return page[:start] + "".join(rows) + whole + page[stop.end() :]
+        if f'"{name}"' in store.read_text("utf-8"):
+            for group in _groups(store.name):
+                if group.experiment.name == name:
+                    found.setdefault(group.model, group)
+    return list(found.values())
+
+
+def _made(found: re.Match[str]) -> str:
+    kind, named, before = found.groups()
+    makers = {
+        "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
+        "scores": _scores,
+    }  # fmt: skip
+    lines = _which(named, before) if kind == "which" else makers[kind](named)
+    return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _claims(named: str) -> Iterator[str]:
+    yield _line("the paper's", "its claim", "ours", "N", "model", "difference of the protocol", "verdict")
+    yield _line("---", "---", "---", "---:", "---", "---", "---")
+    chosen: dict[str, list[int]] = {}
+    for name, claim in judged(named):
+        chosen.setdefault(name, []).append(claim)
+    counts: Counter[VerdictOutcome] = Counter()
+    settings = []
+    for name, numbers in chosen.items():
+        experiment = load_experiment(name)
+        assert experiment.paper is not None
+        where, claims = experiment.paper.where, experiment.paper.claims
+        measured = _newest(name)
+        for number in numbers:
+            claim = claims[number - 1]
+            if claim.metric is None or not measured:
+                verdict = "no number decides it" if claim.metric is None else "not run"
+                yield _line(where, _cell(claim.says), "-", "-", "-", "-", verdict)
+                continue
+            place = sum(other.metric is not None for other in claims[: number - 1])
+            for group in measured:
+                one = list(group.judged())[place]
+                counts[one.outcome] += 1
+                ours = " ".join(re.sub(r"^(So|Ours|Not so|Undecided): ", "", text) for text in one.ours)
+                yield _line(
+                    f"[{where}](lab-{name}.jsonl)", _cell(claim.says), _cell(ours) or "-", str(one.samples or "-"),
+                    group.model, _cell(one.why) or "-", _verdict(one.outcome),
+                )  # fmt: skip
+        settings += [
+            f"* **{where}**, theirs: {_cell(experiment.paper.setting)}."
+            + "".join(f" Ours: {_cell(group.ours)}." for group in measured)
+        ]
+    yield ""
+    yield ", ".join(f"{counts[outcome]} {_verdict(outcome)}" for outcome in VerdictOutcome) + "."
+    yield ""
+    yield from settings
+
+
+def _verdict(outcome: VerdictOutcome) -> str:
+    return {VerdictOutcome.DIFFERS: "differs", VerdictOutcome.HOLDS: "holds"}.get(outcome, str(outcome))
+
+
+def _cell(text: str) -> str:
+    """Return a sentence for a cell: on one line, without the table's sign."""
+    return re.sub(r"(?<!\\)([|<>])", r"\\\1", " ".join(text.split()))
+
+
+def _numbers(name: str) -> Iterator[str]:
+    for group in _newest(name):
+        assert isinstance(group, StudyGroup)
+        yield from group._numbers().markdown().splitlines()[2:]  # without its heading
+
+
+def _answers(name: str) -> Iterator[str]:
+    (group,) = _newest(name)
+    assert isinstance(group, StudyGroup)
+    counts = (0, 64, 256, 512)
+    less = [student([fmean(_less(record.data, count)) for record in group.records]) for count in counts]
+    yield _line("tokens of the answer", *map(str, counts))
+    yield _line("---", *["---:"] * len(counts))
+    yield _line("KVSlimmer takes less time than AsymKV, %", *(_shown(one, "{:.1f}", 100) for one in less))
+
+
+def _less(data: dict, count: int) -> Iterator[float]:
+    """Yield 1 - KVSlimmer / AsymKV of the seconds of a request at each length."""
+    seconds = {
+        (row["method"], row["length"]): row["prefill_s"] + count * row["mean_ms"] / 1e3
+        for row in data["rows"]
+        if not row["chunk"]
+    }
+    for length in sorted({length for _, length in seconds}):
+        yield 1 - seconds["kvslimmer-published", length] / seconds["asymkv-published", length]
+
+
+def _shown(found: Estimate, form: str, factor: float = 1) -> str:
+    mean, low, high = (form.format(factor * value) for value in (found.mean, found.low, found.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def _group(file: str, model: str) -> TaskGroup:
+    (group,) = (one for one in _groups(file) if one.model == model and "-tuning" not in one.experiment.name)
+    assert isinstance(group, TaskGroup)
+    return group
+
+
+def _result(group: TaskGroup, method: str, budget: str) -> MethodResult | None:
+    """Return a method's result with the parameters that were chosen for the budget."""
+    chosen = group.experiment.chosen.get(group.model, {}).get(budget, {}).get(method, method)
+    return next((one for one in group.results if (one.method, one.budget) == (chosen, budget)), None)
+
+
+def _paired(named: str) -> Iterator[str]:
+    file, model, method = named.split()
+    group = _group(file, model)
+    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+    yield _line(f"KL less that of `{method}`", *(budget.replace("%", " %") for budget in budgets))
+    yield _line("---", *["---:"] * len(budgets))
+    for other in group.experiment.methods:
+        if other in (method, "stock") or other.startswith("stock-"):
+            continue
+        cells = []
+        for budget in budgets:
+            base, result = _result(group, method, budget), _result(group, other, budget)
+            measured = base is not None and result is not None and base.scores and result.scores
+            cells.append(
+                _shown(estimate(result.minus(base.samples, "kl")), "{:+.2g}")
+                if measured and base is not None and result is not None
+                else "-"
+            )
+        if set(cells) != {"-"}:
+            yield _line(f"`{other}`", *cells)
+
+
+def _scores(named: str) -> Iterator[str]:
+    file, name, method = named.split()
+    (group,) = _groups(file)
+    assert isinstance(group, TaskGroup)
+    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+    base = {one.budget: one.samples for one in group.measured if one.method == method}
+    results = {(one.method, one.budget): one for one in group.measured}
+    words = [(budget or "").replace("%", " %") for budget in budgets]
+    yield _line(f"{name}, %", *(f"{word}{less}" for word in words for less in ("", f", `{method}` less it")))
+    yield _line("---", *["---:"] * 2 * len(budgets))
+    for other in dict.fromkeys(one.method for one in group.measured if one.budget):
+        cells = []
+        for budget in budgets:
+            one = results.get((other, budget))
+            cells.append("-" if one is None else _shown(one.scores[name], "{:.1f}", 100))
+            less = [] if one is None or other == method else one.minus(base[budget], name)
+            cells.append(_shown(estimate([-value for value in less]), "{:+.1f}", 100) if less else "-")
+        yield _line(f"`{other}`", *cells)
+
+
+def _bytes(named: str) -> Iterator[str]:
+    file, model, *methods = named.replace(",", "").split()
+    group = _group(file, model)
+    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+    yield _line("% of the bytes of a bfloat16 cache", *(budget.replace("%", " %") for budget in budgets))
+    yield _line("---", *["---:"] * len(budgets))
+    for method in methods:
+        cells = []
+        for budget in budgets:
+            one = _result(group, method, budget)
+            measured = one is not None and one.share is not None and one.booked_share is not None
+            cells.append(f"{100 * one.share:.1f} + {100 * (one.booked_share - one.share):.1f}" if measured else "-")
+        yield _line(f"`{method}`", *cells)
+
+
+def _which(budget: str, before: str) -> Iterator[str]:
+    """Yield the table of needs: the page's first two columns, and the stores' numbers."""
+    yield _line(
+        "need", "method", "KL", "ln p of needles", "found, %", "question seen", "step, ms", "bytes, %", "N"
+    )  # fmt: skip
+    yield _line("---", "---", *["---:"] * 7)
+    for row in before.splitlines()[2:]:
+        need, method = (cell.strip() for cell in row.strip("|").split("|")[:2])
+        yield _line(need, method, *_choice(method.strip("`"), budget))
+
+
+def _choice(method: str, budget: str) -> Iterator[str]:
+    """Yield the cells of a method. Exact methods have the full cache's quality by identity."""
+    found = _result(_group("lab-bounded.jsonl", "smollm2"), method, budget)
+    needles = _needles(method, budget)
+    unseen, seen = (_found(method, need) for need in ("needles", "known-question"))
+    counts = [None if found is None else found.scores["kl"].n, needles and needles.n, unseen and unseen.n]
+    exact = method in ("full", "kv-direct")
+    yield "exact" if exact else "-" if found is None else _shown(found.scores["kl"], "{:.2g}")
+    yield "exact" if exact else "-" if needles is None else _shown(needles, "{:+.2f}")
+    for one in (unseen, seen):
+        yield "-" if one is None else _shown(one, "{:.0f}", 100)
+    yield _step(method)
+    yield "-" if found is None or found.booked_share is None else f"{100 * found.booked_share:.1f}"
+    yield ", ".join("-" if count is None else str(count) for count in counts)
+
+
+def _needles(method: str, budget: str) -> Estimate | None:
+    """Return the difference of ln p from the full cache's in RULER's needles; None if not measured."""
+    for group in _groups("lab-ruler.jsonl"):
+        if isinstance(group, TaskGroup) and group.experiment.weights == "bfloat16":
+            for one in group.measured:
+                if (one.method, one.budget) == (method, budget):
+                    return one.beside["loglik"]
+    return None
+
+
+def _found(method: str, need: str) -> Estimate | None:
+    """Return the share of needles that a method finds at 25 %, as ``kvkeep methods --for`` prints it."""
+    for row in measured()["rows"]:
+        if (row["need"], row["budget"], row["method"]) == (need, "25%", method):
+            return Estimate(*row["match"], row["n"])
+    return None
+
+
+def _step(method: str) -> str:
+    """Return the time of a step after 4,096 tokens on the processor of the record."""
+    label = {"kv-direct": "kv-direct kv@disk"}.get(method, method)
+    rows = json.loads((RESULTS / BENCH).read_text("utf-8"))["rows"]
+    return next((f"{row['step_ms']:.1f}" for row in rows if (row["label"], row["context"]) == (label, 4096)), "-")
 
 
 def _table(found: re.Match[str]) -> str:
     head, file, model, budgets, rows = found.groups()
-    (group,) = (one for one in _groups(file) if one.model == model and "-tuning" not in one.experiment.name)
-    assert isinstance(group, TaskGroup)
-    results = {(result.method, result.budget): result for result in group.results}
+    group = _group(file, model)
     best: dict[str | None, float] = {}
     for one in group.measured:
         best[one.budget] = min(one.scores["kl"].mean, best.get(one.budget, 99.0))
@@ -76,8 +306,7 @@ def _table(found: re.Match[str]) -> str:
     for row in rows.splitlines():
         method, cells = row.strip("|").split("|")[0].strip().strip("`"), []
         for budget in (cell.strip().replace(" ", "") for cell in budgets.strip("|").split("|")):
-            chosen = group.experiment.chosen.get(model, {}).get(budget, {})
-            result = results.get((chosen.get(method, method), budget))
+            result = _result(group, method, budget)
             if result is None or not result.scores:
                 cells.append("refused" if result is not None and "no room" in result.error else "-")
                 continue
