@@ -33,6 +33,8 @@ PLAIN = ("llama", "mistral", "qwen2", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
 ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4", *RECURRENT))
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
+WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
+"""Families that cache keys and values."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
 """Families whose projections of keys and of values are modules of their own."""
 
@@ -148,11 +150,13 @@ EXACT: dict[str, Case] = {
     "h2o+kv-0": _exact("h2o+checkpoint:kv", 0, chunk=7, where="host"),
     "snapkv+kv": _exact("snapkv:window=4,kernel=3+checkpoint:kv", 17, chunk=9, where="device"),
     "tova+residual": _exact("tova+checkpoint:residual", where="host", page=6),
+    "adakv+kv": _exact("adakv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
     "pyramidkv+kv": _exact("pyramidkv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
     "expected-attention+kv": _exact(
         "expected-attention:future=9,sinks=1+checkpoint:kv", chunk=18, where="host", families=ROTARY
     ),
     "kvzip+kv": _exact("kvzip:sinks=2+checkpoint:kv", where="host"),
+    "keydiff+kv": _exact("keydiff+checkpoint:kv", where="host"),
     "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
     "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
@@ -188,6 +192,7 @@ DRAFTING: dict[str, Case] = {
     "h2o+verified, residual": _exact("h2o+verified:3", checkpoint="residual", where="host", page=6),
     "window+verified, residual:3": _exact("window+verified:7", 18, checkpoint="residual:3", where="host"),
     "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
+    "adakv+verified, kv": _exact("adakv:window=4,kernel=3+verified:4", 20, checkpoint="kv", where="host"),
     "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
     "expected-attention+verified, residual": _exact(
@@ -227,9 +232,11 @@ LOSSY: dict[str, Case] = {
     # Whether a text is longer than the budget, and where its pieces end, is counted in slots.
     "kvzip": _lossy("kvzip:sinks=2", alone="padded"),
     "kvzip, heads alike, in pieces": _lossy("kvzip:least=1,piece=19", alone="padded"),
+    "adakv": _lossy("adakv:window=6,kernel=3"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
     "duo-attention": _lossy("duo-attention:sinks=2"),
     "knorm": _lossy("knorm"),
+    "keydiff": _lossy("keydiff"),
     "random": _lossy("random", alone="padded"),  # it draws by slot
     "lru": _lossy("lru"),
     **{
@@ -248,6 +255,13 @@ LOSSY: dict[str, Case] = {
             ("h2o+merge", "h2o+merge", {}),
             ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
             ("tova+merge", "tova+merge", {}),
+            ("adakv+merge", "adakv:window=6,kernel=3+merge", {}),
+            ("attention-matching", "attention-matching", {"alone": "padded", "families": WITHOUT_LATENTS}),
+            (
+                "kvzip+attention-matching",
+                "kvzip:sinks=2+attention-matching:40",
+                {"alone": "padded", "families": WITHOUT_LATENTS},
+            ),
             ("cam", "cam:2", {"becomes": EntryState.DROPPED, "alone": "padded"}),
             ("kvslimmer", "kvslimmer:sinks=2,slack=3", {"families": ROTARY}),
             ("asymkv", "asymkv:sinks=1,cap=0", {"families": ROTARY}),
@@ -288,6 +302,7 @@ LOSSY: dict[str, Case] = {
     },
     # Prompts are read at once, whatever the budget.
     "snapkv+oneshot": _lossy("snapkv:window=6,kernel=3+oneshot", chunk=None),
+    "adakv+oneshot": _lossy("adakv:window=6,kernel=3,least=0+oneshot", chunk=None),
     "kvslimmer+oneshot": _lossy("kvslimmer:sinks=2,slack=3+oneshot", chunk=None, becomes=MERGED, families=ROTARY),
     "kvreviver+oneshot": _lossy("kvreviver+oneshot", chunk=None, promise="reversible", becomes=SKETCHED),
     "revive+oneshot": _grouped("revive+oneshot", 60, chunk=None),
@@ -306,6 +321,7 @@ Pair = tuple[str, str]  # the name of a case, and a family
 # What takes the past of every cache whose promise is exact, what only of one that keeps the ids, and which do.
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
+    *("keydiff+kv", "adakv+kv", "adakv+verified, kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
     "expected-attention+kv",

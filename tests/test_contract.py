@@ -193,7 +193,7 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
     assert torch.isin(codes[real], allowed).all()
     if by_head(case):
         assert (codes[~real] != EntryState.RESIDENT).all() and not held.view_as(codes)[~real].any()
-    if not case.spec.startswith(("random", "knorm", "tova")) and case.budget:
+    if not case.spec.startswith(("random", "knorm", "keydiff", "tova")) and case.budget:
         assert held[:, -1].all()
 
 

@@ -261,3 +261,19 @@ def test_rows_of_different_shares_take_the_memory_of_theirs() -> None:
     step("llama", cache, ids[:1, 80:].repeat(3, 1))
     lanes = [[len(slots) for slots in slots_of(layer)] for layer in bounded(cache)]
     assert lanes == [own[:2] * 3 for own in before]
+
+
+@pytest.mark.parametrize("method", ["kvzip", "kvzip+quantize:4", "kvzip+tiers"])
+def test_one_second_reading_serves_several_budgets(method: str, received: list[list[torch.Tensor]]) -> None:
+    model, ids = tiny("llama"), prompt(1, 200)
+    whole = KeepCache(model, "kvzip", 200)
+    step(model, whole, ids)
+    attention = whole.fork(method, 100, context=200).compress()
+    assert attention is not None and [one.scores.shape[1] for one in attention] == [200] * len(attention)
+    passes = len(received)
+    twins = [whole.fork(method, 120, context=200) for _ in range(2)]
+    assert twins[0].compress(attention) is attention and twins[1].compress() is not None
+    for one, other in zip(received[passes], received[passes + 1], strict=True):
+        assert_near(one, other)
+    assert_near(*(step(model, twin, prompt(1, 4, seed=5)) for twin in twins))
+    assert whole.reading and whole.get_seq_length() == 200

@@ -28,6 +28,7 @@ from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stores.readers.selective import Certificate
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
@@ -108,12 +109,15 @@ class KeepCache(Cache):
     # -- a text that is read again ------------------------------------------------------------------
 
     @outside_inference_mode
-    def compress(self) -> None:
+    def compress(self, readers: list[ReconstructionReader] | None = None) -> list[ReconstructionReader] | None:
         """Read the text a second time and choose the entries that stay, for methods that choose once (``kvzip``). From
         then on the budget holds. A cache calls this by itself at the end of a text that is longer than the budget. With
-        any other method, or without a text, it does nothing."""
-        if self.reading and self.get_seq_length():
-            compress(self)
+        any other method, or without a text, it does nothing and returns None.
+
+        It returns what the second reading found, for each full layer; ``scores`` (lanes, slots) float32 are those of
+        the entries. readers: what it returned for another cache with the same text and the same parameters of the
+        second reading, which is then left out."""
+        return compress(self, readers) if self.reading and self.get_seq_length() else None
 
     def recompose(self, shares: Sequence[Sequence[int]]) -> None:
         """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
@@ -125,8 +129,9 @@ class KeepCache(Cache):
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """The shares that :meth:`recompose` got, for the present rows; None if it was not called."""
-        if self.reading or self.method.reading is None:
+        """The entries of each full layer's lanes, for the present rows, where the text decides them: from
+        :meth:`recompose` on, or for a selector that divides a layer's budget; else None."""
+        if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
 

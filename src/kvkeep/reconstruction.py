@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stores.readers.rehearsal import rehearsing
@@ -38,35 +39,41 @@ class Words(NamedTuple):
     """Ids of the end of the user's message and the beginning of the model's."""
 
 
-def compress(cache: Any) -> None:
-    """Let ``cache`` read its text a second time and choose its entries; then its method applies."""
+def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> list[ReconstructionReader]:
+    """Let ``cache`` read its text a second time and choose its entries; then its method applies. Return the reader of
+    each full layer, with the scores of the entries. readers: what this function returned for another cache with the
+    same text, which is then not read again."""
     begin = time.perf_counter()
     cache.stream.roll_back()
     rows, old, meter = cache.rows, cache.made, cache.meter
-    received, length = _received(cache), cache.ledger.length
+    readers, length = readers or _read_again(cache), cache.ledger.length
     method, geometry = cache.method, cache.geometry
     entries = method.division(geometry, cache.entries).resident
-    with meter.holding(*received):
-        cache.recompose(method.selector.shares(received, rows, entries))
+    scores = [reader.scores for reader in readers]
+    with meter.holding(*(part for reader in readers for part in (reader.scores, *reader.queries, *reader.valid))):
+        cache.recompose(method.selector.shares(scores, rows, entries))
         copy_ledger(old.ledger, cache.ledger, length, rows)
         try:
-            _hand_over(cache, old, received, rows)
+            _hand_over(cache, old, readers, rows)
         except BaseException:  # some entries are lost, so the cache is cleared
             cache.reset()
             raise
     meter.reconstruction_s += time.perf_counter() - begin
+    return readers
 
 
-def _received(cache: Any) -> list[Tensor]:
-    """Return the largest attention weight that each entry received, for each full layer (lanes, slots) float32: 1 for
-    sinks, -inf for padding."""
+def _read_again(cache: Any) -> list[ReconstructionReader]:
+    """Read the text a second time. Return the reader of each full layer, whose scores are 1 for sinks, and -inf for
+    padding."""
     ledger, pieces = cache.ledger, cache.method.selector.reconstruction
     length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
     ids, positions = (part.long() for part in ledger.span(0, length))
-    visible = ledger.visible
-    readers = [ReconstructionReader(layer, pieces.sinks) for layer in cache.stream.bounded]
+    visible, spans = ledger.visible, list(_spans(cache, pieces.piece, words))
+    readers = [
+        ReconstructionReader(layer, pieces, _every(cache, layer, spans, words)) for layer in cache.stream.bounded
+    ]
     with rehearsing(cache, readers) as forget:
-        for start, stop in _spans(cache, pieces.piece, words):
+        for start, stop in spans:
             for reader in readers:
                 reader.piece = start, stop
             said = ids.new_tensor(words.later if start else words.first).expand(len(ids), -1)
@@ -84,11 +91,22 @@ def _received(cache: Any) -> list[Tensor]:
     first = 0 if ledger.first is None else ledger.first[:, None]
     slots = torch.arange(length, device=ids.device)
     for layer, reader in zip(cache.stream.bounded, readers, strict=True):
+        reader.finish()
         by_row = reader.scores.unflatten(0, (-1, layer.heads))
         by_row.masked_fill_((slots < first + pieces.sinks).expand(len(ids), -1)[:, None], 1.0)
         if visible is not None:
             by_row.masked_fill_(~visible[:, None], float("-inf"))
-    return [reader.scores for reader in readers]
+    return readers
+
+
+def _every(cache: Any, layer: Any, spans: list[tuple[int, int]], words: Words) -> int:
+    """Return of how many queries one is kept, so that a KV head keeps about as many as the fate asks for; 0: none."""
+    limit = cache.method.store_fate.reference_queries
+    if not limit:
+        return 0
+    tokens = sum(stop - start + CUE + len(words.later) + len(words.then) for start, stop in spans)
+    heads = cache.geometry.attention_heads // layer.heads
+    return max(1, -(-tokens * heads // limit))
 
 
 def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
@@ -108,12 +126,12 @@ def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) ->
     cache.made.decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
 
 
-def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
+def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: int) -> None:
     """Give the entries of the layers of ``old`` to those of ``cache``, in order, with their scores, and free them layer
     by layer."""
     chunk = cache.stream.chunk
-    for layer, scores in zip(cache.geometry.full_layers, received, strict=True):
-        source, target = old.layers[layer.index], cache.layers[layer.index]
+    for layer, reader in zip(cache.geometry.full_layers, readers, strict=True):
+        source, target, scores = old.layers[layer.index], cache.layers[layer.index], reader.scores
         for piece in chain(source.evicted.pages(), source.resident.pieces()):
             keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
             first = piece.first
@@ -122,10 +140,23 @@ def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
                 target.settle()
                 first += key.shape[1]
+        if reader.queries:
+            _fit(source, target, reader, cache.meter)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
         cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
+
+
+def _fit(source: Any, target: Any, reader: ReconstructionReader, meter: Any) -> None:
+    """Let the store of the layer ``target`` fit its entries to those of ``source`` and to the queries of its reader."""
+    keys, values = source.everything()
+    visible = source.ledger.visible_by(source.heads)
+    real = None if visible is None else visible[:, 0, 0, : keys.shape[1]]
+    queries, valid = torch.cat(reader.queries, 1), torch.cat(reader.valid, 1)
+    reader.queries, reader.valid = [], []
+    with meter.holding(keys, values):
+        target.evicted.fit(SecondReading(keys, values, real, queries, valid, reader.scaling), target.resident)
 
 
 def _words(tokenizer: Any) -> Words:

@@ -245,8 +245,10 @@ def _adopted(cache: Any, request: Request) -> Any:
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None
-    if cache.exactness is not Exactness.EXACT:
+    if cache.exactness is not Exactness.EXACT and not cache.reading:
         reason = f"'{cache.method.name}' does not hold all entries exactly"
+    elif twin.reading:  # it will read the text again
+        reason = None
     elif method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:
         reason = f"'{method.name}' ranks by attention scores, which only reading the text gives"
     elif twin.positions is not None:
@@ -260,7 +262,7 @@ def _adopted(cache: Any, request: Request) -> Any:
         and twin.spec.kind != "tokens"
     ):
         reason = f"checkpoint kind '{twin.spec}' is of residuals, which only reading the text gives"
-    elif twin.ledger.records and not cache.ledger.records:
+    if reason is None and twin.ledger.records and not cache.ledger.records:
         reason = f"'{method.name}' needs the ids of the text, which '{cache.method.name}' does not keep"
     if reason is not None:
         raise NotCarried(method.name, reason)
@@ -278,7 +280,7 @@ def _adopted(cache: Any, request: Request) -> Any:
                 target.settle()
             else:
                 target.update(keys, values)
-    if twin.stream.must_reread:
+    if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin
 

@@ -266,3 +266,10 @@ def test_exact_drafts_and_verifies(run: Run, model_folder: Path) -> None:
         assert code == 2 and not out and err.count("\n") == 1
     code, out, err = run("chat", "-m", str(model_folder), "-b", "16", "--exact", "-n", "5", "--json", stdin="the man\n")
     assert code == 0 and json.loads(out)["turns"][0]["rounds"]["rounds"] > 0
+
+
+@pytest.mark.parametrize("method", ["no-such-method", "snapkv+oneshot+quantize:4"])
+def test_a_wrong_method_is_refused_before_a_model_is_downloaded(run: Run, text: str, method: str) -> None:
+    """No test's cache folder has the model."""
+    code, out, err = run("generate", "-m", "qwen2.5-coder-1.5b", "-f", text, "-x", method, "-b", "25%")
+    assert code == 2 and not out and "Fetching" not in err and len(err.splitlines()) == 1

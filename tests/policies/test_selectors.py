@@ -109,9 +109,14 @@ class Rule:
         """Return new scores; weights (kv_heads, queries, slots) are means over query heads, 0 where not kept."""
         return scores
 
-    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
-        """Return what decides, the highest stay: the scores, unless it says otherwise. keys: (kv_heads, slots, dim)."""
+    def rank(self, scores: Array, keys: Array, budget: Any) -> Array:
+        """Return what decides, the highest stay: the scores, unless it says otherwise. keys: (kv_heads, slots, dim),
+        NaN where not kept. budget: of every head, or (kv_heads, 1)."""
         return scores
+
+    def divide(self, rank: Array, kept: Array, budget: int) -> Any:
+        """Return the budget of every head, or (kv_heads, 1), after a chunk that overflows it."""
+        return budget
 
 
 class Newest(Rule):
@@ -157,9 +162,36 @@ class Votes(Rule):
             votes[head, past] = [near[place : place + self.kernel].max() for place in range(len(past))]
         return scores + (votes - scores) * voters / self.window
 
-    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
-        window = np.arange(scores.shape[1]) >= scores.shape[1] - min(self.window, budget // 2)
+    def rank(self, scores: Array, keys: Array, budget: Any) -> Array:
+        window = np.arange(scores.shape[1]) >= scores.shape[1] - np.minimum(self.window, budget // 2)
         return np.where(window, np.inf, scores)
+
+
+class DividedVotes(Votes):
+    """arXiv:2407.11550: one entry of the pool of all heads at a time."""
+
+    def __init__(self, window: int, kernel: int, least: float = 0.2) -> None:
+        super().__init__(window, kernel)
+        self.least = least
+
+    def divide(self, rank: Array, kept: Array, budget: int) -> Array:
+        heads, window = len(rank), min(self.window, budget // 2)
+        pool = sorted((-value, head) for head in range(heads) for value in rank[head, kept[head]])[: heads * budget]
+        beside = [sum(head == winner for _, winner in pool) - window for head in range(heads)]
+        even = self.least * (budget - window)
+        shares = [window + int((1 - self.least) * count + even) for count in beside]
+        for spare in range(heads * budget - sum(shares)):
+            shares[spare % heads] += 1
+        return np.array(shares)[:, None]
+
+
+class DistinctKeys(Rule):
+    """Keys that point in another direction than the mean of all directions (arXiv:2504.15364)."""
+
+    def rank(self, scores: Array, keys: Array, budget: Any) -> Array:
+        directions = keys / np.sqrt((keys**2).sum(-1, keepdims=True))
+        anchor = np.nanmean(directions, axis=1, keepdims=True)
+        return -(directions * anchor).sum(-1) / np.sqrt((anchor**2).sum(-1))
 
 
 class SmallKeys(Rule):
@@ -218,12 +250,10 @@ def rotation(position: int, dim: int) -> Array:
     return np.block([[cos, -sin], [sin, cos]])
 
 
-def best(rank: Array, kept: Array, count: int) -> Array:
-    """Return the ``count`` highest of those kept."""
+def best(rank: Array, kept: Array, count: Any) -> Array:
+    """Return the ``count`` highest of those kept; count: for every head, or (kv_heads, 1)."""
     order = np.argsort(-np.where(kept, rank, -np.inf), axis=1, kind="stable")
-    chosen = np.zeros_like(kept)
-    np.put_along_axis(chosen, order[:, :count], True, axis=1)
-    return chosen & kept
+    return (np.argsort(order, axis=1) < count) & kept
 
 
 def attention(query: Array, keys: Array, seen: Array, scaling: float) -> Array:
@@ -234,11 +264,17 @@ def attention(query: Array, keys: Array, seen: Array, scaling: float) -> Array:
     return weights / weights.sum(-1, keepdims=True)
 
 
+def where(kept: Array, keys: Array) -> Array:
+    """Return the keys, NaN where none is kept."""
+    return np.where(kept[..., None], keys, np.nan)
+
+
 def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[tuple[Array, Array]]:
     """Yield, after every step of one row, what is kept and what attention returned."""
     heads, dim = steps[0].key.shape[1], steps[0].key.shape[3]
     keys = values = np.zeros((heads, 0, dim))
     scores, kept = np.zeros((heads, 0)), np.zeros((heads, 0), dtype=bool)
+    budgets: Any = budget
     for step in steps:
         new = step.key.shape[2]
         keys, values = np.append(keys, step.key[row], 1), np.append(values, step.value[row], 1)
@@ -247,14 +283,17 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
         lanes = slice(row * heads, (row + 1) * heads)
         nudge = 1 + rule.ties * step.kept_flags[lanes]
         if new == 1:  # a single token takes its place before it attends
-            kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget - 1)
+            kept = best(rule.rank(scores, where(kept, keys), budgets) * nudge, kept, budgets - 1)
         kept[:, slots - new :] = True
         causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
         weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
         rule.inspect(step, row, keys, values, kept)
         scores = rule.observe(scores, weights.mean(1), kept)
         if new > 1:
-            kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget)
+            rank = rule.rank(scores, where(kept, keys), budget)
+            if (kept.sum(1, keepdims=True) > budgets).any():
+                budgets = rule.divide(rank, kept, budget)
+            kept = best(rank * nudge, kept, budgets)
         yield kept, np.einsum("hgqs,hsd->hgqd", weights, values).reshape(step.output[row].shape)
 
 
@@ -280,6 +319,10 @@ RULES: dict[str, Rule] = {
     "snapkv": Votes(32, 7),  # its window is wider than some of the budgets below
     "snapkv:window=4,kernel=3": Votes(4, 3),
     "snapkv:window=6,kernel=1": Votes(6, 1),
+    "adakv": DividedVotes(32, 7),
+    "adakv:window=4,kernel=3": DividedVotes(4, 3),
+    "adakv:window=5,kernel=1,least=0": DividedVotes(5, 1, 0.0),
+    "keydiff": DistinctKeys(),
     "knorm": SmallKeys(),
     "expected-attention": Expected(512, 4),
     "expected-attention:future=5,sinks=1,epsilon=0.02": Expected(5, 1, 0.02),
@@ -324,7 +367,8 @@ def test_every_selector_keeps_what_its_reference_keeps_in_two_turns(
     read(cache, lengths, seed=3, rows=2)
     assert [step.key.shape[2] for step in steps[0]] == taken
     assert_follows(cache, steps, RULES[method], [18] * LAYERS)
-    assert steps[0][-1].kept_flags.sum(1).tolist() == [18] * 4
+    held = steps[0][-1].kept_flags.sum(1)
+    assert held.tolist() == [18] * 4 or (method.startswith("adakv") and held.reshape(2, 2).sum(1).tolist() == [36, 36])
     if method != "window":
         with pytest.raises(AssertionError, match="layer"):
             assert_follows(cache, steps, RULES["window"], [18] * LAYERS)

@@ -24,6 +24,7 @@ from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
 from kvkeep_lab.provenance import commit
+from kvkeep_lab.reading import Readings
 from kvkeep_lab.reference import ReferenceAnswer
 from kvkeep_lab.store import Record, ResultFile, StudyRecord, TaskRecord
 from kvkeep_lab.studies.base import Trial
@@ -49,6 +50,7 @@ class Runner:
     _prepared: object = None  # model, point and seed of the samples and references
     _samples: list[Sample] = field(default_factory=list)
     _references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
+    _readings: Readings = field(default_factory=dict)
 
     def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Record:
         """Measure one cell. ``step`` receives the number of finished steps. An error of the measurement is stored in
@@ -89,7 +91,7 @@ class Runner:
 
             return {"data": study.plain(study.measure(Trial(loaded, self.sources, cell.seed, progress)))}
         task, outcomes = self.experiment.task, list[TaskOutcome]()
-        subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
+        subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references, self._readings)
         for sample in self._prepare(loaded, task, cell):
             outcomes.append(_finite(task.measure(subject, sample)))
             step(len(outcomes))
@@ -98,15 +100,20 @@ class Runner:
     def _model(self, name: str) -> Loaded:
         if self._loaded is None or self._loaded.name != name:
             self._loaded, self._prepared = None, None  # one model at a time
-            self._references.clear()
+            self._forget()
             self._loaded = load(name, weights=self.experiment.weights, device=self.device, progress=self.notify)
         return self._loaded
+
+    def _forget(self) -> None:
+        """Drop what was kept of other cells' prompts."""
+        self._references.clear()
+        self._readings.clear()
 
     def _prepare(self, loaded: Loaded, task: Task, cell: Cell) -> list[Sample]:
         """Return the samples of a cell, and drop the data of other cells."""
         wanted = (cell.model, cell.point, cell.seed)
         if wanted != self._prepared:
-            self._references.clear()
+            self._forget()
             self._samples = task.prepare(loaded.tokenizer, self.sources, cell.point, cell.seed)
             self._prepared = wanted
         return self._samples

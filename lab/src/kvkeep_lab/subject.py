@@ -17,7 +17,7 @@ from kvkeep.policies.methods import resolve
 from kvkeep.policies.names import ONESHOT
 from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.peers import PeerReader, peer_of
-from kvkeep_lab.reading import cache_for, continued, copied, read, read_text, scores, whole_bytes
+from kvkeep_lab.reading import Readings, cache_for, continued, copied, read, read_text, scores, whole_bytes
 from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
 
 
@@ -86,6 +86,8 @@ class Subject:
     """Tokens of a prompt read at a time."""
     references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
     """Answers of the unbounded cache, shared with later subjects."""
+    readings: Readings = field(default_factory=dict)
+    """Texts that methods have read twice, shared with later subjects."""
     _read: tuple[ReadText, Any, float] | None = None
     """The text that was read last, its cache, and the seconds."""
 
@@ -134,7 +136,7 @@ class Subject:
         if self._read is None or self._read[0] is not text:
             self._read = None
             cache = self._full(text.context)
-            self._read = text, cache, read_text(self.loaded.model, self._tensor(text.ids), cache)
+            self._read = text, *read_text(self.loaded.model, self._tensor(text.ids), cache, self.readings)
         _, cache, reading = self._read
         twin = copied(cache)
         logs, seconds, agrees = self._given(twin, ids, right)

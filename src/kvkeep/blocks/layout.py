@@ -38,7 +38,7 @@ def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
     """Raise ShapeError unless ``shares`` has entries for each full layer's lanes, on average at most those of
     ``cache``."""
     layers = cache.geometry.full_layers
-    if not cache.reading or len(shares) != len(layers):
+    if not (cache.reading or cache.method.selector.divides) or len(shares) != len(layers):
         raise ShapeError("it has shares of the budget, and such a cache has none")
     total = torch.zeros(rows, dtype=torch.int64)
     for layer, given in zip(layers, shares, strict=True):
@@ -86,8 +86,8 @@ def check_end(cache: KeepCache, length: int, state: Mapping[str, Tensor]) -> Non
         _, number, part = name.split(".", 2)
         layer, shape = cache.geometry.layers[int(number)], tuple(tensor.shape)
         if not part.startswith(STATE):
-            held = length if layer.window is None else min(length, layer.window - 1)
-            shape = (cache.rows, layer.kv_heads, held, layer.key_dim if part == "keys" else layer.value_dim)
+            count = length if layer.window is None else min(length, layer.window - 1)
+            shape = (cache.rows, layer.kv_heads, count, layer.key_dim if part == "keys" else layer.value_dim)
         _check_shape(name, forms, shape)
 
 

@@ -10,7 +10,7 @@ import typer
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.cli.options import ModelOptions, SamplingOptions
-from kvkeep.cli.output import interruptible, note, print_json, reading, write, write_answer
+from kvkeep.cli.output import interruptible, loading, note, print_json, reading, write, write_answer
 from kvkeep.cli.startup import startup
 from kvkeep.errors import Interrupted
 from kvkeep.units import size
@@ -36,10 +36,11 @@ def generate(
     cache.check(chunk)
     model.check()
     messages = question(read_text(file) if file else None, prompt)
-    with startup(model.model):
+    with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
 
         requested = cache.parse(chunk)
+    with startup(model.model):  # which may download it: a wrong option is refused before
         loaded = model.load()
     ids = encode(loaded.tokenizer, messages, raw=raw)
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)

@@ -63,6 +63,11 @@ class Fate(ABC):
         """Whether estimates of evicted entries may become resident."""
         return False
 
+    @property
+    def reference_queries(self) -> int:
+        """About how many queries of each KV head a reconstruction keeps for :meth:`EvictedStore.fit`; 0: none."""
+        return 0
+
     def refuses(self, method: Any) -> str | None:
         """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
         sentence; None where it can."""

@@ -59,9 +59,13 @@ class ReconstructionPieces(NamedTuple):
     """How a text is read a second time."""
 
     piece: int
-    """Tokens read at a time. Attention weights are normalised over these tokens and the sinks."""
+    """Tokens read at a time."""
     sinks: int
     """The first entries of the text, which take part in the attention of every piece."""
+    score: str = "max"
+    """How the attention that an entry receives becomes its score. "max": the largest weight of any query and head,
+    normalised over sinks, piece and repetition. "rms": the root of the mean squared weight of all queries and heads,
+    normalised over the text."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Selector(ABC):
     """Entries often have equal ranks; the oldest of them is evicted first."""
     across_heads: ClassVar[bool] = False
     """The evicted entries of one KV head depend on other heads."""
+    divides: ClassVar[bool] = False
+    """Whenever a chunk overflows a layer's budget, :meth:`shares` divides that budget between its lanes anew."""
     reduce: ClassVar[str] = "sum"
     """How the attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or
     "max" over both."""
@@ -125,8 +131,9 @@ class Selector(ABC):
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return the number of entries of each full layer's lanes, for ``rows`` rows: ``entries`` on average over the
-        lanes of a row. received: for each layer (lanes, slots) float32, the largest attention weight that each entry
-        received in the reconstruction, which is its score; -inf for padding."""
+        lanes of a row. received: for each layer (lanes, slots) float32, the scores of the entries in the
+        reconstruction (:attr:`ReconstructionPieces.score`); -inf for padding. A selector that :attr:`divides` gets the
+        ranks of one layer's resident and new entries instead, -inf for empty columns."""
         return [[entries]] * len(received)
 
     @property

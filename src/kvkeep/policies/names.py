@@ -19,8 +19,8 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 
 METHODS = (
     "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
-    "expected-attention", "kvzip", "pyramidkv", "duo-attention", "knorm", "random", "lru", "quantized", "revive",
-    "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified", STOCK,
+    "expected-attention", "kvzip", "pyramidkv", "adakv", "duo-attention", "knorm", "keydiff", "random", "lru",
+    "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified", STOCK,
 )  # fmt: skip
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
@@ -28,8 +28,8 @@ FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge
 RECALLS = ("verified", "pages", "fetch-on-miss")
 
 LAB = (
-    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "certified", "redecode",
-    "kvpress",
+    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
+    "highest-attention", "certified", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 

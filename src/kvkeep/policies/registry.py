@@ -29,10 +29,12 @@ from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
 from kvkeep.policies.recalls.verified import Verified
+from kvkeep.policies.selectors.adakv import AdaKV
 from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
+from kvkeep.policies.selectors.keydiff import KeyDiff
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.policies.selectors.lru import LRU
@@ -55,8 +57,10 @@ SELECTORS: dict[str, type[Selector]] = {
     "expected-attention": ExpectedAttention,
     "kvzip": KVzip,
     "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
     "duo-attention": DuoAttention,
     "knorm": KNorm,
+    "keydiff": KeyDiff,
     "random": Random,
     "lru": LRU,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvkeep_lab.tasks.needles import KINDS, Needles, _text
 from measuring import subject
 
 from kvkeep.errors import UsageError
+from kvkeep.reconstruction import _read_again
 
 WORDS = ["I", "read", "and", "wrote", "much", "then."] * 50
 LENGTH = 384
@@ -78,7 +80,12 @@ def test_the_text_is_read_within_the_budget_and_once(essays: list[Path], monkeyp
     task, (first, second, *_) = samples(essays)
     one = subject("snapkv", "64")
     read = []
-    monkeypatch.setattr("kvkeep_lab.subject.read_text", lambda model, ids, cache: read.append(ids.shape) or 0.0)
+
+    def note(model: Any, ids: Any, cache: Any, readings: Any) -> Any:
+        read.append(ids.shape)
+        return cache, 0.0
+
+    monkeypatch.setattr("kvkeep_lab.subject.read_text", note)
     for sample in (first, second):
         assert task.measure(one, sample).cost.entries == 64
     assert read == [(1, len(first.facts["text"].ids))]
@@ -94,3 +101,17 @@ def test_a_length_without_room_is_refused(essays: list[Path]) -> None:
     task = Needles(length=[64])
     with pytest.raises(UsageError, match="no room for 10 needles"):
         task.prepare(tokenizer(), essays, task.points()[0], 0)
+
+
+def test_methods_with_the_same_second_reading_share_it(essays: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    task, (sample, *_) = samples(essays)
+    shared, passes = subject("kvzip", "40%"), []
+    one = replace(shared, method="kvzip+tiers")
+    monkeypatch.setattr(
+        "kvkeep.reconstruction._read_again", lambda cache, made=_read_again: passes.append(1) or made(cache)
+    )
+    task.measure(shared, sample)
+    assert len(passes) == 1 and len(shared.readings) == 1
+    first = task.measure(one, sample)
+    assert len(passes) == 1 and first.scores == task.measure(subject("kvzip+tiers", "40%"), sample).scores
+    assert len(passes) == 2 and first.cost.entries is not None

@@ -12,7 +12,7 @@ from families import tiny
 from helpers import NEW, assert_near, bounded, generate, padded, prompt, slots_of, step
 from test_contract import watched
 
-from kvkeep import KeepCache, UsageError
+from kvkeep import EntryState, KeepCache, UsageError
 from kvkeep.stores import slots
 from kvkeep.stores.layer import Layer
 
@@ -23,7 +23,7 @@ def chosen(case: Case) -> bool:
 
 
 CHOSEN = [name for name, case in LOSSY.items() if chosen(case)]
-BY_HEAD = ("duo-attention", "kvzip")  # whose heads have different budgets
+BY_HEAD = ("duo-attention", "kvzip", "adakv")  # whose heads have different budgets
 DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name not in BY_HEAD]
 BY_VECTORS = [  # which need no ids
     name
@@ -193,6 +193,42 @@ def test_pyramidkv_allocates_less_with_depth_and_says_so(family: str) -> None:
     shares = [depth / (len(layers) - 1) if len(layers) > 1 else 0.5 for depth in range(len(layers))]
     assert held == [4 + int(2 * mean - least + (2 * least - 2 * mean) * share) for share in shares]
     assert [report.entries for report in cache.describe() if report.kind == "full"] == held
+
+
+def test_heads_divide_the_budget_of_their_layer_again_for_each_chunk() -> None:
+    """Each row has all of it, at every moment; the division goes where the row goes, and into a fork."""
+    cache, ids = KeepCache(tiny("llama"), "adakv:window=4,kernel=3", 40, chunk=20), prompt(2, 90)
+    step("llama", cache, ids[:, :40])
+    assert cache.shares == [[40]] * 4
+    divided = []
+    for low, high in ((40, 60), (60, 80), (80, 81)):
+        step("llama", cache, ids[:, low:high])
+        assert cache.shares is not None
+        divided.append(cache.shares)
+        held = [len(slots) for layer in bounded(cache) for slots in slots_of(layer)]
+        assert held == [share for own in cache.shares for share in own]
+        assert all(sum(own[:2]) == sum(own[2:]) == 80 and min(own) >= 4 + 0.2 * 36 for own in cache.shares)
+    assert divided[0] != divided[1] == divided[2]
+    twin = cache.fork()
+    assert twin.shares == cache.shares
+    for one in (cache, twin):
+        one.reorder_cache(torch.tensor([1, 0]))
+        assert one.shares == [[*own[2:], *own[:2]] for own in divided[2]]
+    assert torch.equal(*(step("llama", one, ids[:, 60:80]) for one in (cache, twin)))
+    assert cache.shares == twin.shares
+    cache.reset()
+    assert cache.shares == [[40]] * 4
+
+
+def test_what_a_division_evicts_is_stored() -> None:
+    cache = KeepCache(tiny("llama"), "adakv:window=4,kernel=3+quantize:8", 120, chunk=32)
+    step("llama", cache, prompt(1, 170))
+    assert cache.shares is not None and any(own[0] != own[1] for own in cache.shares)
+    states = torch.stack(cache.entry_states())
+    stored = (states == EntryState.QUANTISED) | (states == EntryState.RESIDENT)
+    assert stored.float().mean() > 0.7  # a lane that evicts less than another leaves places of a group empty
+    held = sum(layer.resident_bytes for layer in bounded(cache)) + cache.compressed_bytes()
+    assert held <= 120 * cache.geometry.full_bytes_per_token
 
 
 def test_an_entry_that_comes_back_changes_no_score_of_another_head() -> None:

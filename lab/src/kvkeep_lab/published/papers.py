@@ -20,3 +20,11 @@ CAM = Paper(
     "2024",
     "Forty-first International Conference on Machine Learning",
 )
+ATTENTION_MATCHING = Paper(
+    "zweiger2026attentionmatching",
+    "2602.16284",
+    "Fast KV Compaction via Attention Matching",
+    "Adam Zweiger and Xinghong Fu and Han Guo and Yoon Kim",
+    "2026",
+    eprint="2602.16284",
+)

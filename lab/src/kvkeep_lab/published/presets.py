@@ -10,7 +10,9 @@ from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.window import Window
 from kvkeep_lab.published.asymkv import AsymKV
 from kvkeep_lab.published.asymkv_published import AsymKVPublished
+from kvkeep_lab.published.attention_matching import AttentionMatching
 from kvkeep_lab.published.cam import Cam
+from kvkeep_lab.published.highest_attention import HighestAttention
 from kvkeep_lab.published.kvslimmer_exact import KVSlimmerExact
 from kvkeep_lab.published.kvslimmer_published import KVSlimmerPublished
 from kvkeep_lab.published.lowrank import LowRank
@@ -44,3 +46,4 @@ ASYMKV = _named(H2O(), AsymKV)
 KVSLIMMER_EXACT = _named(H2O(), KVSlimmerExact)
 ASYMKV_PUBLISHED = _named(Window(), AsymKVPublished)
 KVSLIMMER_PUBLISHED = _named(Window(), KVSlimmerPublished)
+ATTENTION_MATCHING = _named(HighestAttention(), AttentionMatching)

@@ -65,8 +65,11 @@ class Locomo(Task):
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Choose ``samples`` questions of a conversation, at equal distances in the file's order from question ``seed``
         on."""
-        conversation, asked = _read(sources[0], int(point["conversation"]))
-        chosen = [asked[(seed + len(asked) * number // self.samples) % len(asked)] for number in range(self.samples)]
+        conversation, questions = _read(sources[0], int(point["conversation"]))
+        chosen = [
+            questions[(seed + len(questions) * number // self.samples) % len(questions)]
+            for number in range(self.samples)
+        ]
         prompts = [_prompt(tokenizer, conversation, one) for one in chosen]
         shared = encode(tokenizer, question(_text(conversation) + "\n", None))
         start = min(common_prefix(ids, shared) for ids in prompts)
@@ -102,15 +105,15 @@ def _read(path: Path, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     shape."""
     try:
         rows = json.loads(path.read_text("utf-8"))
-        conversation, asked = rows[number]["conversation"], rows[number]["qa"]
-        asked = [one for one in asked if one["category"] in (1, 2, 3, 4) and str(one["answer"]).strip()]
+        conversation, questions = rows[number]["conversation"], rows[number]["qa"]
+        questions = [one for one in questions if one["category"] in (1, 2, 3, 4) and str(one["answer"]).strip()]
         list(_turns(conversation))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UsageError(
             f"'{path}' has no conversation {number} in the form of LoCoMo (qa, conversation with session_1, ...); give "
             "another data folder."
         ) from error
-    return conversation, asked
+    return conversation, questions
 
 
 def _sessions(conversation: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -115,9 +115,9 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
         raise UsageError(
             f"A length of {length} tokens has no room for {kind.keys * kind.each} needles; give a greater one."
         )
-    asked = encoded(size)
+    prompts = encoded(size)
     shared = _prompt(tokenizer, kind, _text(words, kind, size, random.Random(key))[0], _NO_QUESTION, "")
-    start = min(common_prefix(ids, shared) for ids, _ in asked)
+    start = min(common_prefix(ids, shared) for ids, _ in prompts)
     text = ReadText(tuple(shared[:start]), length)
     return [
         Sample(
@@ -131,7 +131,7 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
                 "depth": needle.depth,
             },
         )
-        for ids, needle in asked
+        for ids, needle in prompts
     ]
 
 

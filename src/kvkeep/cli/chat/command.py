@@ -13,7 +13,7 @@ from kvkeep.cli import options
 from kvkeep.cli.cache_options import CacheOptions, RequestedCache
 from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.options import ModelOptions, SamplingOptions
-from kvkeep.cli.output import note, print_json
+from kvkeep.cli.output import loading, note, print_json
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 
@@ -67,16 +67,18 @@ def chat(
     model.check()
     check_text(system or "", "the system prompt")
     with EndSignals() as signals, ExitStack() as stack:
-        with signals.exit_at_once(), startup(model.model):
-            from kvkeep.cli.chat import loop
-            from kvkeep.cli.chat.saving import Saver, last_hangup
-            from kvkeep.cli.chat.state import Chat
-            from kvkeep.decode.chat import Conversation
-            from kvkeep.models.silence import without_warnings
+        with signals.exit_at_once():
+            with loading(model.model), startup():
+                from kvkeep.cli.chat import loop
+                from kvkeep.cli.chat.saving import Saver, last_hangup
+                from kvkeep.cli.chat.state import Chat
+                from kvkeep.decode.chat import Conversation
+                from kvkeep.models.silence import without_warnings
 
-            requested = cache.parse()
-            saver = stack.enter_context(Saver(session, sessions))
-            loaded = model.load()
+                requested = cache.parse()
+                saver = stack.enter_context(Saver(session, sessions))
+            with startup(model.model):  # which may download it: a wrong option or session is refused before
+                loaded = model.load()
         screen = _screen(json, plain, history)  # after loading, which redirects standard output
         kept = saver.session
         if session is not None and kept is not None and kept.saves:

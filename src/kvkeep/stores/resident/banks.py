@@ -8,6 +8,7 @@ eviction moves no other entry: the new entry overwrites the evicted one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -263,6 +264,33 @@ class Banks:
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
         gathered = EvictedEntries(*joined)  # type: ignore[arg-type]
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
+
+    def refill(self, entries: EvictedEntries, ranks: Tensor, budgets: Sequence[int]) -> Tensor:
+        """Give each lane another budget, and fill it with those of ``entries``, (lanes, n, dim), that have the highest
+        ``ranks``, (lanes, n) float32, -inf where there is no entry. Of equal ranks, the newer entries stay. Return
+        which stay, (lanes, n) bool."""
+        self.banks, self.budgets = [], tuple(budgets)
+        counts = (entries.slots >= 0).sum(1).tolist()
+        lanes, groups = len(counts), defaultdict(list)
+        for lane, (count, budget) in enumerate(zip(counts, self.budgets * (lanes // len(budgets)), strict=True)):
+            groups[budget, bank_columns(budget, count)].append(lane)
+        order = entries.slots.argsort(1)
+        order = order.gather(1, ranks.gather(1, order).argsort(dim=1, stable=True))
+        stays = torch.zeros(ranks.shape, dtype=torch.bool, device=ranks.device)
+        for (budget, columns), members in sorted(groups.items()):
+            bank = self._bank(members, lanes, budget, columns, (entries.keys, entries.values))
+            chosen = order[bank.index, max(0, order.shape[1] - columns) :].sort(1).values
+            stays[bank.index] = stays[bank.index].scatter(1, chosen, True)
+            for name in MOVED:
+                if (rows := getattr(entries, name)) is None:
+                    continue
+                if getattr(bank, name) is None:
+                    setattr(bank, name, rows.new_zeros(bank.slots.shape))
+                index = chosen.view(*chosen.shape, *(1,) * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
+                getattr(bank, name)[:, : chosen.shape[1]] = bank.of(rows).gather(1, index)
+            bank.recount()
+            self.banks.append(bank)
+        return stays & (entries.slots >= 0)
 
     def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
         device = self.banks[0].slots.device if self.banks else None

@@ -188,6 +188,33 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     return left
 
 
+def with_new(bank: Bank, new: Arriving, scores: Tensor | None) -> EvictedEntries:
+    """Return copies of a bank's entries and of the new ones, in one list. scores: of the new ones, (lanes, n)."""
+    pairs = (bank.keys, new.keys), (bank.values, new.values), (bank.slots, new.slots)
+    keys, values, slots = (torch.cat([old[:, : bank.used], fresh], 1) for old, fresh in pairs)
+    if scores is not None:
+        scores = torch.cat([bank.scored()[:, : bank.used], scores], 1)
+    extra, newest = (
+        None if one is None else torch.nn.functional.pad(one[:, : bank.used], (0, new.count))
+        for one in (bank.extra, bank.newest)
+    )
+    return EvictedEntries(keys, values, slots, scores, extra, newest)
+
+
+def some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntries:
+    """Return the ``chosen`` entries, (lanes, n) bool, in their order. scored: with scores."""
+    counts = chosen.sum(1)
+    columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    wide = columns[..., None]
+    keys, values = (rows.gather(1, wide.expand(-1, -1, rows.shape[2])) for rows in (entries.keys, entries.values))
+    slots = entries.slots.gather(1, columns).masked_fill(~chosen.gather(1, columns), -1)
+    scores, extra, newest = (
+        None if rows is None else rows.gather(1, columns)
+        for rows in (entries.scores if scored else None, entries.extra, entries.newest)
+    )
+    return EvictedEntries(keys, values, slots, scores, extra, newest, not bool((counts == counts[0]).all()))
+
+
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
     """Return the entries at ``leaving`` (lanes, n), which counts the columns of the bank, then the new entries."""
     refused = leaving >= bank.columns

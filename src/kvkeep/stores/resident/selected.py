@@ -20,7 +20,7 @@ from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.resident.banks import Bank, Banks
-from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest
+from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest, some, with_new
 
 
 class Selected(WorkingSet):
@@ -205,14 +205,42 @@ class Selected(WorkingSet):
         self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
-        new, left = self._arriving(keys, values, first), []
-        for number, bank in enumerate(self.banks):
-            left.append(self._admit(bank, self._of(bank, number, new)))
+        new = self._arriving(keys, values, first)
+        overflows = new.count > 1 and any(bank.used + new.count > bank.columns for bank in self.banks)
+        if self.selector.divides and overflows:
+            left = self._divide(new)
+        else:
+            parts = [self._admit(bank, self._of(bank, number, new)) for number, bank in enumerate(self.banks)]
+            left = self.banks.gathered(parts)
         observed = bool(self._scores)
         self._scores, self._hand = {}, 0
         self.length = first + new.count
         self.store.settled(observed, self)
-        return self.banks.gathered(left)
+        return left
+
+    def _divide(self, new: Arriving) -> EvictedEntries | None:
+        """Divide the budget between the lanes anew, and keep in each the entries of the highest ranks. Return the
+        others if the store wants them."""
+        banks, parts = self.banks, []
+        for number, bank in enumerate(banks):
+            if self.store.merges:
+                bank.counted()
+            fresh = self._of(bank, number, new)
+            scores = self.ranking.arrived(bank, fresh)
+            if scores is None and self.window != 0:
+                scores = torch.zeros(fresh.slots.shape, device=new.keys.device)
+            parts.append(with_new(bank, fresh, scores))
+        mean = sum(banks.budgets) // len(banks.budgets)
+        with self.meter.holding(*(tensor for part in parts for tensor in part[:-1])):
+            every = banks.gathered(parts)
+            assert every is not None
+            entries = self.ranking.candidates(None, every.slots, every.scores, new.first + new.count, new.count)
+            entries = replace(entries, budget=mean, keys=every.keys, values=every.values)
+            ranks = self.selector.rank(entries).float().masked_fill(every.slots < 0, float("-inf"))
+            (shares,) = self.selector.shares([ranks], self.ledger.batch, mean)
+            with self.meter.holding(*(every[:-1] if len(parts) > 1 else ())):
+                stays = banks.refill(every, ranks, shares)
+        return some(every, ~stays & (every.slots >= 0), self.ranking.scored) if self.store.keeps else None
 
     def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
         """Keep the new entries of one bank; return the evicted ones."""

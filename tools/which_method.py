@@ -1,0 +1,83 @@
+"""Make what 'kvkeep methods --for' prints, and two figures of docs/results, from docs/results/lab-which-method.jsonl.
+
+Methods are compared on the same texts: in each kind of needles and for each way of asking, those of the seeds that all
+methods of a budget have. A method with less than half of the others' texts is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+from kvkeep_lab.report import groups
+from kvkeep_lab.report.figures import draw_depths, draw_quality
+from kvkeep_lab.report.tasks import TaskGroup
+from kvkeep_lab.statistics import estimate, student
+from kvkeep_lab.store import ResultFile, TaskRecord
+
+ROOT = Path(__file__).parents[1]
+STORE = ROOT / "docs" / "results" / "lab-which-method.jsonl"
+TABLE = ROOT / "src" / "kvkeep" / "policies" / "measured.json"
+NEEDS = {"unseen": "needles", "seen": "known-question"}
+
+
+def main() -> None:
+    """Write the table and the figures."""
+    store = ResultFile(STORE)
+    store.refresh()
+    (group,) = groups([store])
+    assert isinstance(group, TaskGroup)
+    records = [record for record in group.records if record.status == "done"]
+    rows = []
+    for asked, need in NEEDS.items():
+        rows += _rows(need, [record for record in records if record.point["question"] == asked])
+    commits = sorted({record.versions.get("commit", "?") for record in records})
+    about = {
+        "model": group.model,
+        "tokens": max(record.point["length"] for record in records),
+        "processor": sorted({f"{record.machine['processor']}, {record.machine['path']}" for record in records}),
+        "commits": commits,
+        "store": STORE.relative_to(ROOT).as_posix(),
+        "rows": rows,
+    }
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    TABLE.write_text(json.dumps(about | {"rows": []}, indent=1).replace("[]", f"[\n  {lines}\n ]") + "\n", "utf-8")
+    draw_depths(group, STORE.parent / "which-method-depths.png")
+    draw_quality(group, STORE.parent / "which-method-quality.png")
+    print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
+
+
+def _rows(need: str, records: list[TaskRecord]) -> list[dict]:
+    """Return a row for each method and budget, over the places that every one of its budget has."""
+    ways: dict[tuple[str, str | None], dict[tuple, TaskRecord]] = {}
+    for record in records:
+        ways.setdefault((record.method, record.budget), {})[record.point["kind"], record.seed] = record
+    found = []
+    for budget in dict.fromkeys(budget for _, budget in ways if budget):
+        mine = {method: cells for (method, at), cells in ways.items() if at in (None, budget)}
+        most = max(len(cells) for cells in mine.values())
+        mine = {method: cells for method, cells in mine.items() if 2 * len(cells) >= most}
+        places = set.intersection(*(set(cells) for cells in mine.values()))
+        for method, cells in mine.items():
+            chosen = [cells[place] for place in sorted(places)]
+            if chosen:
+                found.append({"need": need, "budget": budget, "method": method, **_numbers(chosen)})
+    return found
+
+
+def _numbers(records: list[TaskRecord]) -> dict:
+    matches, logs = ([value for record in records for value in record.scores[name]] for name in ("match", "loglik"))
+    match, loglik = student(matches, scale=(0.0, 1.0)), estimate(logs)
+    shares = [(record.held_bytes + record.bookkeeping_bytes) / record.whole_bytes for record in records]
+    return {
+        "match": [round(value, 3) for value in (match.mean, match.low, match.high)],
+        "loglik": [round(value, 3) for value in (loglik.mean, loglik.low, loglik.high)],
+        "bytes": round(fmean(shares), 4),
+        "n": match.n,
+        "texts": len(records),
+    }
+
+
+if __name__ == "__main__":
+    main()
