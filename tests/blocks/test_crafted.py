@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 import torch
 from cases import CASES, new_cache, pairs
 from families import tiny
-from helpers import step
+from helpers import prompt, step
 from torch import Tensor
+from typer.testing import CliRunner
 
-from kvkeep import KvkeepError, Session, SessionError, load_session, save_session
+from kvkeep import KeepCache, KvkeepError, Session, SessionError, load_session, save_session
 from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
+from kvkeep.cli.cache import app
 
 Tensors = dict[str, Tensor]
 NUMBERS = (-(2**31), -2, -1, 0, 1, 2, 5, 17, 60, 100, 1000, 2**31 - 1)
@@ -122,6 +127,42 @@ def _about(about: dict[str, Any], draw: random.Random) -> str:
         return f"about {name} gone"
     table[name] = draw.choice(near or values)
     return f"about {name} {before} {table[name]}"
+
+
+ODD: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a time": lambda about: about.update(created=float("nan")),
+    "rows": lambda about: about["past"].update(rows="3"),
+    "a length": lambda about: about["past"].update(rows=10**3000, length=10**3000),
+    "no past": lambda about: about.update(past={}),
+    "no ids": lambda about: about.update(ids=[]),
+    "an id": lambda about: about["ids"][0].__setitem__(5, 2**31 - 1),
+    "a method": lambda about: about.update(method="[red]x[/blue]"),
+    "an escape": lambda about: about.update(family="\x1b[2J"),
+}
+"""Changes of a reference by what they change."""
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_reference_is_one_sentence_for_every_command(what: str, tmp_path: Path) -> None:
+    cache, ids, store = KeepCache(tiny("llama"), "full"), prompt(1, 20), Store(tmp_path / "store")
+    step("llama", cache, ids)
+    with StoredSession(store, "s", writing=True) as stored:
+        stored.save(Session(cache, ids.tolist()))
+        about = json.loads(json.dumps(stored.about))
+        ODD[what](about)
+        stored.commit(about)
+    for given in (["list"], ["list", "--json"], ["show", "s"], ["verify"]):
+        found = CliRunner().invoke(app, [*given, "--sessions", str(tmp_path / "store")])
+        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+        assert "\x1b[2J" not in found.output
+    with StoredSession(store, "s") as stored, pytest.raises(SessionError) as refused:
+        load_session(stored, tiny("llama"))
+    assert len(str(refused.value).splitlines()) == 1
+    with suppress(SessionError):
+        store.fork("s", "t")
+    for name in [info.name for info in store.sessions()]:
+        store.remove(name)
+    assert not [*tmp_path.rglob("*.json")]
 
 
 @pytest.mark.parametrize(("name", "family"), pairs(turn=1)[::4])

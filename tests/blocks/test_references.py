@@ -99,6 +99,18 @@ def test_a_writer_that_another_one_followed_is_refused(tmp_path: Path, after: st
     assert folder.exists() == bool(before)
 
 
+def test_a_first_save_with_a_later_number_does_not_replace_a_session_that_is_created_meanwhile(tmp_path: Path) -> None:
+    """A fork or an import has the number of saves of its original."""
+    fork = Reference(tmp_path / "s", writing=True, shared=True)
+    write(tmp_path / "s", 1, shared=True)
+    fork.saves = 4
+    with pytest.raises(SessionBusy, match="continued or removed by another program"):
+        fork.commit({"turn": "fork"})
+    fork.discard()
+    fork.close()
+    assert content(tmp_path / "s") == {"turn": 1}
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_file_system_without_links_serves_one_machine(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -408,6 +408,32 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path, mon
     assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".shared"] == present
 
 
+def test_a_fork_that_fails_leaves_what_another_machine_has_saved_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other, original = Store(tmp_path, shared=True), Store(tmp_path, shared=True), Store._continue
+
+    def beaten(source: Any, twin: Any) -> None:
+        store_text(other, "b", "h2o", 30)
+        original(source, twin)
+
+    store_text(store, "a", "h2o", 20)
+    monkeypatch.setattr(Store, "_continue", staticmethod(beaten))
+    with pytest.raises(SessionError, match="by another program"):
+        store.fork("a", "b")
+    assert check_whole(store, "b", "h2o") == 30 and check_whole(store, "a", "h2o") == 20
+
+
+def test_a_session_needs_the_ids_of_all_rows(tmp_path: Path) -> None:
+    cache, ids = KeepCache(tiny("llama"), "full"), prompt(2, 300)
+    step("llama", cache, ids)
+    for wrong in ([], ids[:1].tolist(), ids[[0, 1, 1]].tolist(), ids[:, 1:].tolist()):
+        with pytest.raises(UsageError, match="ids of all 300 tokens"):
+            save_session(tmp_path / "s", Session(cache, wrong))
+    save_session(tmp_path / "s", Session(cache, ids.tolist()))
+    assert load_session(tmp_path / "s", tiny("llama")).ids == ids.tolist()
+
+
 def test_others_are_refused(tmp_path: Path) -> None:
     cache = KeepCache(tiny("llama"), "full")
     step("llama", cache, torch.arange(2, 9).unsqueeze(0))

@@ -30,6 +30,39 @@ def test_turns_equal_one_long_prompt(family: str) -> None:
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+def test_an_error_at_the_end_of_a_round_leaves_the_conversation_as_before(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint's disk is full when a layer takes the verified entries."""
+    model, failures = tiny(family), 0
+    talk = Conversation(
+        model, tokenizer(), KeepCache(model, "snapkv:window=4,kernel=3+verified:5", 32, checkpoint="kv")
+    )
+    talk.answer("the of and to in was it for on " * 9, max_new_tokens=6)
+    cache = talk.cache
+    commit = cache.round.commit
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def failing(*given: Any) -> None:
+        nonlocal failures
+        failures += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.stream.bounded[-1].reader, "settling", full, raising=False)
+            commit(*given)
+
+    monkeypatch.setattr(cache.round, "commit", failing)
+    with pytest.raises(OSError, match="No space left"):
+        talk.answer("by from her she that", max_new_tokens=12)
+    assert failures == 1
+    monkeypatch.undo()
+    prompt = talk.prompt("by from her she that")
+    alone = generate(model, tokenizer(), prompt, KeepCache(model), max_new_tokens=12)
+    assert talk.answer("by from her she that", max_new_tokens=12).tokens == alone.tokens
+
+
 @pytest.mark.parametrize(("method", "kind"), [("kv-direct", "residual"), ("snapkv:window=4,kernel=3+verified:5", "kv")])
 def test_a_conversation_goes_on_another_day(tmp_path: Path, method: str, kind: str) -> None:
     """In rounds, too."""

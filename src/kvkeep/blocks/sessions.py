@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
+from kvkeep.blocks.header import MAX_SLOTS, checked, damaged
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import chain, origin, session_key
 from kvkeep.blocks.references import Reference
@@ -44,31 +45,9 @@ from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
-_MAX_SLOTS = 2**31  # slots are int32
 _TAIL = "tail."
 _END = re.compile(r"end\.([1-9][0-9]{0,9})\.(.+)")
 """The name of a tensor of a window or a recurrent state at the end of a block."""
-_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
-_HEADER: dict[str, Any] = {
-    "fingerprint": str,
-    "tokenizer": str | None,
-    "family": str,
-    "method": str,
-    "budget": str | None,
-    "options": dict,
-    "entries": int | None,
-    "chunk": int,
-    "past": dict,
-    "notes": dict,
-    "ids": list,
-    "blocks": list,
-    "by_token": dict,
-    "state": str,
-    "state_bytes": int,
-    "block_bytes": int,
-    "created": float,
-    "saved": float,
-}
 
 
 @dataclass
@@ -128,8 +107,9 @@ class StoredSession(Reference):
         previous turn then remains saved."""
         cache, before = session.cache, self.about or {}
         check_savable(cache)
-        if any(len(row) != cache.get_seq_length() for row in session.ids):
-            raise UsageError(f"A session needs the ids of all {cache.get_seq_length()} tokens of its cache.")
+        length, lengths = cache.get_seq_length(), [len(row) for row in session.ids]
+        if any(lengths) if not length else lengths != [length] * cache.rows:
+            raise UsageError(f"A session needs the ids of all {length} tokens of its cache, for each of its rows.")
         parts = transfer.parts(cache)
         text = TextRows(cache, parts)
         state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
@@ -242,9 +222,7 @@ class StoredSession(Reference):
             raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
 
     def _request(self, model: Any, tokenizer: str | None) -> Request:
-        about = self.about
-        check_about(about)
-        assert about is not None
+        about = checked(self.about)
         if about["fingerprint"] != fingerprint(model):
             raise SessionError(
                 f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); "
@@ -254,11 +232,13 @@ class StoredSession(Reference):
             raise SessionError(
                 "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
             )
+        if any(max(row, default=0) >= model.get_input_embeddings().num_embeddings for row in about["ids"]):
+            raise damaged("it has token ids that the model does not have")
         with suppress(TypeError):
             request = Request.parse(about["method"], about["budget"], **about["options"])
             if request.options() == about["options"]:
                 return request
-        raise _odd("its options are not those of a cache")
+        raise damaged("its options are not those of a cache")
 
     def _restore(self, cache: KeepCache, about: dict[str, Any]) -> int:
         """Fill the empty ``cache`` from the blocks that ``about`` names; return the number of tokens it holds then."""
@@ -298,7 +278,7 @@ class StoredSession(Reference):
         """Fill ``cache``. Raises ShapeError for what kvkeep does not write."""
         past = about["past"]
         for name, number in {**past["first"], "length": past["length"], "rows": past["rows"] - 1}.items():
-            within(name, number, 0, _MAX_SLOTS)
+            within(name, number, 0, MAX_SLOTS)
         if not type(past["uneven"]) is type(past["plain"]) is bool:
             raise ShapeError("'uneven' or 'plain' is neither true nor false")
         if past["shares"] is not None:
@@ -392,23 +372,3 @@ def check_savable(cache: Cache) -> None:
 
 def _tensor(part: Tensor | Rows) -> Tensor:
     return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
-
-
-def check_about(about: Any) -> None:
-    """Check the types and ranges of a reference's data. Raises SessionDamaged."""
-    if type(about) is not dict or set(about) != set(_HEADER):
-        raise _odd("its header has other names than expected")
-    for name, kind in _HEADER.items():
-        if not isinstance(about[name], kind):
-            raise _odd(f"its header has a '{name}' of the wrong type")
-    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
-        raise _odd("it has invalid names of blocks")
-    rows = about["ids"]
-    if not all(type(row) is list and all(type(one) is int and 0 <= one < _MAX_SLOTS for one in row) for row in rows):
-        raise _odd("it has invalid token ids")
-    if len({len(row) for row in rows}) > 1:
-        raise _odd("its rows have different lengths")
-
-
-def _odd(reason: str) -> SessionDamaged:
-    return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import (
     Reference,
@@ -31,7 +32,7 @@ from kvkeep.blocks.references import (
     remove_folder,
     unwritable,
 )
-from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, UsageError, reason_of
+from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError, reason_of
 from kvkeep.files import remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
 
@@ -192,7 +193,7 @@ class Store:
         """Return the arguments of the :class:`Reference` of a session. Raises SessionError if it has to exist and does
         not."""
         if not writing:
-            return {"folder": self._existing(name)}
+            return {"folder": self._existing(name), "create": self._create_file}
         path = self.path(name)
         self.create()
         return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file}
@@ -297,20 +298,17 @@ class Store:
                     source = now
                     self._continue(source, twin)
             except BaseException:
-                remove_folder(twin.folder)
+                twin.discard()
                 raise
 
     @staticmethod
     def _continue(source: Reference, twin: Reference) -> None:
         """Make the last save of ``source`` that of ``twin``. Raises SessionError."""
-        assert source.about is not None
-        state = source.about.get("state")
-        if not isinstance(state, str) or not state.isalnum():
-            raise SessionDamaged(f"The session '{source.folder}' cannot be read: it is damaged; start a new one.")
+        about = checked(source.about)
         for one in (source, twin):  # before another session names the state, so that no save removes it
-            one.share(state)
+            one.share(about["state"])
         twin.saves = twin.saves or source.saves - 1
-        twin.commit(source.about)
+        twin.commit(about)
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
@@ -346,12 +344,12 @@ class Store:
         common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
         try:
             with Reference(path) as reference:
-                about: dict[str, Any] = reference.about or {}
+                about = checked(reference.about)
             sizes = [self.blocks.size(BlockName(self.space(name), key)) for key in (*about["blocks"], about["state"])]
             return SessionInfo(
                 **common,
                 bytes=sum(sizes),
-                created=float(about["created"]),
+                created=about["created"],
                 saves=reference.saves,
                 tokens=about["past"]["rows"] * about["past"]["length"],
                 missing=sizes.count(0),
@@ -362,8 +360,6 @@ class Store:
             )
         except SessionError as error:
             problem = str(error) if generations(path) else UNSAVED
-        except (LookupError, TypeError, ValueError):
-            problem = "it is not as kvkeep writes it"
         return SessionInfo(**common, bytes=0, problem=problem)
 
     def _removed(self, name: str) -> bool:

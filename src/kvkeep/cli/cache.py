@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvkeep.budget import bytes_of
 from kvkeep.cli import options
@@ -50,7 +51,7 @@ def list_(
     for info in found:
         about = [str(info.saves), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
         rest = about if info.problem is None else ["", "", _problem(info), "", ""]
-        table.add_row(info.name, size(info.bytes), _used(info), *rest)
+        table.add_row(info.name, size(info.bytes), _used(info), *map(Text, rest))
     show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
@@ -80,7 +81,7 @@ def _show(info: SessionInfo, name: str) -> None:
         if info.missing:
             lines["missing"] = f"{_number(info.missing, 'block')}; the text will be read again"
     for what, value in lines.items():
-        table.add_row(what, value)
+        table.add_row(what, Text(value))
     show(table)
 
 

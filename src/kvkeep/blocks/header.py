@@ -1,0 +1,60 @@
+"""The data of a session's reference, checked before it is used: another program may have written it."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from kvkeep.errors import SessionDamaged
+
+MAX_SLOTS = 2**31
+"""Slots and token ids are int32."""
+_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
+_HEADER: dict[str, Any] = {
+    "fingerprint": str,
+    "tokenizer": str | None,
+    "family": str,
+    "method": str,
+    "budget": str | None,
+    "options": dict,
+    "entries": int | None,
+    "chunk": int,
+    "past": dict,
+    "notes": dict,
+    "ids": list,
+    "blocks": list,
+    "by_token": dict,
+    "state": str,
+    "state_bytes": int,
+    "block_bytes": int,
+    "created": float,
+    "saved": float,
+}
+
+
+def checked(about: Any) -> dict[str, Any]:
+    """Return a reference's data, whose types and ranges are right. Raises SessionDamaged."""
+    if type(about) is not dict or set(about) != set(_HEADER):
+        raise damaged("its header has other names than expected")
+    for name, kind in _HEADER.items():
+        value = about[name]
+        if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
+            raise damaged(f"its header has a '{name}' of the wrong type")
+        if isinstance(value, str) and not value.isprintable():
+            raise damaged(f"its header has a '{name}' that cannot be printed")
+    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
+        raise damaged("it has invalid names of blocks")
+    length, rows, ids = about["past"].get("length"), about["past"].get("rows"), about["ids"]
+    if not all(type(one) is int and 0 <= one < MAX_SLOTS for one in (length, rows)):
+        raise damaged("it has an invalid number of tokens")
+    if not all(type(row) is list and all(type(one) is int and 0 <= one < MAX_SLOTS for one in row) for row in ids):
+        raise damaged("it has invalid token ids")
+    if any(len(row) != length for row in ids) or (length and len(ids) != rows):
+        raise damaged("it has the ids of other tokens")
+    return dict(about)
+
+
+def damaged(reason: str) -> SessionDamaged:
+    """Return the error for a session whose checksums hold and whose content is none of kvkeep's."""
+    return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")
