@@ -7,6 +7,7 @@ methods of a budget have. A method with less than half of the others' texts is l
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -29,9 +30,13 @@ def main() -> None:
     (group,) = groups([store])
     assert isinstance(group, TaskGroup)
     records = [record for record in group.records if record.status == "done"]
-    rows = []
+    rows, common = [], []
     for asked, need in NEEDS.items():
-        rows += _rows(need, [record for record in records if record.point["question"] == asked])
+        for budget in group.experiment.budgets:
+            found = _common([r for r in records if r.point["question"] == asked and r.budget in (None, budget)])
+            rows += [{"need": need, "budget": budget, "method": one, **_numbers(mine)} for one, mine in found.items()]
+            common += [record for mine in found.values() for record in mine if record not in common]
+    group = replace(group, records=common)
     commits = sorted({record.versions.get("commit", "?") for record in records})
     about = {
         "model": group.model,
@@ -48,22 +53,16 @@ def main() -> None:
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
 
 
-def _rows(need: str, records: list[TaskRecord]) -> list[dict]:
-    """Return a row for each method and budget, over the places that every one of its budget has."""
-    ways: dict[tuple[str, str | None], dict[tuple, TaskRecord]] = {}
+def _common(records: list[TaskRecord]) -> dict[str, list[TaskRecord]]:
+    """Return the records of each method at the places that all of them have; without methods that have less than half
+    of the places of others."""
+    ways: dict[str, dict[tuple, TaskRecord]] = {}
     for record in records:
-        ways.setdefault((record.method, record.budget), {})[record.point["kind"], record.seed] = record
-    found = []
-    for budget in dict.fromkeys(budget for _, budget in ways if budget):
-        mine = {method: cells for (method, at), cells in ways.items() if at in (None, budget)}
-        most = max(len(cells) for cells in mine.values())
-        mine = {method: cells for method, cells in mine.items() if 2 * len(cells) >= most}
-        places = set.intersection(*(set(cells) for cells in mine.values()))
-        for method, cells in mine.items():
-            chosen = [cells[place] for place in sorted(places)]
-            if chosen:
-                found.append({"need": need, "budget": budget, "method": method, **_numbers(chosen)})
-    return found
+        ways.setdefault(record.method, {})[record.point["kind"], record.seed] = record
+    most = max(map(len, ways.values()), default=0)
+    ways = {method: cells for method, cells in ways.items() if 2 * len(cells) >= most}
+    places = sorted(set.intersection(*map(set, ways.values()))) if ways else []
+    return {method: [cells[place] for place in places] for method, cells in ways.items() if places}
 
 
 def _numbers(records: list[TaskRecord]) -> dict:
