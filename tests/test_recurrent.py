@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep.blocks import beginnings
+from kvkeep.decode.cached_text import CachedText
 from kvkeep.engine.batch import can_pack
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.extent import ShapeError
@@ -118,6 +120,23 @@ def test_a_state_that_does_not_fit_is_refused(family: str) -> None:
         restored({one: tensor[:1] for one, tensor in given.items()})
     with pytest.raises(ShapeError, match="no window and no recurrent state"):
         rewind(copied(cache), 10, {"layer.1.keys": conv} if family != "falcon_h1" else {"layer.9.keys": conv})
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gemma3"])
+def test_a_text_goes_back_to_no_block_end_of_other_rows_or_with_discarded_entries(family: str) -> None:
+    for change in ("rows", "capacity"):
+        ids = prompt(2 if change == "rows" else 1, LENGTH + 100)
+        capacity = None if change == "rows" else 100
+        cache = KeepCache(tiny(family), "kv-direct", 64, chunk=32, checkpoint="kv", where="host", capacity=capacity)
+        beginnings.watch(cache, 0, BLOCK)
+        step(family, cache, ids[:, :LENGTH])
+        assert [*cache.stream.block_ends] == [BLOCK]
+        step(family, cache, ids[:, LENGTH:])
+        if change == "rows":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        text = CachedText(cache, ids[-1].tolist())
+        text.align(ids[-1, : LENGTH - 10].tolist())
+        assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gemma3"])

@@ -264,7 +264,7 @@ class KeepCache(Cache):
         if self.stream.text is not None:
             length, digests = self.stream.text
             self.stream.text = length, [digests[row] for row in index.tolist()]
-        self.stream.blocks = []
+        self.stream.blocks, self.stream.block_ends = [], {}
         for holding in self.made.holdings:
             holding.select(index)
         self.ledger.select(index.to(self.made.device))

@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -53,7 +54,7 @@ def test_a_bound_model_with_recurrent_layers_can_be_saved_and_copied() -> None:
     file.seek(0)
     for one in (model, torch.load(file, weights_only=False), copy.deepcopy(model)):
         module = one.model.layers[0].mamba
-        assert module.forward.args == (module,)
+        assert module.forward.args[0] is module.forward.args[1].__self__ is module
     unbind(model)
     assert "forward" not in vars(model.model.layers[0].mamba)
 
@@ -91,6 +92,24 @@ def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
     assert fresh.config._attn_implementation == "sdpa" and not hasattr(fresh, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of its model"):
         forward(fresh, cache, TEXT)
+
+
+def test_a_recurrent_module_keeps_the_forward_that_another_package_gave_it() -> None:
+    """accelerate does so with modules that it moves between devices."""
+    model = copy.deepcopy(tiny("lfm2"))
+    unbind(model)
+    module, calls = bind(model).recurrent[0], list[int]()
+    unbind(model)
+
+    def moved(own: Any, *given: Any, **more: Any) -> Any:
+        calls.append(1)
+        return type(own).forward(own, *given, **more)
+
+    module.forward = partial(moved, module)
+    before = module.forward
+    forward(model, KeepCache(model, "kv-direct", 64), TEXT)
+    unbind(model)
+    assert len(calls) == 1 and module.forward is before
 
 
 @pytest.mark.parametrize("at", ["adapter", "third layer"])

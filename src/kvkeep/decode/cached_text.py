@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import KvkeepError
 from kvkeep.memory.extent import ShapeError
 from kvkeep.transfer import rewind
@@ -45,8 +47,11 @@ class CachedText:
 
     def _rewind(self, length: int) -> bool:
         """Go back to the last block's end within the first ``length`` tokens at which windows and recurrent states were
-        kept; return whether there is one. The cache may have been cropped in part."""
-        ends = self.cache.stream.block_ends if isinstance(self.cache, KeepCache) else {}
+        kept; return whether there is one. The cache may have been cropped in part. One that has discarded entries is
+        not what it was there."""
+        ends: dict[int, Any] = {}
+        if isinstance(self.cache, KeepCache) and self.cache.exactness is Exactness.EXACT:
+            ends = self.cache.stream.block_ends
         end = max((end for end in ends if end <= length), default=0)
         try:
             if end:

@@ -99,16 +99,19 @@ _streamed_uncompiled = torch.compiler.disable(_streamed)
 AttentionInterface.register(NAME, attention_forward)
 
 
-def recurrent_forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a recurrent module in a bound model: the cache decides which tokens it reads at once. Returns
-    (batch, tokens, hidden_size)."""
+def recurrent_forward(
+    module: nn.Module, forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The forward of a recurrent module in a bound model: the cache decides which tokens ``forward``, the one before,
+    reads at once. Returns (batch, tokens, hidden_size)."""
     recur = _recur_uncompiled if torch.compiler.is_compiling() else _recur
-    output: Tensor = recur(module, hidden_states, args, kwargs)
+    output: Tensor = recur(module, forward, hidden_states, args, kwargs)
     return output
 
 
-def _recur(module: Any, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
-    forward: Callable[..., Tensor] = partial(type(module).forward, module)
+def _recur(
+    module: Any, forward: Callable[..., Tensor], hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]
+) -> Tensor:
     hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
     if hooks is None or args:
         return forward(hidden, *args, **given)
@@ -142,6 +145,7 @@ class Binding:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapter: Adapter | None = None
+        self._forwards: list[tuple[nn.Module, Any]] = []  # recurrent modules, and their forward if it was replaced
         self.decoder = decoder_of(model)
         names = list(inspect.signature(self.decoder.forward).parameters)
         before = partial(_before_decoder, names)
@@ -182,9 +186,11 @@ class Binding:
                 )
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
-            self.adapter, self._handles = Adapter(model), self._handles + handles
-            for module in self.adapter.recurrent.values():
-                module.forward = partial(recurrent_forward, module)
+            adapter = Adapter(model)
+            for module in adapter.recurrent.values():
+                self._forwards.append((module, vars(module).get("forward")))
+                module.forward = partial(recurrent_forward, module, module.forward)
+            self.adapter, self._handles = adapter, self._handles + handles
         except BaseException:
             self._restore(handles)
             raise
@@ -200,8 +206,11 @@ class Binding:
         """Remove ``handles`` and restore stock attention."""
         for handle in handles:
             handle.remove()
-        for module in () if self.adapter is None else self.adapter.recurrent.values():
+        for module, before in self._forwards:  # accelerate replaces the forward of modules that it moves
             vars(module).pop("forward", None)
+            if before is not None:
+                module.forward = before
+        self._forwards = []
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation("sdpa")
 
