@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.memory.extent import Extent, ShapeError, fits, within
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
@@ -265,6 +266,7 @@ class Banks:
         gathered = EvictedEntries(*joined)  # type: ignore[arg-type]
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
+    @outside_inference_mode
     def refill(self, entries: EvictedEntries, ranks: Tensor, budgets: Sequence[int]) -> Tensor:
         """Give each lane another budget, and fill it with those of ``entries``, (lanes, n, dim), that have the highest
         ``ranks``, (lanes, n) float32, -inf where there is no entry. Of equal ranks, the newer entries stay. Return
