@@ -257,7 +257,11 @@ LOSSY: dict[str, Case] = {
             ("tova+merge", "tova+merge", {}),
             ("adakv+merge", "adakv:window=6,kernel=3+merge", {}),
             ("attention-matching", "attention-matching", {"alone": "padded", "families": WITHOUT_LATENTS}),
-            ("highest-attention", "highest-attention", {"alone": "padded", "families": WITHOUT_LATENTS}),
+            (
+                "highest-attention",
+                "highest-attention",
+                {"becomes": EntryState.DROPPED, "alone": "padded", "families": WITHOUT_LATENTS},
+            ),
             (
                 "kvzip+attention-matching",
                 "kvzip:sinks=2+attention-matching:40",

@@ -190,7 +190,7 @@ class Engine:
             self.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
             ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(self.model)
             scheduled = scheduler.add(Answer(ask, cache, self.tokenizer, self.ends, lambda _: None))
-            while not self.waiting and not scheduled.give(scheduler.step()[0].logits):
+            while not (self.waiting or self._stopping) and not scheduled.give(scheduler.step()[0].logits):
                 pass
 
         self.call(answer)
@@ -252,7 +252,8 @@ class Engine:
         self.sessions.evict()
         self.sessions.trim_memory()
         self._admission.admit()
-        self.sessions.resume_storing()
+        if not self._admission.waiting:  # a job that waits for memory may have ended the storing to get it
+            self.sessions.resume_storing()
         self._begin_answers()
         self.beat = time.monotonic()
         if self.scheduler.answers:
