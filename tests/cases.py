@@ -260,7 +260,7 @@ LOSSY: dict[str, Case] = {
             (
                 "highest-attention",
                 "highest-attention",
-                {"becomes": EntryState.DROPPED, "alone": "padded", "families": WITHOUT_LATENTS},
+                {"becomes": EntryState.DROPPED, "alone": "padded"},
             ),
             (
                 "kvzip+attention-matching",
