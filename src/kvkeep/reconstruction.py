@@ -70,7 +70,7 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     ids, positions = (part.long() for part in ledger.span(0, length))
     visible, spans = ledger.visible, list(_spans(cache, pieces.piece, words))
     readers = [
-        ReconstructionReader(layer, pieces, _every(cache, layer, spans, words)) for layer in cache.stream.bounded
+        ReconstructionReader(layer, pieces, _stride(cache, layer, spans, words)) for layer in cache.stream.bounded
     ]
     with rehearsing(cache, readers) as forget:
         for start, stop in spans:
@@ -99,8 +99,9 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     return readers
 
 
-def _every(cache: Any, layer: Any, spans: list[tuple[int, int]], words: Words) -> int:
-    """Return of how many queries one is kept, so that a KV head keeps about as many as the fate asks for; 0: none."""
+def _stride(cache: Any, layer: Any, spans: list[tuple[int, int]], words: Words) -> int:
+    """Return the distance of the queries that are stored, so that each KV head has about as many as the fate asks for;
+    0: none."""
     limit = cache.method.store_fate.reference_queries
     if not limit:
         return 0

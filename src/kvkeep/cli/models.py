@@ -12,6 +12,7 @@ from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
 from kvkeep.models.embedded import EMBEDDED
+from kvkeep.models.fetching import growing_path
 from kvkeep.units import size
 
 if TYPE_CHECKING:
@@ -48,4 +49,5 @@ def models(
 def _here(row: AvailableModel) -> str:
     if row.fetched:
         return size(row.bytes_on_disk)
-    return f"{'in part' if row.bytes_on_disk else 'no'} ({size(EMBEDDED[row.name].size)})"
+    model = EMBEDDED[row.name]
+    return f"{'in part' if growing_path(model).exists() else 'no'} ({size(model.size)})"

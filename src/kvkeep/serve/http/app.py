@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-import anyio._backends._asyncio  # noqa: F401 - starlette imports it before the first token of the first stream
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
@@ -27,6 +28,9 @@ from kvkeep.serve.http.openapi import DocumentedApp, error_responses
 from kvkeep.serve.http.page import page_routes
 from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.session_routes import session_routes
+
+with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
+    import_module("anyio._backends._asyncio")
 
 STALLED_S = 120.0
 """Seconds without a step, while there is work, until the engine counts as dead."""

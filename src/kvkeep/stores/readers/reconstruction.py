@@ -28,12 +28,12 @@ from kvkeep.stores.readers.rehearsal import Rehearsal
 class ReconstructionReader(Rehearsal):
     """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
 
-    piece: the slots that are repeated in this pass. pieces: how the text is read, and how entries are scored. every:
-    every so many queries one is kept; 0: none.
+    piece: the slots that are repeated in this pass. pieces: how the text is read, and how entries are scored. stride:
+    the distance of queries that are stored for a fit; 0: none are.
     """
 
-    def __init__(self, layer: Layer, pieces: ReconstructionPieces, every: int = 0) -> None:
-        self.sinks, self.kind, self.every, self.piece = pieces.sinks, pieces.score, every, (0, layer.length)
+    def __init__(self, layer: Layer, pieces: ReconstructionPieces, stride: int = 0) -> None:
+        self.sinks, self.kind, self.stride, self.piece = pieces.sinks, pieces.score, stride, (0, layer.length)
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
         """(lanes, slots) float32."""
         self.scaling = 1.0
@@ -50,10 +50,10 @@ class ReconstructionReader(Rehearsal):
             self._add_squares(layer, step)
         else:
             self._raise_to_max(layer, step, lse)
-        if self.every:
+        if self.stride:
             real = layer.ledger.unpadded(torch.zeros_like(lse), layer.heads) == 0
-            self.queries.append(step.query[:, :, :: self.every].flatten(1, 2).clone())
-            self.valid.append(real[:, :, :: self.every].flatten(1))
+            self.queries.append(step.query[:, :, :: self.stride].flatten(1, 2).clone())
+            self.valid.append(real[:, :, :: self.stride].flatten(1))
             self.scaling = step.scaling
         return output
 
