@@ -152,6 +152,9 @@ class KeepCache(Cache):
         """Take a layer's new keys and values, and return those that its attention function receives."""
         if self.hooks.plans(layer_idx):  # the layer's step writes them
             return key_states, value_states
+        if self.stream.attends_to_pieces(layer_idx):
+            self.layers[layer_idx].append(key_states, value_states)
+            return key_states, value_states
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
 

@@ -285,6 +285,13 @@ class CacheStream:
         layers = self.geometry.layers
         return self.streams and layers[layers[layer_idx].source].kind == "full"
 
+    def attends_to_pieces(self, layer_idx: int) -> bool:
+        """Return whether the kernel reads a layer's entries where they lie in this pass, because the layer shares
+        blocks, which would have to be copied into one tensor. The model then sees only its new entries."""
+        if self.streams or not self.masks_itself or self._latent:
+            return False
+        return bool(getattr(self.layers[layer_idx], "shared", False))
+
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
@@ -298,11 +305,17 @@ class CacheStream:
     def _attend_to_all(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        layer = self.layers[self.geometry.layers[module.layer_idx].source]
+        source = self.geometry.layers[module.layer_idx].source
+        layer, pieces = self.layers[source], [(key, value)]
+        if self.attends_to_pieces(source):
+            pieces = layer.pieces()
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        output = native.attend_all(query, key, value, mask, scaling, start, self.first)
-        if output is not None or mask is not None or not self.masks_itself:
+        output = native.attend_all(query, pieces, mask, scaling, start, self.first)
+        if output is not None or not self.masks_itself or (mask is not None and len(pieces) == 1):
             return output
+        key, value = (torch.cat(parts, 2) for parts in zip(*pieces, strict=True)) if len(pieces) > 1 else pieces[0]
+        if mask is not None:  # transformers has the new entries only
+            return attend(query, [Segment(key, value, mask)], scaling)[0]
         # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]

@@ -107,6 +107,11 @@ class DynamicLayer(CacheLayerMixin):
                 mine.append(rows.view()[..., :length, :])
         other._next = None  # it refers to outgrown buffers
 
+    def pieces(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all keys and values in order, where they lie: (batch, kv_heads, n, dim) each."""
+        tail = self._keys.tail.view(), self._values.tail.view()
+        return [*zip(self._keys.head, self._values.head, strict=True), tail]
+
     @property
     def shared(self) -> list[Tensor]:
         """The tensors that other layers may share."""
@@ -117,6 +122,11 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.append(key_states, value_states)
+        return self._keys.view(), self._values.view()
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take new entries, (batch, kv_heads, new, dim). Raises UsageError where a static layer has no room."""
         stop = self._keys.length + key_states.shape[-2]
         if self.limit is not None and stop > self.limit:
             raise UsageError(
@@ -126,7 +136,6 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized, self._next = True, None  # it refers to outgrown buffers
         self._keys.append(key_states)
         self._values.append(value_states)
-        return self._keys.view(), self._values.view()
 
     def plan(self) -> LayerStep | None:
         """Return the step for the next entry of each head of one row. None where memory has to grow first, or where

@@ -269,21 +269,28 @@ def received(
 
 
 def attend_all(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, start: int, first: Tensor | None
+    query: Tensor,
+    pieces: Sequence[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+    scaling: float,
+    start: int,
+    first: Tensor | None,
 ) -> Tensor | None:
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
     does not run.
 
-    query: (batch, heads, queries, dim). key, value: (batch, kv_heads, entries, dim), the slots of the text from
-    ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries); None: causal.
-    first: the first slot of each row that is not padding, (batch,); None without padding.
+    query: (batch, heads, queries, dim). pieces: keys and values in order, (batch, kv_heads, n, dim) each, of the slots
+    of the text from ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries);
+    None: causal. first: the first slot of each row that is not padding, (batch,); None without padding.
     """
-    if not can_attend(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
+    if not all(can_attend(query, *piece) for piece in pieces) or (
+        mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)
+    ):
         return None
     batch, heads, queries, dim = query.shape
-    kv_heads, entries = key.shape[1:3]
+    kv_heads, entries = pieces[0][0].shape[1], sum(keys.shape[2] for keys, _ in pieces)
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
-    lanes = spans_of(key.flatten(0, 1), value.flatten(0, 1))
+    spans = [Span(keys.flatten(0, 1), values.flatten(0, 1), 0, keys.shape[2]) for keys, values in pieces]
     if mask is not None:
         mask = mask.expand(-1, -1, queries, -1)[:, 0]
         mask = mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, 0)
@@ -293,7 +300,7 @@ def attend_all(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(grouped, lanes, scaling, past, seen, None, shift, mask).attend()
+    done = Call(grouped, spans, scaling, past, seen, None, shift, mask).attend()
     assert done is not None
     return done[0].view(batch, heads, queries, -1)
 
