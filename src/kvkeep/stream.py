@@ -308,14 +308,11 @@ class CacheStream:
         source = self.geometry.layers[module.layer_idx].source
         layer, pieces = self.layers[source], [(key, value)]
         if self.attends_to_pieces(source):
-            pieces = layer.pieces()
+            pieces = layer.pieces()  # the kernel reads them: they would not be shared otherwise
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
         output = native.attend_all(query, pieces, mask, scaling, start, self.first)
-        if output is not None or not self.masks_itself or (mask is not None and len(pieces) == 1):
+        if output is not None or mask is not None or not self.masks_itself:
             return output
-        key, value = (torch.cat(parts, 2) for parts in zip(*pieces, strict=True)) if len(pieces) > 1 else pieces[0]
-        if mask is not None:  # transformers has the new entries only
-            return attend(query, [Segment(key, value, mask)], scaling)[0]
         # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]

@@ -1,0 +1,68 @@
+"""Layers that share blocks: a pass reads the blocks where they lie, and gives what one tensor gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import tiny
+
+from kvkeep import KeepCache, transfer
+from kvkeep.memory.shared_rows import SharedRows
+from kvkeep.models.loading import load
+
+READ, NEW = 520, 7
+"""Tokens of two blocks and some more, and of the next pass."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    folder: Path = tmp_path_factory.mktemp("model")
+    tiny("llama", positions=2048).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return load(folder, weights="bfloat16", device="cpu").model
+
+
+def ids(rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 60, (rows, READ + NEW), generator=torch.Generator().manual_seed(rows))
+
+
+@torch.inference_mode()
+def pair(model: torch.nn.Module, text: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[KeepCache, KeepCache]:
+    """Return two caches that have read the same text; the second shares the blocks of a third."""
+    caches = KeepCache(model, "full"), KeepCache(model, "full")
+    for cache in caches:
+        model(text[:, :READ], cache=cache, attention_mask=None if mask is None else mask[:, :READ])
+    return caches[0], transfer.begun(caches[1], READ)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.inference_mode()
+def test_a_pass_copies_no_shared_block(model: torch.nn.Module, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, mask = ids(rows), None
+    if rows > 1:
+        mask = torch.ones_like(text)
+        mask[1, :5] = 0
+    own, shared = pair(model, text, mask)
+    assert all(layer.shared for layer in shared.layers)
+    expected = model(text[:, READ:], cache=own, attention_mask=mask).logits
+    with monkeypatch.context() as context:
+        context.delattr(SharedRows, "view")
+        found = model(text[:, READ:], cache=shared, attention_mask=mask).logits
+    assert torch.equal(found, expected)
+    assert torch.equal(shared.layers[0].keys, own.layers[0].keys)
+
+
+@pytest.mark.usefixtures("kernels")
+@torch.inference_mode()
+def test_a_mask_of_the_callers_own_sees_all_entries(model: torch.nn.Module) -> None:
+    text = ids()
+    own, shared = pair(model, text)
+    seen = torch.ones(READ + NEW, READ + NEW, dtype=torch.bool).tril()[None, None, READ:].clone()
+    seen[..., 1:9] = False
+    found, expected = (model(text[:, READ:], cache=cache, attention_mask=seen).logits for cache in (shared, own))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, model(text[:, READ:], cache=pair(model, text)[0]).logits)
