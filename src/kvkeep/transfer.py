@@ -148,8 +148,8 @@ def begun(cache: Any, length: int) -> Any:
     """Return a second cache that has read the first ``length`` tokens of ``cache``, whose method is "full".
 
     The two caches share whole blocks if :func:`shares` says so. The kernel reads them where they lie; only a pass with
-    a mask of the caller's own copies all entries. Raises RuntimeError where a sliding window has forgotten what would be
-    needed.
+    a mask of the caller's own copies all entries. Raises RuntimeError where a sliding window has forgotten what would
+    be needed.
     """
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
