@@ -62,7 +62,7 @@ class Needles(Task):
         Metric("match", "string match"),
     )
     relative = ("loglik", "match")
-    axes = ("length", "question", "kind")
+    axes = ("length", "kind", "question")
 
     length: list[Annotated[int, Field(ge=64)]] = Field([4096], min_length=1, description="tokens, answer included")
     question: list[Literal["unseen", "seen"]] = Field(["unseen"], min_length=1, description="unseen, seen")
