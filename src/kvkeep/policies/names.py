@@ -25,11 +25,11 @@ METHODS = (
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
 
-RECALLS = ("verified", "pages", "fetch-on-miss")
+RECALLS = ("verified", "pages", "certified", "fetch-on-miss")
 
 LAB = (
     "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
-    "highest-attention", "certified", "redecode", "kvpress",
+    "highest-attention", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 

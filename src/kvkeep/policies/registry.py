@@ -25,6 +25,7 @@ from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
+from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
@@ -79,6 +80,7 @@ FATES: dict[str, type[Fate]] = {
 RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
     "pages": Pages,
+    "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
 }
 

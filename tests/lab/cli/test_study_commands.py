@@ -30,7 +30,9 @@ COMMANDS = {
     "analyse reactivation": (
         "--limit 60", "tokens prompt threshold ratios distances active rows figure", ["no heavy hitters", "17-32"],
     ),
-    "analyse bounds": ("--limit 60 --pages 8,2,4 --queries 20", "tokens queries share rows figure", ["largest"]),
+    "analyse bounds": (
+        "--limit 60 --pages 8,2,4 --queries 20", "tokens queries share rows recalled figure", ["largest", "oracle"],
+    ),
     "analyse rank": (
         "--limit 60 --ranks 8,2 -n 4", "layers prompt_tokens new_tokens truncations figure",
         ["Effective rank", "Truncated", "60 tokens read, 4 written"],

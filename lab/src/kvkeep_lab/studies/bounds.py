@@ -1,9 +1,12 @@
-"""``bounds``: the tightness of the bounds by which selective recall chooses and certifies pages.
+"""``bounds``: the tightness of the bounds by which selective recall chooses pages and certifies entries.
 
 The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774): s_k = scaling
 q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u minus the largest true score. With lse, the
 log-sum-exp of all scores of a query, the bound allows n keys a share of n exp(u - lse) of the query's attention. Their
 true share is the sum of exp(s_k - lse).
+
+Codes of keys bound the score of each entry (:mod:`kvkeep.stores.readers.code_bounds`). ``certified`` recalls entries
+until the others provably have at most a share of the attention. An *oracle*, which knows the scores, needs fewer.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from kvkeep.errors import UsageError
+from kvkeep.policies.recalls.certified import Certified
+from kvkeep.stores.readers.code_bounds import CodeBounds
 from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
@@ -40,6 +46,17 @@ class BoundsRow:
 
 
 @dataclass(frozen=True)
+class RecalledRow:
+    """One layer and one width of codes; means over the last queries and KV heads."""
+
+    layer: int
+    bits: int
+    """Bits of a code; 0: the oracle."""
+    recalled: float
+    """Entries that a KV head recalls for a query."""
+
+
+@dataclass(frozen=True)
 class Looseness:
     """All rows."""
 
@@ -49,6 +66,16 @@ class Looseness:
     share: float
     """Share of the attention above which a page counts."""
     rows: list[BoundsRow]
+    recalled: list[RecalledRow]
+
+    @property
+    def bits(self) -> list[int]:
+        """The widths of codes in rising order; 0 is the oracle."""
+        return sorted({row.bits for row in self.recalled})
+
+    def entries(self, bits: int) -> float:
+        """Return the mean number of entries recalled by codes of ``bits`` bits; 0: by the oracle."""
+        return fmean(row.recalled for row in where(self.recalled, bits=bits))
 
     def mean(self, page: int, measure: str) -> float:
         """Return the mean of a measure over layers."""
@@ -71,8 +98,10 @@ class BoundsStudy(TextStudy):
     protocol = (
         "The model reads a passage once. For its last queries, the minimum and the maximum of each channel bound "
         "the score of every page of earlier keys. The study compares this bound with the largest score of the "
-        "page, and the attention that the page may have with the attention that it has. Figures are means over "
-        "full layers, heads, queries and pages."
+        "page, and the attention that the page may have with the attention that it has. Codes of these keys bound "
+        "the score of every entry. The study counts the entries that certified recalls until the others provably "
+        "have at most the share, and those that the true scores call for. Figures are means over full layers, "
+        "heads, queries and pages."
     )
     found = Looseness
 
@@ -80,6 +109,7 @@ class BoundsStudy(TextStudy):
         2048, ge=LEAST, description="number of tokens to read from the text"
     )
     pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
+    bits: list[Literal[2, 4, 8]] = Field([2, 4, 8], min_length=1, description="bits of a code of a key")
     queries: int = Field(64, ge=1, description="number of queries, taken from the last tokens")
     share: Share = Field(0.01, description="share of the attention above which a page counts")
 
@@ -93,13 +123,16 @@ class BoundsStudy(TextStudy):
                 f"A text of {tokens} tokens has no page of {largest} before its last {self.queries}; give a longer one."
             )
         rows: list[BoundsRow] = []
+        recalled: list[RecalledRow] = []
 
         def observe(attended: Attended) -> None:
             for page in self.pages:
                 rows.append(BoundsRow(attended.layer, page, *loose(attended, self.queries, page, self.share)))
+            for bits in (0, *self.bits):
+                recalled.append(RecalledRow(attended.layer, bits, certified(attended, self.queries, bits, self.share)))
 
         watch(trial.model, ids, observe, trial.progress)
-        return Looseness(tokens, self.queries, self.share, rows)
+        return Looseness(tokens, self.queries, self.share, rows, recalled)
 
     def tables(self, found: Looseness) -> list[Table]:
         counts = f"more than {100 * found.share:g} % of the attention"
@@ -110,7 +143,16 @@ class BoundsStudy(TextStudy):
         for page in found.pages:
             excess, may, have = (found.mean(page, name) for name in ("excess", "may", "have"))
             table.rows.append([f"{page}", fixed(excess, 1), percent(may), percent(have)])
-        return [table]
+        past, oracle = found.tokens - found.queries, found.entries(0)
+        entries = Table(
+            f"Entries of {past:,} that a KV head recalls, so that {100 * found.share:g} % of the attention is left out",
+            ["chosen by", "entries", "of all", "times the oracle's"],
+        )
+        for bits in found.bits:
+            count = found.entries(bits)
+            by = f"codes of {bits} bits" if bits else "oracle"
+            entries.rows.append([by, fixed(count, 0), percent(count / past), fixed(count / oracle, 2)])
+        return [table, entries]
 
     def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
         """Draw the excess of the bounds (thin lines: layers), and the pages that they cannot exclude."""
@@ -130,17 +172,9 @@ class BoundsStudy(TextStudy):
 
 def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[float, float, float]:
     """Return ``excess``, ``may`` and ``have`` of :class:`BoundsRow` for the last ``queries`` of a layer."""
-    tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
-    last = torch.arange(tokens - queries, tokens, device=attended.key.device)
-    keys = attended.key[0].float()  # (kv_heads, n, dim)
-    last_queries = (
-        attended.query[0, :, last].float().unflatten(0, (kv_heads, -1)).flatten(1, 2)
-    )  # (kv_heads, rows, dim)
-    scores = last_queries @ keys.transpose(1, 2) * attended.scaling
-    seen = attended.visible(last)[0].expand(kv_heads, -1, -1)
-    scores.masked_fill_(~seen.repeat(1, scores.shape[1] // queries, 1), float("-inf"))
+    keys, last_queries, scores = scored(attended, queries)
     lse = scores.logsumexp(-1, keepdim=True)
-    count = (tokens - queries) // page
+    count = (scores.shape[2] - queries) // page
     paged = keys[:, : count * page].unflatten(1, (count, page))
     low, high = paged.amin(2).transpose(1, 2), paged.amax(2).transpose(1, 2)
     upper = (last_queries.clamp(min=0) @ high + last_queries.clamp(max=0) @ low) * attended.scaling
@@ -150,3 +184,32 @@ def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[fl
         float((upper + math.log(page) - lse > math.log(share)).float().mean()),
         float((true.logsumexp(-1) - lse > math.log(share)).float().mean()),
     )
+
+
+def certified(attended: Attended, queries: int, bits: int, share: float) -> float:
+    """Return ``recalled`` of :class:`RecalledRow` for the last ``queries`` of a layer, whose own entries are resident.
+    A KV head recalls for one query of each of its heads at a time."""
+    keys, last_queries, scores = scored(attended, queries)
+    past = scores.shape[2] - queries
+    near = scores[..., past:].logsumexp(-1, keepdim=True)
+    upper, slack = scores[..., :past], torch.zeros_like(scores[..., :past])
+    if bits:
+        bounds = CodeBounds(bits)
+        bounds.extend(keys[:, :past])
+        upper, slack = (part(last_queries[:, None])[:, 0] * attended.scaling for part in (bounds.upper, bounds.slack))
+    steps = [
+        part.unflatten(1, (-1, queries)).transpose(1, 2).flatten(0, 1)[:, :, None] for part in (upper - near, slack)
+    ]
+    return float(Certified(share).choose(steps[0], lambda: steps[1]).sum(1).float().mean())
+
+
+def scored(attended: Attended, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys of a layer, (kv_heads, n, dim), its last ``queries``, (kv_heads, heads * queries, dim), and their
+    scores, (kv_heads, heads * queries, n), -inf where a key is not seen. All are float32."""
+    tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
+    last = torch.arange(tokens - queries, tokens, device=attended.key.device)
+    keys = attended.key[0].float()
+    last_queries = attended.query[0, :, last].float().unflatten(0, (kv_heads, -1)).flatten(1, 2)
+    scores = last_queries @ keys.transpose(1, 2) * attended.scaling
+    seen = attended.visible(last)[0].expand(kv_heads, -1, -1)
+    return keys, last_queries, scores.masked_fill_(~seen.repeat(1, scores.shape[1] // queries, 1), float("-inf"))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import PagesThatMatter
+from kvkeep.policies.recalls.selective import SelectiveRecall
 from kvkeep.stores.readers.bounds import PAGE
 from kvkeep.stores.slots import compact
 
 
 @dataclass(frozen=True)
-class FetchOnMiss(PagesThatMatter):
+class FetchOnMiss(SelectiveRecall):
     """A step attends to the resident entries. Evicted entries that it may have missed become resident after it.
 
     A step may have missed an entry if, by the bounds of the keys, some query could have given it ``threshold`` of its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import PagesThatMatter
+from kvkeep.policies.recalls.selective import SelectiveRecall
 from kvkeep.stores.readers.bounds import PAGE
 
 ALL = 2**31
@@ -17,7 +18,7 @@ ALL = 2**31
 
 
 @dataclass(frozen=True)
-class Pages(PagesThatMatter):
+class Pages(SelectiveRecall):
     """In each step every KV head recalls the ``count`` pages of 32 tokens with the highest bounds.
 
     The bound of a page is the maximum that it can add to the head's attention, by the bounds of its keys. Of the step's
@@ -39,7 +40,7 @@ class Pages(PagesThatMatter):
             )
         return cls(ALL if value == "all" else int(value or cls.count))
 
-    def choose(self, excess: Tensor) -> Tensor:
+    def choose(self, excess: Tensor, slack: Callable[[], Tensor]) -> Tensor:
         highest = excess.amax((1, 2))
         best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
         return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)

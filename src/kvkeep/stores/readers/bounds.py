@@ -7,6 +7,8 @@ The bound holds for real numbers; in floating point it holds up to rounding.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ BLOCK = 8
 class Bounds:
     """The bounds of one layer. Page p has slots 32 p .. 32 p + 31; the last page may have fewer. ``low`` and ``high``
     are (lanes, pages, dim) in the dtype of the keys; padding counts like any other key."""
+
+    page: ClassVar[int] = PAGE
+    """Slots of a page."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -65,6 +70,11 @@ class Bounds:
         rows = query.flatten(1, 2).float()
         bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
+
+    def slack(self, query: Tensor) -> Tensor:
+        """Return how far a score may be below :meth:`upper`, in the same shape."""
+        spread = query.flatten(1, 2).float().abs() @ (self.high.float() - self.low.float()).transpose(1, 2)
+        return spread.unflatten(1, query.shape[1:3])
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. The last page keeps its bounds, which then are wider than necessary."""

@@ -27,7 +27,6 @@ from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed
-from kvkeep.stores.readers.bounds import PAGE, Bounds
 from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
@@ -35,15 +34,59 @@ FEW = 8
 """The maximum number of queries for which pages are chosen; a longer step recalls all pages."""
 
 
+class ScoreBounds(Protocol):
+    """Bounds on the scores of all keys of a layer, by pages of consecutive slots. It also has the methods ``select``,
+    ``state`` and ``restore`` of :class:`~kvkeep.contracts.part.Part`."""
+
+    page: ClassVar[int]
+    """Slots of a page."""
+
+    @property
+    def pages(self) -> int:
+        """The number of pages; the last one may be incomplete."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+    def extend(self, keys: Tensor) -> None:
+        """Take the next keys, (lanes, n, dim)."""
+
+    def upper(self, query: Tensor) -> Tensor:
+        """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with the keys of
+        each page: (lanes, heads, queries, pages) float32."""
+
+    def slack(self, query: Tensor) -> Tensor:
+        """Return how far a score may be below :meth:`upper`, in the same shape."""
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+
+    def select(self, lanes: Tensor) -> None:
+        """Replace the lanes by those of an index."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what :meth:`restore` needs."""
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Restore the result of :meth:`state`, for ``length`` slots."""
+
+    def check(self, extent: Extent) -> None:
+        """Raise ShapeError unless the bounds are of this extent."""
+
+
 class PageChoice(Protocol):
     """Chooses the pages to recall."""
 
     fetches: ClassVar[bool]
     """After a step, entries become resident again (:meth:`fetch`)."""
+    repeats: ClassVar[bool]
+    """A step chooses again from the pages that were not chosen, until it chooses none."""
 
-    def choose(self, excess: Tensor) -> Tensor | None:
+    def choose(self, excess: Tensor, slack: Callable[[], Tensor]) -> Tensor | None:
         """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
-        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1."""
+        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1.
+        slack: returns how far below that the logarithm of what it adds may be."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
@@ -73,9 +116,9 @@ class Selective(Backed):
     """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls all pages in
     longer steps, where the caller has a mask, and for latent attention (bounds of latents do not bound scores)."""
 
-    def __init__(self, site: Site, choice: PageChoice) -> None:
+    def __init__(self, site: Site, choice: PageChoice, bounds: ScoreBounds) -> None:
         super().__init__(site)
-        self.choice, self.bounds = choice, Bounds()
+        self.choice, self.bounds = choice, bounds
         self.meter = site.meter
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0
@@ -136,15 +179,22 @@ class Selective(Backed):
         away = self._away_by_page(layer)
         if away is None:
             return output, lse, None
-        counts = away.unflatten(1, (-1, PAGE)).sum(2)
+        counts = away.unflatten(1, (-1, self.bounds.page)).sum(2)
         bounds = self.bounds.upper(step.query).mul_(step.scaling)
         bounds += counts.log()[:, None, None]
-        taken, wanted = self.choice.choose(bounds - self._counted(layer, lse)[..., None]), None
-        if taken is not None:
-            wanted = (away & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
-            if wanted.any():
-                output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
+        wanted: Tensor | None = None
+
+        def slack() -> Tensor:
+            return self.bounds.slack(step.query).mul_(step.scaling)
+
+        while (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None], slack)) is not None:
+            more = (away & taken.repeat_interleave(self.bounds.page, 1))[:, : layer.length]
+            wanted = more if wanted is None else wanted | more
+            if more.any():
+                output, lse = attend(step.query, self._recall(layer, step, more), step.scaling, (output, lse))
             bounds.masked_fill_(taken[:, None, None], float("-inf"))
+            if not self.choice.repeats or not more.any():
+                break
         left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
         if step.brings_entries:
@@ -176,7 +226,7 @@ class Selective(Backed):
         away = self.away(layer)
         if not away.any():
             return None
-        return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
+        return torch.nn.functional.pad(away, (0, self.bounds.pages * self.bounds.page - layer.length))
 
     def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
         """Yield the ``wanted`` entries, (lanes, slots) bool. They are gathered; where some lane needs most of the
