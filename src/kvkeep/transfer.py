@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.entries import Beginning
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import NotCarried, UsageError
 from kvkeep.memory.extent import ShapeError
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
@@ -144,20 +146,34 @@ def copied(cache: Any) -> Any:
     return twin
 
 
-def begun(cache: Any, length: int) -> Any:
-    """Return a second cache that has read the first ``length`` tokens of ``cache``, whose method is "full".
+def lends(cache: Any) -> bool:
+    """Return whether another cache can begin with the first entries of ``cache`` (:func:`begun`): its method is "full",
+    or "kv-direct" with keys and values on disk."""
+    return all(getattr(cache.layers[layer.index], "lends", False) for layer in cache.geometry.full_layers)
 
-    The two caches share whole blocks if :func:`shares` says so. The kernel reads them where they lie; only a pass with
-    a mask of the caller's own copies all entries. Raises RuntimeError where a sliding window has forgotten what would
-    be needed.
+
+@outside_inference_mode
+def begun(cache: Any, length: int) -> Any:
+    """Return a second cache that has read the first ``length`` tokens of ``cache``, which :func:`lends` them.
+
+    The two caches share whole blocks of "full" if :func:`shares` says so, and those of a checkpoint on disk. The kernel
+    reads them where they lie; only a pass with a mask of the caller's own copies all entries. Raises RuntimeError where
+    a sliding window has forgotten what would be needed.
     """
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     twin.stream.plain = cache.stream.plain
-    once = shares(cache)
+    in_place = cache.stream.streams or shares(cache)
     for layer in cache.geometry.full_layers:
-        twin.layers[layer.index].share(cache.layers[layer.index], length, once)
+        source, target = cache.layers[layer.index], twin.layers[layer.index]
+        blocks, rest = (
+            source.beginning(length) if in_place else Beginning.of(([], []), [*source.state().values()], length)
+        )
+        if blocks[0]:
+            target.adopt(*blocks)
+        if rest:
+            _append(target, *rest)
     for other in _copy_windows(cache, twin):
         if surplus:
             other.crop(-surplus)
@@ -165,9 +181,19 @@ def begun(cache: Any, length: int) -> Any:
 
 
 def shares(cache: Any) -> bool:
-    """Return whether another cache can share blocks with ``cache``, whose method is "full": whether the CPU kernel
+    """Return whether another cache can share blocks in memory with ``cache``: its method is "full", and the CPU kernel
     attends to its entries in pieces."""
-    return cache.stream.exact and all(cache.layers[layer.index].can_share for layer in cache.geometry.full_layers)
+    layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
+    return cache.stream.exact and all(isinstance(layer, DynamicLayer) and layer.can_share for layer in layers)
+
+
+def _append(layer: Any, keys: Tensor, values: Tensor) -> None:
+    """Append entries, (batch, kv_heads, n, dim), to a full layer outside a pass."""
+    if isinstance(layer, DynamicLayer):
+        layer.append(keys, values)
+    else:
+        layer.take(keys, values)
+        layer.settle()
 
 
 def _sharing_blocks(cache: Any) -> Any:
@@ -280,12 +306,7 @@ def _adopted(cache: Any, request: Request) -> Any:
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):
-            target = twin.layers[layer.index]
-            if twin.stream.streams:
-                target.take(keys, values)
-                target.settle()
-            else:
-                target.update(keys, values)
+            _append(twin.layers[layer.index], keys, values)
     if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin

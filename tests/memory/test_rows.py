@@ -96,6 +96,39 @@ def test_a_static_buffer_is_allocated_once() -> None:
         st.tuples(st.integers(0, 2), st.sampled_from(["append", "truncate", "share"]), st.integers(0, 23))
     )
 )
+def test_pages_on_disk_are_stored_once_and_changes_stay_private(operations: list[tuple[int, str, int]]) -> None:
+    """As below, with pages: an owner also begins with whole blocks of the owner before it."""
+    home = Disk()
+    owners, twins = [PagedRows(home, 4, 8) for _ in range(3)], [torch.zeros(2, 0, 3) for _ in range(3)]
+    counter = 0.0
+    for who, kind, value in operations:
+        if kind == "append":
+            new = torch.arange(6.0 * value).reshape(2, value, 3) + counter
+            counter += 1000
+            if value:
+                owners[who].append(new)
+            twins[who] = torch.cat([twins[who], new], 1)
+        elif kind == "truncate":
+            owners[who].truncate(value)
+            twins[who] = twins[who][:, :value]
+        else:
+            owners[who] = PagedRows(home, 4, 8)
+            for block in owners[who - 1].freeze(min(value, owners[who - 1].length)):
+                owners[who].adopt(block)
+            twins[who] = twins[who - 1][:, : min(value, twins[who - 1].shape[1]) // 4 * 4]
+            assert owners[who].nbytes == 0 and owners[who].mapped_bytes == twins[who].nbytes
+        for owner, twin in zip(owners, twins, strict=True):
+            assert owner.length == twin.shape[1]
+            if owner.length:
+                assert torch.equal(concatenated(owner, 0, owner.length), twin)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operations=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["append", "truncate", "share"]), st.integers(0, 23))
+    )
+)
 def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[tuple[int, str, int]]) -> None:
     """Three owners append, truncate, and restart with rows of the owner before them."""
     owners, twins = [SharedRows(block=4) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
@@ -112,7 +145,11 @@ def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[t
         elif twins[who - 1].shape[2]:
             owners[who] = SharedRows(block=4)
             twins[who] = twins[who - 1][:, :, : value + 1]
-            owners[who].share(owners[who - 1], twins[who].shape[2])
+            count = twins[who].shape[2]
+            for block in owners[who - 1].freeze(count):
+                owners[who].adopt(block)
+            if owners[who].length < count:
+                owners[who].append(concatenated(owners[who - 1], owners[who].length, count))
             stored = [part.data_ptr() for part in owners[who].head]
             assert stored == [part.data_ptr() for part in owners[who - 1].head][: len(stored)]
             assert owners[who].settled == twins[who].shape[2] // 4 * 4

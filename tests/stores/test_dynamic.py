@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,3 +67,27 @@ def test_a_mask_of_the_callers_own_sees_all_entries(model: torch.nn.Module) -> N
     found, expected = (model(text[:, READ:], cache=cache, attention_mask=seen).logits for cache in (shared, own))
     assert torch.equal(found, expected)
     assert not torch.equal(found, model(text[:, READ:], cache=pair(model, text)[0]).logits)
+
+
+@pytest.mark.usefixtures("kernels")
+@torch.inference_mode()
+def test_caches_share_blocks_of_a_checkpoint_on_disk(model: torch.nn.Module) -> None:
+    text = ids()
+    kind: dict[str, Any] = {"method": "kv-direct", "budget": 16, "checkpoint": "kv"}
+    caches = [KeepCache(model, **kind, where="disk") for _ in range(2)]
+    for cache in caches:
+        model(text[:, :READ], cache=cache)
+    whole, given = caches
+    assert transfer.lends(given) and not transfer.lends(KeepCache(model, **kind, where="host"))
+    for length in (READ, 514, 300):  # within the resident entries, and within evicted ones
+        begun = transfer.begun(given, length)
+        stores = zip(begun.checkpoint_rows(), given.checkpoint_rows(), strict=True)
+        assert all(mine.pages[0].data_ptr() == lent.pages[0].data_ptr() for (_, mine), (_, lent) in stores)
+        whole.crop(length - whole.get_seq_length())
+        for new in (text[:, length : length + NEW], text[:, :1]):
+            assert torch.equal(model(new, cache=begun).logits, model(new, cache=whole).logits)
+        begun.crop(100 - begun.get_seq_length())  # what it writes then is its own
+        model(text[:, 100:READ].flip(1), cache=begun)
+    expected = KeepCache(model, **kind, where="host")
+    model(text[:, :READ], cache=expected)
+    assert torch.equal(model(text[:, READ:], cache=given).logits, model(text[:, READ:], cache=expected).logits)

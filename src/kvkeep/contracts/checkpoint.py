@@ -49,6 +49,14 @@ class Checkpoint(ABC):
         """Take entries as :meth:`append`, mapped from a file, without a copy where that is possible."""
         self.append(layer, keys, values)
 
+    def holds(self, layer: int, keys: Tensor) -> bool:
+        """Return whether :meth:`adopt` would take entries with these keys without a copy."""
+        return False
+
+    def rows(self, layer: int) -> tuple[Rows, Rows] | None:
+        """Return where a layer's keys and values are kept, in the order of the text; None where they are rebuilt."""
+        return None
+
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all entries,

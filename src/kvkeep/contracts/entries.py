@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from kvkeep.memory.rows import JoinedRows, Rows, concatenated
 
 
 class EntryState(IntEnum):
@@ -63,3 +66,19 @@ class EvictedEntries(NamedTuple):
     """(lanes, n) int, the last slot that each entry stands for; None where an entry stands for its slot only."""
     holes: bool = True
     """Some slots may be -1."""
+
+
+class Beginning(NamedTuple):
+    """The first entries of a layer, for another layer to begin with."""
+
+    blocks: list[list[Tensor]]
+    """Keys, and values: the blocks in order. They never change."""
+    rest: list[Tensor]
+    """Keys and values after the blocks, as views; empty if there are none."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[list[Tensor]], stores: Sequence[Rows | JoinedRows], length: int) -> Beginning:
+        """Return the first ``length`` entries. blocks: those of them that never change; stores: all keys, and all
+        values."""
+        count = sum(block.shape[-2] for block in blocks[0])
+        return cls([*blocks], [concatenated(rows, count, length) for rows in stores if count < length])

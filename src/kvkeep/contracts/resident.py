@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.selector import Selector
 from kvkeep.step.plan import LayerStep, Segment, Span
@@ -26,9 +26,17 @@ class Resident(Part):
         """Yield the entries. Without ``ordered`` they may come in any order: the caller masks none of them."""
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        """Take the entries of a text into this empty part: pieces (lanes, n, dim) in order, mapped from files. Return
+        """Take the entries of a text into this empty part: pieces (lanes, n, dim) in order, which never change. Return
         False, without taking any, where they have to be admitted one piece after the other."""
         return False
+
+    lends = False
+    """Whether another layer can begin with the first entries (:meth:`beginning`)."""
+
+    def beginning(self, length: int) -> Beginning:
+        """Return the first ``length`` entries, (lanes, n, dim). Whole blocks never change from now on, so that another
+        layer may hold them, too. Only where this part :attr:`lends`."""
+        raise NotImplementedError
 
     @abstractmethod
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:

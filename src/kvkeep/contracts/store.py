@@ -12,6 +12,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.memory.rows import Rows
 from kvkeep.step.plan import LayerStep, Span
 
 
@@ -53,10 +54,16 @@ class EvictedStore(Part):
         """Bytes allocated for entries."""
         return 0
 
-    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        """Take the first entries of a text into this empty store: pieces (lanes, n, dim) in order, mapped from files.
-        Return False, without taking any, where entries have to be evicted one piece after the other."""
-        return False
+    @property
+    def rows(self) -> tuple[Rows, Rows] | None:
+        """Where keys and values are kept in the order of the text; None where they are not kept so."""
+        return None
+
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor], least: int) -> int | None:
+        """Take the first entries of a text into this empty store: at least ``least`` ones of the pieces (lanes, n, dim)
+        in order, which never change, and more where that needs no copy. Return how many; None, without taking any,
+        where entries have to be evicted one piece after the other."""
+        return None
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""

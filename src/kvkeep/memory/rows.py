@@ -237,7 +237,8 @@ class PagedRows:
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
-        self._adopted = 0  # the first pages, which are mapped from files
+        self._adopted = 0  # the first pages, which are mapped from files or another store's
+        self._fixed = 0  # the first rows, which never change, because other stores may read them
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -259,15 +260,32 @@ class PagedRows:
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
 
     def adopt(self, rows: Tensor) -> None:
-        """Make ``rows``, mapped from a file, the next page if the pages so far are full; otherwise append them."""
-        if not self.home.maps or self.length != self._allocated or rows.shape[-2] % self.smallest:
+        """Make ``rows``, which never change and take no memory of their own (:attr:`lends`), the next page if this
+        store :meth:`holds` them; otherwise append them."""
+        if not self.holds(rows):
             return self.append(rows)
         self.starts.append(self.length)
         self.pages.append(rows)
         self.length += rows.shape[-2]
         self.changes += 1
-        self._adopted = len(self.pages)
+        self._adopted, self._fixed = len(self.pages), self.length
         return None
+
+    def holds(self, rows: Tensor) -> bool:
+        """Return whether ``rows`` can be the next page: they are whole blocks, and the pages so far are full."""
+        return self.home.maps and self.length == self._allocated and not rows.shape[-2] % self.smallest
+
+    @property
+    def lends(self) -> bool:
+        """Whether other stores may hold the pages, too: they are in files, so they take nobody's memory."""
+        return self.home.name == "disk"
+
+    def freeze(self, length: int) -> list[Tensor]:
+        """Return the whole blocks of the first ``length`` rows as views, several blocks each. From now on they never
+        change."""
+        whole = length // self.smallest * self.smallest
+        self._fixed = max(self._fixed, whole)
+        return [rows for _, rows in self.read(0, whole)]
 
     def next_row(self) -> tuple[Tensor, int] | None:
         """Return the page and index of the next row; None if a page has to be allocated first."""
@@ -305,21 +323,22 @@ class PagedRows:
             self.pages.pop()
             self.starts.pop()
             self.changes += 1
-        if len(self.pages) <= self._adopted:
-            self._adopted = len(self.pages)
-            if self.length < self._allocated:  # other caches read the mapped page, and this one will write to it
+        if self.length < self._fixed:
+            if self.length < self._allocated:  # other stores read the last page, and this one will write to it
                 page = self.pages[-1]
                 self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
                 self.changes += 1
-                self._adopted -= 1
+                self._adopted = min(self._adopted, len(self.pages) - 1)
+            self._adopted = min(self._adopted, len(self.pages))
+            self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 
     def select(self, index: Tensor) -> None:
         self.pages = [
-            _selected(page, index, self.home, writable=number >= self._adopted)
-            for number, page in enumerate(self.pages)
+            _selected(page, index, self.home, writable=start >= self._fixed)
+            for start, page in zip(self.starts, self.pages, strict=True)
         ]
         self.changes += 1
-        self._adopted = 0
+        self._adopted = self._fixed = 0
 
     @property
     def nbytes(self) -> int:
@@ -327,7 +346,7 @@ class PagedRows:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of pages that are mapped from files."""
+        """Bytes of pages that are mapped from files or another store's."""
         return sum(page.nbytes for page in self.pages[: self._adopted])
 
 

@@ -25,26 +25,17 @@ class SharedRows:
         self.tail = Buffer(block, limit)
         """The rows after the blocks."""
 
-    def share(self, other: SharedRows, length: int) -> None:
-        """Take over the first ``length`` rows of ``other``; this store must be empty. Whole blocks are shared; the rest
-        is copied."""
-        other.freeze(length)
-        self.head = other.head[: length // self.block]
-        self.length = self.settled
-        for _, rows in other.read(self.settled, length):
-            self.append(rows)
-
-    def freeze(self, length: int) -> None:
-        """Make the whole blocks of the first ``length`` rows unchanging."""
+    def freeze(self, length: int) -> list[Tensor]:
+        """Return the whole blocks of the first ``length`` rows. From now on they never change."""
         count = length // self.block - len(self.head)
-        if count <= 0:
-            return
-        rest = self.tail.view(count * self.block)
-        with torch.inference_mode(False):
-            self.head += [part.clone() for part in self.tail.view(0, count * self.block).split(self.block, -2)]
-        self.tail = Buffer(self.block)
-        if rest.shape[-2]:
-            self.tail.append(rest)
+        if count > 0:
+            rest = self.tail.view(count * self.block)
+            with torch.inference_mode(False):
+                self.head += [part.clone() for part in self.tail.view(0, count * self.block).split(self.block, -2)]
+            self.tail = Buffer(self.block)
+            if rest.shape[-2]:
+                self.tail.append(rest)
+        return self.head[: length // self.block]
 
     @property
     def settled(self) -> int:

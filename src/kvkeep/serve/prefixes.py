@@ -1,9 +1,9 @@
 """Prefixes: a session reuses the first tokens of a prompt if another session of the same owner has read them.
 
 Only exact caches of one kind share prefixes, because their output depends only on the tokens. Where the CPU kernel
-attends to them, sessions share the blocks of ``full`` in memory. Another cache is copied, if the prefix is at least
-half of the tokens that its session has read. An unnamed session stays in memory after its answer until the memory is
-needed, so clients without session names can continue their conversations.
+attends to them, sessions share the blocks of ``full`` in memory, and those of ``kv-direct`` on disk. Another cache is
+copied, if the prefix is at least half of the tokens that its session has read. An unnamed session stays in memory after
+its answer until the memory is needed, so clients without session names can continue their conversations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvkeep.engine.batch import can_pack
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.job import Job, PendingPrefix
 from kvkeep.serve.session import OpenSession
-from kvkeep.stores.dynamic import DynamicLayer
 
 MIN_PREFIX_TOKENS = 32
 """The minimum number of tokens of a prefix."""
@@ -39,21 +38,21 @@ class Prefix:
 
     @property
     def once(self) -> int:
-        """Bytes that both sessions would share."""
+        """Bytes of memory that both sessions would share."""
         cache = self.session.cache
-        if not _plain(cache) or not transfer.shares(cache):
+        if not transfer.shares(cache):
             return 0
         return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token
 
     @property
     def copied(self) -> int:
         """Bytes of a copy, if the whole cache has to be copied before it is cropped."""
-        return 0 if _plain(self.session.cache) else self.session.memory_bytes
+        return 0 if transfer.lends(self.session.cache) else self.session.memory_bytes
 
     def past(self) -> CachedText:
         """Return these tokens in a new cache."""
         cache = self.session.cache
-        if _plain(cache):
+        if transfer.lends(cache):
             return CachedText(transfer.begun(cache, len(self.ids)), self.ids)
         twin = transfer.copied(cache)
         twin.crop(len(self.ids) - cache.get_seq_length())
@@ -102,12 +101,6 @@ def _steady(session: OpenSession) -> bool:
     return session.cache.round is None and can_pack(session.cache)
 
 
-def _plain(cache: KeepCache) -> bool:
-    """Return whether the first entries of a cache can be used without the others: its method is ``full``."""
-    layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
-    return all(isinstance(layer, DynamicLayer) and layer.limit is None for layer in layers)
-
-
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
     """Return the common prefix, if cropping a cache that has read ``ids`` costs less than reading the prefix."""
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
@@ -115,4 +108,4 @@ def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequ
     count = common_prefix(ids, prompt)
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
     cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
-    return ids[:count] if cuts and (2 * count >= len(ids) or _plain(cache)) else ()
+    return ids[:count] if cuts and (2 * count >= len(ids) or transfer.lends(cache)) else ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.entries import Beginning, EntryState
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
@@ -63,8 +63,8 @@ class StockState:
 class DynamicLayer(CacheLayerMixin):
     """An exact layer: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or
     have memory for ``limit`` entries from the start (``static``). Attention reads views: a step copies one entry.
-    Blocks may be shared with another layer (:meth:`share`). The CPU kernel reads them in place; any other reader gets a
-    copy."""
+    Blocks may be shared with another layer (:meth:`beginning`). The CPU kernel reads them in place; any other reader
+    gets a copy."""
 
     is_croppable = True
     is_sliding = False
@@ -96,16 +96,16 @@ class DynamicLayer(CacheLayerMixin):
         filled = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
         return self.limit is None and all(native.can_read(*pair) for pair in filled)
 
-    def share(self, other: DynamicLayer, length: int, once: bool) -> None:
-        """Take the first ``length`` entries of ``other`` into this empty layer. once: both layers share whole blocks;
-        otherwise the blocks are copied."""
-        self.is_initialized = other.is_initialized
-        for mine, rows in ((self._keys, other._keys), (self._values, other._values)):
-            if once:
-                mine.share(rows, length)
-            else:
-                mine.append(rows.view()[..., :length, :])
-        other._next = None  # it refers to outgrown buffers
+    @property
+    def lends(self) -> bool:
+        """Whether another layer can begin with its first entries (:meth:`beginning`)."""
+        return self.limit is None
+
+    def beginning(self, length: int) -> Beginning:
+        """Return the first ``length`` entries, (batch, kv_heads, n, dim). Whole blocks never change from now on, so
+        that another layer may hold them, too."""
+        self._next, both = None, (self._keys, self._values)  # the step refers to outgrown buffers
+        return Beginning.of([rows.freeze(length) for rows in both], both, length)
 
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
         """Return all keys and values in order, where they lie: (batch, kv_heads, n, dim) each."""
@@ -200,8 +200,11 @@ class DynamicLayer(CacheLayerMixin):
         entries in pieces, the layer uses whole blocks without a copy."""
         reads = all(native.can_read(*pair) for pair in zip(keys, values, strict=True))
         for rows, pieces in ((self._keys, keys), (self._values, values)):
-            for piece in pieces if reads else [torch.cat([*pieces], -2)]:
-                rows.adopt(piece)
+            if reads:
+                for piece in pieces:
+                    rows.adopt(piece)
+            else:
+                rows.append(torch.cat([*pieces], -2))
         self.is_initialized = True
 
 

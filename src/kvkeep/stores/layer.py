@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.entries import Beginning, EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
@@ -84,8 +84,8 @@ class Layer(CacheLayerMixin):
 
     @outside_inference_mode
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, mapped from files.
-        Parts that keep all entries hold the pieces themselves."""
+        """Take the entries of a text into this empty layer: pieces (1, kv_heads, n, dim) in order, which never
+        change. Parts that keep all entries hold the pieces themselves."""
         by_lane = [[piece.flatten(0, 1) for piece in pieces] for pieces in (keys, values)]
         if self.resident.adopt(*by_lane):
             self.is_initialized, self.heads = True, keys[0].shape[1]
@@ -94,6 +94,18 @@ class Layer(CacheLayerMixin):
         for pair in zip(keys, values, strict=True):
             self.take(*pair)
             self.settle(mapped=True)
+
+    @property
+    def lends(self) -> bool:
+        """Whether another layer can begin with its first entries (:meth:`beginning`)."""
+        return bool(self.resident.lends)
+
+    def beginning(self, length: int) -> Beginning:
+        """Return the first ``length`` entries, (batch, kv_heads, n, dim), between two passes. Whole blocks never change
+        from now on, so that another layer may hold them, too."""
+        blocks, rest = self.resident.beginning(length)
+        by_row = [[piece.unflatten(0, (-1, self.heads)) for piece in pieces] for pieces in blocks]
+        return Beginning(by_row, [part.unflatten(0, (-1, self.heads)) for part in rest])
 
     def settle(self, mapped: bool = False) -> None:
         """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from

@@ -16,6 +16,7 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
+from kvkeep.memory.rows import Rows
 from kvkeep.step.plan import LayerStep, Span
 
 
@@ -58,11 +59,20 @@ class InOrder(EvictedStore):
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
-    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        for pair in zip(keys, values, strict=True):
-            self.checkpoint.adopt(self.layer, *pair)
-        self.taken = sum(piece.shape[1] for piece in keys)
-        return True
+    @property
+    def rows(self) -> tuple[Rows, Rows] | None:
+        return self.checkpoint.rows(self.layer)
+
+    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor], least: int) -> int:
+        for key, value in zip(keys, values, strict=True):
+            copied = min(key.shape[1], max(0, least - self.taken))
+            count = key.shape[1] if self.checkpoint.holds(self.layer, key) else copied
+            if count:
+                self.checkpoint.adopt(self.layer, key[:, :count], value[:, :count])
+                self.taken += count
+            if count < key.shape[1]:
+                break
+        return self.taken
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         self.checkpoint.truncate(self.layer, self.taken)  # a failed write may have left rows

@@ -46,6 +46,13 @@ class EntryCheckpoint(Checkpoint):
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.adopt(new)
 
+    def holds(self, layer: int, keys: Tensor) -> bool:
+        rows = self._rows[layer][0]
+        return isinstance(rows, PagedRows) and rows.holds(keys)
+
+    def rows(self, layer: int) -> tuple[Rows, Rows]:
+        return self._rows[layer]
+
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield views where the entries are in the device's memory, else copies of a page at a time. lazy: one piece
         has all entries, where the kernel reads pages."""

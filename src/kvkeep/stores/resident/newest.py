@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
-from kvkeep.memory.rows import Ring, concatenated
+from kvkeep.memory.rows import JoinedRows, PagedRows, Ring, concatenated
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 
@@ -84,14 +84,27 @@ class Newest(Resident):
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         self._next = None
         length = sum(piece.shape[1] for piece in keys)
-        evicted = max(0, length - self._keys.capacity)
-        if not self.store.adopt(_between(keys, 0, evicted), _between(values, 0, evicted)):
+        evicted = self.store.adopt(keys, values, max(0, length - self._keys.capacity))
+        if evicted is None:
             return False
         for rows, pieces in ((self._keys, keys), (self._values, values)):
             rows.first = rows.length = evicted
-            for piece in _between(pieces, evicted, length):
+            for piece in _after(pieces, evicted):
                 rows.append(piece)
         return True
+
+    @property
+    def lends(self) -> bool:  # type: ignore[override]
+        return self.store.rows is not None and all(
+            isinstance(rows, PagedRows) and rows.lends for rows in self.store.rows
+        )
+
+    def beginning(self, length: int) -> Beginning:
+        self.store.truncate(self.evicted, self)  # type: ignore[arg-type]  # a failed write may have left rows
+        assert self.store.rows is not None
+        blocks: list[list[Tensor]] = [rows.freeze(min(length, rows.length)) for rows in self.store.rows]  # type: ignore[attr-defined]
+        joined = [JoinedRows(*pair) for pair in zip(self.store.rows, self.rows, strict=True)]
+        return Beginning.of(blocks, joined, length)
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
@@ -151,12 +164,12 @@ class Newest(Resident):
             raise ShapeError("entries are missing or there twice")
 
 
-def _between(pieces: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Return the rows ``start`` to ``stop`` of pieces (lanes, n, dim) that follow one another."""
+def _after(pieces: Sequence[Tensor], start: int) -> list[Tensor]:
+    """Return the rows from ``start`` on of pieces (lanes, n, dim) that follow one another."""
     found, first = [], 0
     for piece in pieces:
-        low, high = max(start - first, 0), min(stop - first, piece.shape[1])
-        if low < high:
-            found.append(piece[:, low:high])
+        low = max(start - first, 0)
+        if low < piece.shape[1]:
+            found.append(piece[:, low:])
         first += piece.shape[1]
     return found
