@@ -377,19 +377,20 @@ class CacheStream:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
         restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
         undone."""
-        if not self.open:
-            return
-        if self.round is not None and self.round.open:
-            self.open = False
-            self.round.retract()
-            return
+        in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)
-        if lost or (self.moving and not restoring):
+        if lost or (self.open and self.moving and not (restoring or in_round)):
             moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
             reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
             raise KvkeepError(
                 f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
             )
+        if not self.open:
+            return
+        if self.round is not None and in_round:
+            self.open = False
+            self.round.retract()
+            return
         self.open = False
         for layer in self.bounded:
             layer.truncate(self._known)
@@ -414,7 +415,7 @@ class CacheStream:
 
     @outside_inference_mode
     def abandon(self) -> None:
-        """Undo an unfinished pass or round."""
+        """Undo an unfinished pass or round. Raises KvkeepError as :meth:`roll_back`."""
         self.roll_back()
         if self.round is not None and self.round.open:
             self.round.retract()

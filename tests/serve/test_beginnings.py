@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def test_a_conversation_without_a_name_goes_on_after_a_restart(tmp_path: Path) -
         two = told(engine, ids)
         assert two.ended.cached == cached and [*two.ended.tokens] == alone("llama", ids, **FULL)
         engine.close()
+
+
+def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, begun = serving(tmp_path), threading.Event()
+    honest = BlockFolder.write
+
+    def waiting(self: BlockFolder, *arguments: Any, **options: Any) -> int:
+        begun.set()
+        for _ in range(500):
+            if engine.sessions.storage.ending:
+                break
+            time.sleep(0.01)
+        return honest(self, *arguments, **options)
+
+    monkeypatch.setattr(BlockFolder, "write", waiting)
+    client = Client(engine, text(500, 1), 300, owner="me")  # three blocks
+    engine.start()
+    assert begun.wait(60)
+    engine.stop(grace=0)
+    assert client.ended.written == 300 and engine.fault is None
+    assert Store(tmp_path).blocks.count()[0] == 1
 
 
 def test_a_session_with_a_name_and_one_without_begin_with_each_others_text(tmp_path: Path) -> None:

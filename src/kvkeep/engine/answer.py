@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -16,6 +17,7 @@ from kvkeep.engine.batch import Read
 from kvkeep.engine.pieces import Pieces, Stops
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler, Sampling
+from kvkeep.errors import KvkeepError
 
 Reads = Generator[Read, Tensor, None]
 """Yields the tokens that the model reads next, and receives the logits (keep, vocabulary) of the last of them."""
@@ -130,8 +132,11 @@ class Answer:
                 ids = wanted.input_ids[0].tolist()
                 logits = yield Read(self.cache, ids, len(ids), first=int(wanted.position_ids[0, 0]))
                 wanted = next_input(steps, logits[None])
-        finally:
-            self.cache.stream.abandon()
+        except BaseException:
+            with suppress(KvkeepError):  # raised again at the next use of the cache
+                self.cache.stream.abandon()
+            raise
+        self.cache.stream.abandon()
 
     def _taken(self, row: int, token: int, logits: Tensor) -> bool:
         """Add a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.generation import (
 from kvkeep.cache import KeepCache
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
 
 
 def verified(
@@ -73,7 +74,8 @@ def verified(
         while wanted is not None:
             wanted = next_input(rounds, model(**wanted._asdict(), cache=cache, use_cache=True).logits)
     except BaseException:
-        run.stream.abandon()
+        with suppress(KvkeepError):  # raised again at the next use of the cache
+            run.stream.abandon()
         raise
     return output.result()
 

@@ -201,7 +201,8 @@ class Engine:
         self._thread.start()
 
     def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, give running answers ``grace`` seconds to finish, cancel the rest; end the thread."""
+        """Refuse new requests, give running answers and their storing ``grace`` seconds to finish, cancel the rest; end
+        the thread. What was not stored is read again."""
         with self._lock:
             self._stopping = True
         self._inbox.put(None)
@@ -209,6 +210,7 @@ class Engine:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.05)
             if time.monotonic() > deadline:
+                self.sessions.storage.ending = True
                 for job in [*self.running, *self._admission.waiting]:
                     job.cancel()
 

@@ -53,6 +53,8 @@ class SessionStorage:
             except SessionError as error:
                 store, self.refusal = None, str(error)
         self.store = store
+        self.ending = False
+        """Whether storing ends early, because the server has to end."""
         self.restored = self.saved = 0
         self.lost_turns: dict[Name, str] = {}
         """Notes on sessions that were evicted from memory without their last turn."""
@@ -172,7 +174,8 @@ class SessionStorage:
         return self._read(lambda: self._trying("are not used", begun))
 
     def keep(self, session: OpenSession) -> Future[None]:
-        """Store the whole blocks of a session's text; end early when ``session.wanted`` is set."""
+        """Store the whole blocks of a session's text; end early when ``session.wanted`` or
+        :attr:`ending` is set."""
         return self._write(lambda: self._trying("are not stored", lambda: self._keep(session)))
 
     def watch(self, session: OpenSession, prompt: int) -> None:
@@ -292,7 +295,11 @@ class SessionStorage:
         assert self.store is not None
         self.store.create()
         ids = session.past.ids
-        beginnings.keep(self.store.blocks, _space(session), session.cache, ids, stop=lambda: session.wanted)
+
+        def stop() -> bool:
+            return session.wanted or self.ending
+
+        beginnings.keep(self.store.blocks, _space(session), session.cache, ids, stop)
 
     def _trying(self, what: str, work: Callable[[], T]) -> T | None:
         """Return the result of ``work``; if it raises, write a reason to the log that is not there yet, and return
