@@ -11,7 +11,7 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
-from kvkeep.serve.arbiter import current_bytes, peak_bytes
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import QueueFull
 from kvkeep.serve.session import OpenSession
@@ -29,7 +29,7 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     least = 0
     engine._stopping = True
     while engine.step():
-        now = sum(current_bytes(session.past.cache) for session in engine.sessions.memory.values())
+        now = sum(session.past.cache.memory().bytes for session in engine.sessions.memory.values())
         least = max(least, now)
         assert now <= engine.arbiter.total and len(engine.running) <= 2
     assert least > one // 2  # it is a limit that is used

@@ -20,7 +20,7 @@ from kvkeep.engine.answer import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve import engine as engines
-from kvkeep.serve.arbiter import current_bytes, peak_bytes
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import EngineStopping
 
@@ -205,7 +205,7 @@ def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
     assert client.job.session is not None
     own = client.job.session.past.cache
     while engine.running:
-        assert current_bytes(own) <= client.job.granted
+        assert own.memory().bytes <= client.job.granted
         engine.step()
 
 
@@ -216,7 +216,7 @@ def test_no_method_holds_more_than_what_it_may() -> None:
         ids, granted = prompt(1, length + 1, 3), peak_bytes(cache, length + 1)
         for part in ids.split(length, 1):
             step("llama", cache, part)
-            assert current_bytes(cache) <= granted, name
+            assert cache.memory().bytes <= granted, name
 
 
 def test_an_engine_that_fails_tells_everybody_and_takes_no_more(

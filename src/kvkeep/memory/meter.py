@@ -83,6 +83,12 @@ class Memory:
     process_bytes: int | None = None
     """Memory of the whole process, including the model; None if the system does not report it."""
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the cache, without those on disk."""
+        checkpoints = self.checkpoint_bytes["device"] + self.checkpoint_bytes["host"]
+        return self.resident_bytes + self.compressed_bytes + self.bookkeeping_bytes + checkpoints
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""
         return asdict(self)

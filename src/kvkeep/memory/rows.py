@@ -283,9 +283,9 @@ class PagedRows:
     def freeze(self, length: int) -> list[Tensor]:
         """Return the whole blocks of the first ``length`` rows as views, several blocks each. From now on they never
         change."""
-        whole = length // self.smallest * self.smallest
-        self._fixed = max(self._fixed, whole)
-        return [rows for _, rows in self.read(0, whole)]
+        stop = length // self.smallest * self.smallest
+        self._fixed = max(self._fixed, stop)
+        return [rows for _, rows in self.read(0, stop)]
 
     def next_row(self) -> tuple[Tensor, int] | None:
         """Return the page and index of the next row; None if a page has to be allocated first."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import chunk_size
 from kvkeep.errors import BudgetError
@@ -42,13 +41,6 @@ def restore_bytes(cache: KeepCache, state: int, entries: int) -> int:
     disk = cache.spec is not None and cache.spec.where == "disk"
     layers = max(1, len(cache.geometry.full_layers))
     return state + (0 if disk else entries) + -(-(state + entries) // layers)
-
-
-def current_bytes(cache: KeepCache) -> int:
-    """Return the bytes of memory that a cache uses now, without bytes on disk."""
-    memory = report.memory(cache.made)
-    checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
-    return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 
 
 def shared_parts(cache: KeepCache) -> dict[int, int]:

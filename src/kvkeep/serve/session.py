@@ -15,7 +15,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import UsageError
 from kvkeep.policies.request import Request
-from kvkeep.serve.arbiter import current_bytes, peak_bytes, restore_bytes, shared_parts
+from kvkeep.serve.arbiter import peak_bytes, restore_bytes, shared_parts
 
 Name = tuple[str, str]
 """Owner and name of a session."""
@@ -94,7 +94,7 @@ class OpenSession:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of the session."""
-        return current_bytes(self.cache) + self.cache.stream.block_end_bytes
+        return self.cache.memory().bytes
 
     def recount(self) -> None:
         """Discard the count of bytes."""
