@@ -17,7 +17,7 @@ from families import tiny
 from kvkeep import KeepCache, UsageError
 from kvkeep.blocks import beginnings, bucket
 from kvkeep.blocks.bucket import BucketStore
-from kvkeep.blocks.folder import BlockName
+from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.sessions import Session, StoredSession
 from kvkeep.errors import BlockMissing, SessionBusy, SessionDamaged, SessionError, SessionUnwritable, StoreError
 
@@ -71,9 +71,9 @@ def test_blocks_are_found_from_another_machine_and_stay_when_a_folder_is_full(ma
     here, there = made("here", 4 * 512), made("there")
     for number in range(9):
         put(here, number)
-    assert here.blocks.count()[0] < 9 and all(has(here, number) for number in range(9))
-    assert here.blocks.count()[1] <= 4 * 512
-    assert there.blocks.use([name(number) for number in (3, 4, 99, 5)]) == 2 and there.blocks.count()[0] == 2
+    assert BlockFolder.count(here.blocks)[0] < 9 and all(has(here, number) for number in range(9))
+    assert BlockFolder.count(here.blocks)[1] <= 4 * 512 < here.blocks.count()[1]
+    assert there.blocks.use([name(number) for number in (3, 4, 99, 5)]) == 2 and BlockFolder.count(there.blocks)[0] == 2
     assert has(there, 8)
     there.blocks._mappings.clear()
     there.blocks.path(name(8)).write_bytes(b"damaged")

@@ -79,12 +79,12 @@ def add(source: Path, store: Store, name: str) -> int:
     with store.open(name) as reference, _explaining(source):
         if reference.saves:
             raise UsageError(f"There is a session '{name}' already; give another name.")
-        if store.blocks.has(BlockName(space, state)):  # each session has its own: the next save removes it
+        if store.blocks.size(BlockName(space, state)):  # each session has its own: the next save removes it
             state = session_key()
         try:
             for key, content in _members(source):
                 block = BlockName(space, state if key == about["state"] else key)
-                if key != _REFERENCE and not store.blocks.has(block):
+                if key != _REFERENCE and not store.blocks.size(block):
                     written.append(block)
                     store.blocks.write(block, parse(content, key))
             reference.saves = saves - 1
@@ -159,7 +159,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes | bytearray) -> None:
 def _content(store: Store, block: BlockName) -> bytearray | None:
     """Return the content of a block's file; None if it is missing or damaged."""
     with suppress(OSError, BlockDamaged):
-        content = bytearray(store.blocks.path(block).read_bytes())
+        content = store.blocks.content(block)
         parse(content, block.key)
         return content
     return None

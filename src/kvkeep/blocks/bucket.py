@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvkeep.blocks.block_file import encode, parse
-from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.folder import SUFFIX, BlockFolder, BlockName
 from kvkeep.blocks.store import MARKER, VERSION, Store
 from kvkeep.errors import BlockDamaged, BlockMissing, SessionUnwritable, StoreError, UsageError
 from kvkeep.extras import optional
@@ -70,6 +70,19 @@ class BucketPath(PurePosixPath):
         """Yield all objects below."""
         with _reported(), suppress(FileNotFoundError):
             yield from [type(self)(path) for path in self.files.find(str(self))]
+
+    def sizes(self) -> dict[BucketPath, int]:
+        """Return the bytes of all objects below."""
+        with _reported(), suppress(FileNotFoundError):
+            found = self.files.find(str(self), detail=True)
+            return {type(self)(path): facts["size"] for path, facts in found.items()}
+        return {}
+
+    def size(self) -> int:
+        """Return the bytes of the object; 0 if there is none."""
+        with _reported(), suppress(FileNotFoundError):
+            return int(self.files.size(str(self)))
+        return 0
 
     def glob(self, pattern: str) -> Iterator[BucketPath]:
         """Yield the folders that match."""
@@ -146,6 +159,42 @@ class BucketFolder(BlockFolder):
             data = b"".join(encode(name.key, tensors)[1])
             self._ask(lambda: self._key(name).write_bytes(data))
         return super().write(name, tensors, replace)
+
+    def size(self, name: BlockName) -> int:
+        """Return the bytes of a block in the bucket; 0 if there is none. Raises BucketError."""
+        return self._key(name).size()
+
+    def content(self, name: BlockName) -> bytearray:
+        """Return the bytes of a block in the bucket. Raises OSError."""
+        return bytearray(self._key(name).read_bytes())
+
+    def check(self, name: BlockName) -> int:
+        """Read a block of the bucket and return its bytes. Raises BlockMissing, BlockDamaged after removing it, and
+        BucketError."""
+        try:
+            parse(data := self.content(name), name.key)
+            return len(data)
+        except FileNotFoundError as error:
+            raise BlockMissing(f"The block '{self._key(name)}' is missing.") from error
+        except BlockDamaged as error:
+            self.remove(name)
+            raise BlockDamaged(f"The block '{self._key(name)}' is removed: its object {error}.") from error
+
+    def names(self, unused_s: float | None = None) -> list[BlockName]:
+        """Return the names of all blocks in the bucket; with ``unused_s``, none, because a bucket notes no use."""
+        return [*self._sizes()] if unused_s is None else []
+
+    def count(self) -> tuple[int, int]:
+        """Return the number of blocks in the bucket and their bytes."""
+        sizes = self._sizes()
+        return len(sizes), sum(sizes.values())
+
+    def _sizes(self) -> dict[BlockName, int]:
+        return {
+            BlockName(path.parents[1].relative_to(self.root).as_posix(), path.stem): size
+            for path, size in self.root.sizes().items()
+            if path.suffix == SUFFIX
+        }
 
     def fitting(self, count: int, size: int, others: int = 0) -> int:
         """All blocks fit into the bucket."""

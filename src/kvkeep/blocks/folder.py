@@ -97,6 +97,15 @@ class BlockFolder:
             BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
 
+    def content(self, name: BlockName) -> bytearray:
+        """Return the bytes of a block's file. Raises OSError."""
+        return bytearray(self.path(name).read_bytes())
+
+    def check(self, name: BlockName) -> int:
+        """Read a block and return its bytes. Raises as :meth:`read`."""
+        self.read(name)
+        return self.size(name)
+
     def read_first(self, names: Sequence[BlockName]) -> tuple[list[dict[str, Tensor]], StoreError | None]:
         """Return the tensors of the first blocks that can be read, and the error of the next one. Several threads
         compare checksums."""

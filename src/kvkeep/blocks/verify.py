@@ -39,14 +39,14 @@ def verify(store: Store) -> Verification:
     found = Verification()
     for name in store.blocks.names():
         try:
-            store.blocks.read(name)
+            count = store.blocks.check(name)
         except BlockDamaged as error:
             found.removed.append(str(error))
         except StoreError as error:
-            if store.blocks.has(name):  # otherwise another program removed it
+            if store.blocks.size(name):  # otherwise another program removed it
                 found.unreadable.append(str(error))
         else:
-            found.blocks, found.bytes = found.blocks + 1, found.bytes + store.blocks.size(name)
+            found.blocks, found.bytes = found.blocks + 1, found.bytes + count
     for info in store.sessions():
         if info.problem is not None:
             if info.problem != UNSAVED:

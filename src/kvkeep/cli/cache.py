@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,17 +32,65 @@ Word = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
 
 
+@dataclass(frozen=True)
+class StorePlace:
+    """Where the store is."""
+
+    sessions: options.Sessions = None
+    bucket: options.Bucket = None
+
+    def store(self) -> Store:
+        """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
+        if self.sessions is not None and self.bucket is None and not Path(self.sessions).exists():
+            raise SessionError(
+                f"There is no folder '{self.sessions}'; give the folder of the sessions with --sessions."
+            )
+        store = self._store()
+        store.check()
+        return store
+
+    def named(self, name: str) -> tuple[Store, str]:
+        """Return the store of a session, which may be missing, and its name there."""
+        from kvkeep.blocks.store import ONLY, Store, is_path
+
+        if self.sessions is None and self.bucket is None and is_path(name):
+            return Store(Path(name).expanduser(), quota=None), ONLY
+        return self._store(), name
+
+    def found(self, name: str) -> tuple[Store, str]:
+        """Return the store of a session, which exists if it is a path, and its name there."""
+        store, word = self.named(name)
+        if word == name:
+            return self.store(), word
+        store.check()
+        if not store.path(word).is_dir():
+            raise SessionError(f"There is no session at '{name}'.")
+        return store, word
+
+    def _store(self) -> Store:
+        from kvkeep.blocks.store import store_folder, user_store
+
+        if self.bucket is None:
+            return user_store(self.sessions)
+        from kvkeep.blocks.bucket import BucketStore
+
+        store = BucketStore(store_folder(self.sessions), self.bucket)
+        store.create()  # its folder gets copies of blocks
+        return store
+
+
 @app.command("list")
+@options.command
 def list_(
+    place: StorePlace,
     owner: Annotated[str | None, typer.Option(help="List only the sessions of this owner.")] = None,
-    sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
     """List the sessions, last used first, and the size of the whole store."""
-    store = _store(sessions)
+    store = place.store()
     found, (blocks, count) = store.sessions(owner), store.blocks.count()
     if json:
-        total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+        total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": place.bucket or str(store.folder)}
         print_json({"sessions": [_facts(info) for info in found]} | total)
         return
     table = Table(box=None, header_style="bold")
@@ -54,13 +102,15 @@ def list_(
         table.add_row(info.name, size(info.bytes), _used(info), *map(Text, rest))
     show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
-    note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
+    sizes = f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}"
+    note(f"{sizes}, in {place.bucket or store.folder}.")
 
 
 @app.command("show")
-def show_(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+@options.command
+def show_(name: Name, place: StorePlace, json: options.Json = False) -> None:
     """Show size, age, saves and cache of a session; the exit code is 1 if it cannot be read."""
-    store, word = _found(name, sessions)
+    store, word = place.found(name)
     info = store.info(word)
     if json:
         print_json(_facts(info) | {"name": name})
@@ -86,19 +136,21 @@ def _show(info: SessionInfo, name: str) -> None:
 
 
 @app.command("rm")
-def rm(name: Word, sessions: options.Sessions = None, json: options.Json = False) -> None:
+@options.command
+def rm(name: Word, place: StorePlace, json: options.Json = False) -> None:
     """Remove a session, and its blocks unless other sessions have them. A session in use is not removed."""
-    _store(sessions).remove(name)
+    place.store().remove(name)
     _done(f"Removed {name}.", {"removed": name}, json)
 
 
 @app.command("verify")
-def verify_(sessions: options.Sessions = None, json: options.Json = False) -> None:
+@options.command
+def verify_(place: StorePlace, json: options.Json = False) -> None:
     """Read every block and session, and remove damaged blocks; the exit code is 1 if something is damaged, and 0 if a
     session only lacks blocks, whose text will be read again."""
     from kvkeep.blocks.verify import verify
 
-    found = verify(_store(sessions))
+    found = verify(place.store())
     if json:
         print_json(asdict(found))
     else:
@@ -116,7 +168,9 @@ def verify_(sessions: options.Sessions = None, json: options.Json = False) -> No
 
 
 @app.command("prune")
+@options.command
 def prune(
+    place: StorePlace,
     quota: Annotated[
         str | None, typer.Option(help="Remove the least recently used blocks until all fit into this size (1GB).")
     ] = None,
@@ -124,16 +178,17 @@ def prune(
         float | None, typer.Option(min=0, help="Remove sessions and blocks that were not used for this many days.")
     ] = None,
     unused: Annotated[bool, typer.Option("--unused", help="Remove the blocks that belong to no session.")] = False,
-    sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
     """Remove blocks and sessions. A session without blocks keeps its messages, and its text is read again."""
     if quota is None and age is None and not unused:
         raise UsageError("Say what to remove: --quota, --age or --unused.")
+    if place.bucket is not None and not (quota is age is None):
+        raise UsageError("A bucket has rules of its own for size and age (its lifecycle); with --bucket, use --unused.")
     limit = None if quota is None else bytes_of(quota, "quota")
     from kvkeep.blocks.store import DAY_S
 
-    store = _store(sessions)
+    store = place.store()
     store.blocks.quota, store.age = limit, None if age is None else age * DAY_S
     before, gone = store.blocks.count(), store.evict()
     if unused:
@@ -144,68 +199,40 @@ def prune(
 
 
 @app.command("fork")
+@options.command
 def fork(
+    place: StorePlace,
     name: Word,
     new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new session.")],
-    sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
     """Add a session that continues from the last save of another. They share their blocks; nothing is copied."""
-    _store(sessions).fork(name, new)
+    place.store().fork(name, new)
     _done(f"Forked {name} as {new}; they share their blocks.", {"forked": name, "as": new}, json)
 
 
 @app.command("export")
-def export(name: Name, file: File, sessions: options.Sessions = None, json: options.Json = False) -> None:
+@options.command
+def export(name: Name, file: File, place: StorePlace, json: options.Json = False) -> None:
     """Write a session and its blocks to a new file, for 'kvkeep cache import' on this or another machine."""
     from kvkeep.blocks import archive
 
-    store, word = _found(name, sessions)
+    store, word = place.found(name)
     missing = archive.export(store, word, file)
     _done(f"Wrote {name} to {file}{_lacks(missing)}.", {"exported": name, "file": str(file), "missing": missing}, json)
 
 
 @app.command("import")
-def import_(file: File, name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+@options.command
+def import_(file: File, name: Name, place: StorePlace, json: options.Json = False) -> None:
     """Add an exported session, after checking every byte. Import files of people you trust only."""
     from kvkeep.blocks import archive
 
-    store, word = _named(name, sessions)
+    store, word = place.named(name)
     missing = archive.add(file, store, word)
     _done(
         f"Imported {file} as {name}{_lacks(missing)}.", {"imported": name, "file": str(file), "missing": missing}, json
     )
-
-
-def _store(folder: str | None) -> Store:
-    """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
-    from kvkeep.blocks.store import user_store
-
-    if folder is not None and not Path(folder).exists():
-        raise SessionError(f"There is no folder '{folder}'; give the folder of the sessions with --sessions.")
-    store = user_store(folder)
-    store.check()
-    return store
-
-
-def _named(name: str, folder: str | None) -> tuple[Store, str]:
-    """Return the store of a session, which may be missing, and its name there."""
-    from kvkeep.blocks.store import ONLY, Store, is_path, user_store
-
-    if folder is None and is_path(name):
-        return Store(Path(name).expanduser(), quota=None), ONLY
-    return user_store(folder), name
-
-
-def _found(name: str, folder: str | None) -> tuple[Store, str]:
-    """Return the store of a session, which exists if it is a path, and its name there."""
-    store, word = _named(name, folder)
-    if word != name:
-        store.check()
-        if not store.path(word).is_dir():
-            raise SessionError(f"There is no session at '{name}'.")
-        return store, word
-    return _store(folder), word
 
 
 def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:

@@ -111,9 +111,7 @@ class StoreOptions:
     """The store of conversations: its folder, size and lifetime."""
 
     sessions: options.Sessions = None
-    bucket: Annotated[
-        str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")
-    ] = None
+    bucket: options.Bucket = None
     quota: Annotated[
         str | None,
         Option(
