@@ -82,7 +82,8 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     ledger, pieces = cache.ledger, cache.method.selector.reconstruction
     length, visible = ledger.length, ledger.visible
     ids, positions = (part.long() for part in ledger.span(0, length))
-    words = _words(getattr(cache.model, "kvkeep_tokenizer", None), pieces.excerpt.instruction if pieces.excerpt else FIRST)
+    first_words = FIRST if pieces.excerpt is None else pieces.excerpt.instruction
+    words = _words(getattr(cache.model, "kvkeep_tokenizer", None), first_words)
     passes = list(_passes(cache, pieces, words, ids))
     readers = [
         ReconstructionReader(layer, pieces, _stride(cache, layer, passes, words)) for layer in cache.stream.bounded

@@ -125,9 +125,12 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> tupl
     if request.method.store_fate.reference_queries:  # a fit uses its queries up
         twin.compress()
         return twin, known.seconds + time.perf_counter() - start
-    readers = twin.compress(known.second[pieces][0] if pieces in known.second else None)
-    seconds = known.second.setdefault(pieces, (readers, time.perf_counter() - start))[1]
-    return twin, known.seconds + seconds
+    assert pieces is not None
+    if pieces in known.second:
+        twin.compress(known.second[pieces][0])
+    elif (readers := twin.compress()) is not None:
+        known.second[pieces] = readers, time.perf_counter() - start
+    return twin, known.seconds + known.second[pieces][1]
 
 
 def copied(cache: Cache) -> Cache:

@@ -61,8 +61,8 @@ class Excerpt(NamedTuple):
     instruction: str
     """Words before it."""
     slots: Callable[[Tensor, Tensor | None, Callable[[Tensor], Tensor]], Tensor]
-    """Return its slots, (rows, n) in order. Given are the ids of the text (rows, slots), False for padding (rows, slots)
-    or None, and the model's embedding of ids (any) as (any, hidden size)."""
+    """Return its slots, (rows, n) in order. Given are the ids of the text (rows, slots), False for padding (the same)
+    or None, and the model's embedding of ids, (any) to (any, hidden size)."""
 
 
 class ReconstructionPieces(NamedTuple):
@@ -74,8 +74,8 @@ class ReconstructionPieces(NamedTuple):
     """The first entries of the text, which take part in the attention of every piece."""
     score: str = "max"
     """How the attention that an entry receives becomes its score. "max": the largest weight of any query and head,
-    normalised over sinks, piece and repetition. "max of text": the same, normalised over the text. "rms": the root of the
-    mean squared weight of all queries and heads, normalised over the text."""
+    normalised over sinks, piece and repetition. "max of text": the same, normalised over the text. "rms": the root
+    of the mean squared weight of all queries and heads, normalised over the text."""
     excerpt: Excerpt | None = None
     """The part of the text that is read, at most a piece; None: all of it."""
 

@@ -4,8 +4,8 @@ The text is cut into segments, which k-means groups by their embeddings into epi
 own: the segments nearest to its centre are read a second time, and the entries that they attend to most stay. A
 question is answered with the cache of the episode whose centre its embedding is most like.
 
-Details follow the authors' code (github.com/apple/ml-epicache). Its option ``llm`` embeds a segment as here: by the mean
-of the model's own token embeddings. The other options are embedding models.
+Details follow the authors' code (github.com/apple/ml-epicache). Its option ``llm`` embeds a segment as here: by the
+mean of the model's own token embeddings. The other options are embedding models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep_lab.published.papers import EPICACHE
 
 INSTRUCTION = (
-    "\n\nExtract essential information from this conversation segment. Identify speaker names, personas, key events with "
-    "dates/times, personal details, commitments, opinions, relationships, emotional moments, and unique experiences."
+    "\n\nCollect what matters in this part of the conversation: the speakers and what they are like, events and their "
+    "dates, details of their lives, plans and promises, opinions, relationships and feelings."
 )
-"""The authors' words before an episode's segments."""
+"""Words before an episode's segments, which ask for what the authors' words ask for."""
 
 STARTS, ROUNDS, SEED = 10, 100, 42
 """Of k-means: starts, of which the best counts, the largest number of rounds, and the seed."""
@@ -97,8 +97,8 @@ class EpiCache(KVzip):
         like."""
         points, there = self._points(text, None, embed)
         centres = clusters(points[there], self.episodes)[1]
-        asked = embed(question).detach().float().mean(0).cpu()
-        return replace(self, episode=int((centres @ asked).argmax()) + 1)
+        mean = embed(question).detach().float().mean(0).cpu()
+        return replace(self, episode=int((centres @ mean).argmax()) + 1)
 
     def _points(self, ids: Tensor, real: Tensor | None, embed: Embedding) -> tuple[Tensor, Tensor]:
         """Return the normalised embeddings of the segments of ``ids`` (slots,), counted from its end, (segments, hidden
