@@ -263,6 +263,11 @@ LOSSY: dict[str, Case] = {
                 {"becomes": EntryState.DROPPED, "alone": "padded"},
             ),
             (
+                "epicache",
+                "epicache:segment=7,medoids=2,episodes=2",
+                {"becomes": EntryState.DROPPED, "alone": "padded"},
+            ),
+            (
                 "kvzip+attention-matching",
                 "kvzip:sinks=2+attention-matching:40",
                 {"alone": "padded", "families": WITHOUT_LATENTS},

@@ -214,18 +214,20 @@ def _scores(named: str) -> Iterator[str]:
     (group,) = _groups(file)
     assert isinstance(group, TaskGroup)
     budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
-    base = {one.budget: one.samples for one in group.measured if one.method == method}
-    results = {(one.method, one.budget): one for one in group.measured}
-    words = [(budget or "").replace("%", " %") for budget in budgets]
-    yield _line(f"{name}, %", *(f"{word}{less}" for word in words for less in ("", f", `{method}` less it")))
+    results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
+    percent = group.metric(name).percent
+    form, factor = ("{:.1f}", 100) if percent else ("{:.2f}", 1)
+    words = [budget.replace("%", " %") for budget in budgets]
+    columns = (f"{word}{less}" for word in words for less in ("", f", `{method}` less it"))
+    yield _line(f"{name}{', %' if percent else ''}", *columns)
     yield _line("---", *["---:"] * 2 * len(budgets))
-    for other in dict.fromkeys(one.method for one in group.measured if one.budget):
+    for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
-            one = results.get((other, budget))
-            cells.append("-" if one is None else _shown(one.scores[name], "{:.1f}", 100))
-            less = [] if one is None or other == method else one.minus(base[budget], name)
-            cells.append(_shown(estimate([-value for value in less]), "{:+.1f}", 100) if less else "-")
+            one, base = results.get((other, budget)), results.get((method, budget))
+            cells.append("-" if one is None else _shown(one.scores[name], form, factor))
+            less = [] if one is None or base is None or other == method else base.minus(one.samples, name)
+            cells.append(_shown(estimate(less), form.replace(":", ":+"), factor) if less else "-")
         yield _line(f"`{other}`", *cells)
 
 

@@ -2,7 +2,7 @@
 
 KVzip (arXiv:2505.23416): after the prompt the model gets a request to repeat it, and the answer in pieces. One pass
 over each piece shows which entries the repetition needs. The first reading is that of ``kv-direct``, exact and within
-the budget; the entries of the repetition are discarded.
+the budget; the entries of the repetition are discarded. A selector may have an excerpt read in place of the whole text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
@@ -26,6 +27,19 @@ CUE = 8
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+class Pass(NamedTuple):
+    """One pass of the second reading."""
+
+    piece: tuple[int, int]
+    """The slots whose entries are scored."""
+    said: list[int]
+    """Ids that precede the text."""
+    cue: Tensor
+    """Slots of the text that belong to the instruction, (rows, n)."""
+    slots: Tensor
+    """Slots of the text that is read, (rows, n)."""
 
 
 class Words(NamedTuple):
@@ -66,24 +80,24 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     """Read the text a second time. Return the reader of each full layer, whose scores are 1 for sinks, and -inf for
     padding."""
     ledger, pieces = cache.ledger, cache.method.selector.reconstruction
-    length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
+    length, visible = ledger.length, ledger.visible
     ids, positions = (part.long() for part in ledger.span(0, length))
-    visible, spans = ledger.visible, list(_spans(cache, pieces.piece, words))
+    first_words = FIRST if pieces.excerpt is None else pieces.excerpt.instruction
+    words = _words(getattr(cache.model, "kvkeep_tokenizer", None), first_words)
+    passes = list(_passes(cache, pieces, words, ids))
     readers = [
-        ReconstructionReader(layer, pieces, _stride(cache, layer, spans, words)) for layer in cache.stream.bounded
+        ReconstructionReader(layer, pieces, _stride(cache, layer, passes, words)) for layer in cache.stream.bounded
     ]
     with rehearsing(cache, readers) as forget:
-        for start, stop in spans:
+        for piece, said, cue, slots in passes:
             for reader in readers:
-                reader.piece = start, stop
-            said = ids.new_tensor(words.later if start else words.first).expand(len(ids), -1)
-            then = ids.new_tensor(words.then).expand(len(ids), -1)
-            cue = max(0, start - CUE)
-            tokens = torch.cat([said, ids[:, cue:start], then, ids[:, start:stop]], 1)
+                reader.piece = piece
+            before, then = (ids.new_tensor(part).expand(len(ids), -1) for part in (said, words.then))
+            tokens = torch.cat([before, ids.gather(1, cue), then, ids.gather(1, slots)], 1)
             mask, real = None, torch.ones_like(tokens)
             if visible is not None:
                 seen = visible.long()
-                parts = torch.ones_like(said), seen[:, cue:start], torch.ones_like(then), seen[:, start:stop]
+                parts = torch.ones_like(before), seen.gather(1, cue), torch.ones_like(then), seen.gather(1, slots)
                 real = torch.cat(parts, 1)
                 mask = torch.cat([seen, real], 1)
             _read(cache, tokens, mask, positions[:, -1:] + real.cumsum(1))
@@ -99,28 +113,37 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     return readers
 
 
-def _stride(cache: Any, layer: Any, spans: list[tuple[int, int]], words: Words) -> int:
+def _stride(cache: Any, layer: Any, passes: list[Pass], words: Words) -> int:
     """Return the distance of the queries that are stored, so that each KV head has about as many as the fate asks for;
     0: none."""
     limit = cache.method.store_fate.reference_queries
     if not limit:
         return 0
-    tokens = sum(stop - start + CUE + len(words.later) + len(words.then) for start, stop in spans)
+    tokens = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
     heads = cache.geometry.attention_heads // layer.heads
     return max(1, -(-tokens * heads // limit))
 
 
-def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
-    """Yield the slots of each piece, whose length the method chooses and the model's positions limit."""
-    length, limit = cache.ledger.length, cache.geometry.max_positions
+def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor) -> Iterator[Pass]:
+    """Yield the passes over the text ``ids`` (rows, slots), or the one over an excerpt. The method chooses the length
+    of a piece, and the model's positions limit it."""
+    length, limit, piece = ids.shape[1], cache.geometry.max_positions, pieces.piece
     if limit is not None:
-        piece = min(piece, limit - length - CUE - len(words.later) - len(words.then))
+        piece = min(piece, limit - length - CUE - max(len(words.first), len(words.later)) - len(words.then))
     if piece < 1:
         raise UsageError(
             f"'{cache.method.name}' reads the text a second time, at the positions after it. {length} tokens "
             f"leave too few of the model's {limit} positions; shorten the text."
         )
-    yield from ((start, min(start + piece, length)) for start in range(0, length, piece))
+    every = torch.arange(length, device=ids.device).expand(len(ids), -1)
+    if pieces.excerpt is not None:
+        slots = pieces.excerpt.slots(ids, cache.ledger.visible, cache.model.get_input_embeddings())
+        yield Pass((0, length), words.first, every[:, :0], slots[:, :piece])
+        return
+    for start in range(0, length, piece):
+        span = start, min(start + piece, length)
+        said = words.later if start else words.first
+        yield Pass(span, said, every[:, max(0, start - CUE) : start], every[:, slice(*span)])
 
 
 def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:
@@ -160,7 +183,7 @@ def _fit(source: Any, target: Any, reader: ReconstructionReader, meter: Any) -> 
         target.evicted.fit(SecondReading(keys, values, real, queries, valid, reader.scaling), target.resident)
 
 
-def _words(tokenizer: Any) -> Words:
+def _words(tokenizer: Any, first: str) -> Words:
     """Return the words for a model, in its chat template; none without a tokenizer, where a text is simply repeated."""
     if tokenizer is None:
         return Words([], [], [])
@@ -169,4 +192,4 @@ def _words(tokenizer: Any) -> Words:
         messages = [{"role": "user", "content": mark}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         then = prompt.rpartition(mark)[2]
-    return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (FIRST, LATER, then)))
+    return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (first, LATER, then)))

@@ -88,8 +88,9 @@ class Subject:
     """Answers of the unbounded cache, shared with later subjects."""
     readings: Readings = field(default_factory=dict)
     """Texts that methods have read twice, shared with later subjects."""
-    _read: tuple[ReadText, Any, float] | None = None
-    """The text that was read last, its cache, and the seconds."""
+    _read: tuple[ReadText, dict[str, tuple[Any, float]]] | None = None
+    """The text that was read last, its cache by method, and the seconds. An episodic method is a method for each
+    episode."""
 
     @property
     def tokenizer(self) -> Any:
@@ -133,11 +134,7 @@ class Subject:
         """Do the same as :meth:`examine` with a question ``ids`` about a text that is read before. Consecutive calls
         with the same text read it once, and each continues a copy of its cache. The seconds of the prompt are those of
         the text and of the question. Raises UsageError for a peer that reads the text itself."""
-        if self._read is None or self._read[0] is not text:
-            self._read = None
-            cache = self._full(text.context)
-            self._read = text, *read_text(self.loaded.model, self._tensor(text.ids), cache, self.readings)
-        _, cache, reading = self._read
+        cache, reading = self._after(text, ids)
         twin = copied(cache)
         logs, seconds, agrees = self._given(twin, ids, right)
         seconds[0] += reading
@@ -197,6 +194,28 @@ class Subject:
         if key not in self.references:
             self.references[key] = ReferenceAnswer.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
+
+    def _after(self, text: ReadText, question: Sequence[int]) -> tuple[Any, float]:
+        """Return the cache that has read ``text``, which answers ``question``, and the seconds of the text."""
+        if self._read is None or self._read[0] is not text:
+            self._read = text, {}
+        _, known = self._read
+        if (method := self._matched(text, question)) not in known:
+            cache = replace(self, method=method)._full(text.context)
+            known[method] = read_text(self.loaded.model, self._tensor(text.ids), cache, self.readings)
+        return known[method]
+
+    def _matched(self, text: ReadText, question: Sequence[int]) -> str:
+        """Return the method; if it has a cache for each episode of a text, that of the episode that ``question`` is
+        about."""
+        if self.method == STOCK or peer_of(self.method) is not None:
+            return self.method
+        if (matched := getattr(resolve(self.method).selector, "matched", None)) is None:
+            return self.method
+        both = (self._tensor(ids)[0] for ids in (text.ids, question))
+        chosen = matched(*both, self.loaded.model.get_input_embeddings())
+        first, plus, rest = self.method.partition("+")
+        return f"{first}{',' if ':' in first else ':'}episode={chosen.episode}{plus}{rest}"
 
     def _given(self, cache: Any, ids: Sequence[int], right: Sequence[int]) -> tuple[list[float], list[float], bool]:
         """Read ``ids`` and then the tokens of a ``right`` answer one by one. Return ln p and the seconds of each, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,6 +55,16 @@ class Candidates:
     """The queries of a step whose entries are new, for selectors that look ahead."""
 
 
+class Excerpt(NamedTuple):
+    """A part of a text that is read a second time in place of the whole."""
+
+    instruction: str
+    """Words before it."""
+    slots: Callable[[Tensor, Tensor | None, Callable[[Tensor], Tensor]], Tensor]
+    """Return its slots, (rows, n) in order. Given are the ids of the text (rows, slots), False for padding (the same)
+    or None, and the model's embedding of ids, (any) to (any, hidden size)."""
+
+
 class ReconstructionPieces(NamedTuple):
     """How a text is read a second time."""
 
@@ -64,8 +74,10 @@ class ReconstructionPieces(NamedTuple):
     """The first entries of the text, which take part in the attention of every piece."""
     score: str = "max"
     """How the attention that an entry receives becomes its score. "max": the largest weight of any query and head,
-    normalised over sinks, piece and repetition. "rms": the root of the mean squared weight of all queries and heads,
-    normalised over the text."""
+    normalised over sinks, piece and repetition. "max of text": the same, normalised over the text. "rms": the root
+    of the mean squared weight of all queries and heads, normalised over the text."""
+    excerpt: Excerpt | None = None
+    """The part of the text that is read, at most a piece; None: all of it."""
 
 
 @dataclass(frozen=True)

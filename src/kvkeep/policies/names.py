@@ -29,7 +29,7 @@ RECALLS = ("verified", "pages", "certified", "fetch-on-miss")
 
 LAB = (
     "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
-    "highest-attention", "redecode", "kvpress",
+    "highest-attention", "epicache", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 

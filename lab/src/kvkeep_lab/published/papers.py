@@ -28,3 +28,11 @@ ATTENTION_MATCHING = Paper(
     "2026",
     eprint="2602.16284",
 )
+EPICACHE = Paper(
+    "kim2025epicache",
+    "2509.17396",
+    "EpiCache: Episodic KV Cache Management for Long Conversational Question Answering",
+    "Minsoo Kim and Arnav Kundu and Han-Byul Kim and Richa Dixit and Minsik Cho",
+    "2025",
+    eprint="2509.17396",
+)

@@ -5,6 +5,8 @@ any query of the repeated text, in any head that shares the entry. A long text i
 piece's queries is then normalised over the first entries of the text, and over the piece's entries from the first and
 from the second reading.
 
+Score "max of text", EpiCache (arXiv:2509.17396): the same maximum. The attention is normalised over the whole text.
+
 Score "rms", Attention Matching (arXiv:2602.16284): the score is the root of the mean squared attention over all queries
 and heads. The attention is normalised over the whole text.
 """
@@ -80,7 +82,9 @@ class ReconstructionReader(Rehearsal):
 
     def _raise_to_max(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
         (start, stop), keep = self.piece, None
-        if start or stop < layer.length:
+        if self.kind == "max of text":
+            _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
+        elif start or stop < layer.length:
             keep = torch.zeros(1, layer.length, dtype=torch.bool, device=layer.device)
             keep[:, : min(self.sinks, start)] = keep[:, start:stop] = True
             compared = (segment for _, segment in self._past(layer, step, keep))
