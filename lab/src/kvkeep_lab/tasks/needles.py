@@ -55,7 +55,8 @@ class Needles(Task):
         "each question is asked to a copy of the cache, so the method does not know it when it evicts entries. Seen: "
         "text and question are read in one pass before entries are evicted (+oneshot). The answer's first words are "
         "given. String match: the share of the values in what is written greedily after them. ln p: the mean of the "
-        "right answer's tokens, given one by one."
+        "right answer's tokens, given one by one. A text longer than all "
+        "essays repeats them, and noise repeats itself."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loglik", "ln p a token", "higher", "number"),
@@ -118,7 +119,8 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
     prompts = encoded(size)
     shared = _prompt(tokenizer, kind, _text(words, kind, size, random.Random(key))[0], _NO_QUESTION, "")
     start = min(common_prefix(ids, shared) for ids, _ in prompts)
-    text = ReadText(tuple(shared[:start]), length)
+    head = common_prefix(shared, _prompt(tokenizer, kind, "", _NO_QUESTION, ""))
+    text = ReadText(tuple(shared[:start]), length, head)
     return [
         Sample(
             ids[start:],
