@@ -1,5 +1,5 @@
-"""BM25 (Robertson and Zaragoza, "The Probabilistic Relevance Framework", 2009): which of several texts have the words of
-a question."""
+"""BM25: which of several texts have the words of a question. Robertson and Zaragoza, "The Probabilistic Relevance
+Framework" (2009)."""
 
 from __future__ import annotations
 
