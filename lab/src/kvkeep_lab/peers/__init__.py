@@ -12,7 +12,7 @@ from kvkeep.policies.specs import build
 from kvkeep_lab.peers.base import Peer, PeerReader
 from kvkeep_lab.peers.kvpress import Kvpress
 from kvkeep_lab.peers.llmlingua import LLMLingua
-from kvkeep_lab.peers.shorteners import Newest, Retrieved, Shortener, Summarised
+from kvkeep_lab.peers.shorteners import Truncated, Retrieved, Shortener, Summarised
 from kvkeep_lab.peers.stock import Offloaded, Static, StockQuantised
 
 PEERS: dict[str, type[Peer]] = {
@@ -21,7 +21,7 @@ PEERS: dict[str, type[Peer]] = {
     "stock-quantized": StockQuantised,
     "peer-kvpress": Kvpress,
     "peer-llmlingua": LLMLingua,
-    "prompt-newest": Newest,
+    "prompt-newest": Truncated,
     "prompt-bm25": Retrieved,
     "prompt-summary": Summarised,
 }

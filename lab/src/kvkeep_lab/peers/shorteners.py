@@ -45,7 +45,7 @@ class Shortener(Peer):
 
 
 @dataclass(frozen=True)
-class Newest(Shortener):
+class Truncated(Shortener):
     """The end of the text."""
 
     about: ClassVar[str] = "the newest tokens of the text (truncation), in a full cache"
