@@ -7,6 +7,7 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``points: STORE METRIC``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
 
@@ -86,7 +87,7 @@ def _made(found: re.Match[str]) -> str:
     kind, named, before = found.groups()
     makers = {
         "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
-        "scores": _scores,
+        "scores": _scores, "points": _points,
     }  # fmt: skip
     lines = _which(named, before) if kind == "which" else makers[kind](named)
     return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
@@ -227,6 +228,33 @@ def _scores(named: str) -> Iterator[str]:
             less = [] if one is None or other == method else one.minus(base[budget], name)
             cells.append(_shown(estimate([-value for value in less]), "{:+.1f}", 100) if less else "-")
         yield _line(f"`{other}`", *cells)
+
+
+def _points(named: str) -> Iterator[str]:
+    file, name = named.split()
+    (group,) = _groups(file)
+    assert isinstance(group, TaskGroup)
+    metric = group.metric(name)
+    form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)
+    axes = [axis for axis in group.task.axes if len(group.places(axis)) > 1]
+    points = {json.dumps(point, sort_keys=True): [point[axis] for axis in axes] for point in group.task.points()}
+    found = {one.label: _by_point(one, name) for one in group.measured}
+    points = {point: values for point, values in points.items() if any(point in by for by in found.values())}
+    headings = (
+        ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in at) for at in points.values()
+    )
+    yield _line(f"{metric.label}{', %' if metric.percent else ''}", *headings)
+    yield _line("---", *["---:"] * len(points))
+    for label, by in found.items():
+        yield _line(label, *(_shown(estimate(by[point]), form, factor) if point in by else "-" for point in points))
+
+
+def _by_point(one: MethodResult, name: str) -> dict[str, list[float]]:
+    """Return the numbers of a metric by point as JSON, of all seeds."""
+    found: dict[str, list[float]] = {}
+    for (point, _), scores in one.samples.items():
+        found.setdefault(point, []).extend(scores.get(name, ()))
+    return {point: values for point, values in found.items() if values}
 
 
 def _bytes(named: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from kvkeep.policies.specs import build
 from kvkeep_lab.peers.base import Peer, PeerReader
 from kvkeep_lab.peers.kvpress import Kvpress
 from kvkeep_lab.peers.llmlingua import LLMLingua
-from kvkeep_lab.peers.shorteners import Truncated, Retrieved, Shortener, Summarised
+from kvkeep_lab.peers.shorteners import Retrieved, Shortener, Summarised, Truncated
 from kvkeep_lab.peers.stock import Offloaded, Static, StockQuantised
 
 PEERS: dict[str, type[Peer]] = {

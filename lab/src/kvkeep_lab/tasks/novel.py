@@ -57,8 +57,8 @@ class Novel(Task):
         "Then each question is asked to a copy of the cache, so the method does not know it when it evicts entries. "
         "Only questions are asked whose answer has been read; all concern the letters and chapters 1 to 7. The first "
         "words of the answer are given. Found: a right answer stands in what is written greedily after them. ln p: the "
-        "mean of the right answer's tokens, given one by one. Models know the novel from their training: the difference "
-        "from prompt-newest, which has not read the answers, is what a method remembers."
+        "mean of the right answer's tokens, given one by one. Models know the novel from their training: the "
+        "difference from prompt-newest, which has not read the answers, is what a method remembers."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loglik", "ln p a token", "higher", "number"),
