@@ -8,6 +8,7 @@ shorten it for a full cache with ``prompt-``.
 
 from __future__ import annotations
 
+from kvkeep.policies import registry
 from kvkeep.policies.specs import build
 from kvkeep_lab.peers.base import Peer, PeerReader
 from kvkeep_lab.peers.kvpress import Kvpress
@@ -33,4 +34,4 @@ __all__ = ["PEERS", "Peer", "PeerReader", "Shortener", "peer_of"]
 def peer_of(method: str) -> Peer | None:
     """Return the peer that ``method`` names, with parameters after a colon (``stock-quantized:2``), or None for a
     method of kvkeep. Raises UsageError for an unknown peer or parameter."""
-    return build("peer", method, PEERS) if method.startswith(("stock-", "peer-", "prompt-")) else None
+    return build("peer", method, PEERS) if method.startswith(registry.PEERS) else None
