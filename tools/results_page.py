@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -28,12 +28,14 @@ from statistics import fmean
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
+from kvkeep_lab.report.formatting import titled
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.methods import MethodResult
 from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
+from kvkeep_lab.tasks.base import Point
 
 from kvkeep.cli.recommended import measured
 
@@ -236,17 +238,22 @@ def _points(named: str) -> Iterator[str]:
     assert isinstance(group, TaskGroup)
     metric = group.metric(name)
     form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)
-    axes = [axis for axis in group.task.axes if len(group.places(axis)) > 1]
-    points = {json.dumps(point, sort_keys=True): [point[axis] for axis in axes] for point in group.task.points()}
+    places = {axis: group.places(axis) for axis in group.task.axes}
+    axes = [axis for axis in places if len(places[axis]) > 1] or list(places)
     found = {one.label: _by_point(one, name) for one in group.measured}
-    points = {point: values for point, values in points.items() if any(point in by for by in found.values())}
-    headings = (
-        ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in at) for at in points.values()
+    points = sorted(
+        dict.fromkeys(point for by in found.values() for point in by),
+        key=lambda point: [places[axis].index(json.loads(point)[axis]) for axis in places],
     )
-    yield _line(f"{metric.label}{', %' if metric.percent else ''}", *headings)
+    yield _line(titled(metric), *(_heading(json.loads(point), axes) for point in points))
     yield _line("---", *["---:"] * len(points))
     for label, by in found.items():
         yield _line(label, *(_shown(estimate(by[point]), form, factor) if point in by else "-" for point in points))
+
+
+def _heading(point: Point, axes: Sequence[str]) -> str:
+    """Return some axes of a point as text. Numbers have the name of their axis."""
+    return ", ".join(named if isinstance(named := point[axis], str) else f"{axis} {named:,}" for axis in axes)
 
 
 def _by_point(one: MethodResult, name: str) -> dict[str, list[float]]:
