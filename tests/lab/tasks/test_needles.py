@@ -58,7 +58,7 @@ def test_the_questions_share_a_text_that_ends_before_them(essays: list[Path], ki
 def test_the_head_is_the_same_for_every_text(essays: list[Path], kind: str) -> None:
     """So that a peer that shortens the text leaves the instruction."""
     first, second = (samples(essays, kind=kind, seed=seed)[1][0].facts["text"] for seed in (0, 1))
-    assert first.ids != second.ids and first.ids[: first.head] == second.ids[: second.head]
+    assert first.ids[: first.head] == second.ids[: second.head]
     assert tokenizer().decode(first.ids[: first.head]).startswith("<user>") and 10 < first.head < 40
 
 
