@@ -7,6 +7,7 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``points: STORE METRIC``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +28,14 @@ from statistics import fmean
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
+from kvkeep_lab.report.formatting import titled
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.methods import MethodResult
 from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
+from kvkeep_lab.tasks.base import Point
 
 from kvkeep.cli.recommended import measured
 
@@ -86,7 +89,7 @@ def _made(found: re.Match[str]) -> str:
     kind, named, before = found.groups()
     makers = {
         "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
-        "scores": _scores,
+        "scores": _scores, "points": _points,
     }  # fmt: skip
     lines = _which(named, before) if kind == "which" else makers[kind](named)
     return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
@@ -229,6 +232,38 @@ def _scores(named: str) -> Iterator[str]:
             less = [] if one is None or base is None or other == method else base.minus(one.samples, name)
             cells.append(_shown(estimate(less), form.replace(":", ":+"), factor) if less else "-")
         yield _line(f"`{other}`", *cells)
+
+
+def _points(named: str) -> Iterator[str]:
+    file, name = named.split()
+    (group,) = _groups(file)
+    assert isinstance(group, TaskGroup)
+    metric = group.metric(name)
+    form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)
+    places = {axis: group.places(axis) for axis in group.task.axes}
+    axes = [axis for axis in places if len(places[axis]) > 1] or list(places)
+    found = {one.label: _by_point(one, name) for one in group.measured}
+    points = sorted(
+        dict.fromkeys(point for by in found.values() for point in by),
+        key=lambda point: [places[axis].index(json.loads(point)[axis]) for axis in places],
+    )
+    yield _line(titled(metric), *(_heading(json.loads(point), axes) for point in points))
+    yield _line("---", *["---:"] * len(points))
+    for label, by in found.items():
+        yield _line(label, *(_shown(estimate(by[point]), form, factor) if point in by else "-" for point in points))
+
+
+def _heading(point: Point, axes: Sequence[str]) -> str:
+    """Return some axes of a point as text. Numbers have the name of their axis."""
+    return ", ".join(named if isinstance(named := point[axis], str) else f"{axis} {named:,}" for axis in axes)
+
+
+def _by_point(one: MethodResult, name: str) -> dict[str, list[float]]:
+    """Return the numbers of a metric by point as JSON, of all seeds."""
+    found: dict[str, list[float]] = {}
+    for (point, _), scores in one.samples.items():
+        found.setdefault(point, []).extend(scores.get(name, ()))
+    return {point: values for point, values in found.items() if values}
 
 
 def _bytes(named: str) -> Iterator[str]:

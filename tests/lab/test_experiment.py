@@ -9,7 +9,10 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, digest, load_expe
 
 from kvkeep.errors import UsageError
 
-OURS = ("bounded", "match-by-budget", "peers", "revive-parts", "xsum", "which-method", "locomo")  # beside no paper
+OURS = (  # beside no paper
+    "beyond-the-window", "bounded", "locomo", "match-by-budget", "novel", "peers", "revive-parts", "which-method",
+    "xsum",
+)  # fmt: skip
 SMALL = """
 title = "Small"
 methods = ["h2o", "full", "kv-direct"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -11,12 +12,14 @@ import torch
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
-from kvkeep.errors import UsageError
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.names import ONESHOT
 from kvkeep.stock import STOCK, memory_of
-from kvkeep_lab.peers import PeerReader, peer_of
+from kvkeep_lab.peers import PeerReader, Shortener, peer_of
+from kvkeep_lab.peers.base import entries_of
 from kvkeep_lab.reading import Readings, cache_for, continued, copied, read, read_text, scores, whole_bytes
 from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
 
@@ -72,6 +75,8 @@ class ReadText:
     ids: tuple[int, ...]
     context: int
     """Maximum tokens of the text, the longest question and its answer. A budget in percent is a share of them."""
+    head: int = 0
+    """Number of its first tokens that no peer leaves out: the chat template and the instruction."""
 
 
 @dataclass
@@ -134,6 +139,8 @@ class Subject:
         """Do the same as :meth:`examine` with a question ``ids`` about a text that is read before. Consecutive calls
         with the same text read it once, and each continues a copy of its cache. The seconds of the prompt are those of
         the text and of the question. Raises UsageError for a peer that reads the text itself."""
+        if isinstance(peer := peer_of(self.method), Shortener):
+            return self._examine_shortened(peer, text, ids, right, new)
         cache, reading = self._after(text, ids)
         twin = copied(cache)
         logs, seconds, agrees = self._given(twin, ids, right)
@@ -142,6 +149,41 @@ class Subject:
         if agrees:
             return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self._written(copied(cache), ids, new), cost=cost, logs=logs)
+
+    def _examine_shortened(
+        self, peer: Shortener, text: ReadText, ids: Sequence[int], right: Sequence[int], new: int
+    ) -> SubjectAnswer:
+        """Do the same as :meth:`examine_after` with a full cache that reads what ``peer`` makes of the text. Raises
+        BudgetError if the budget has no space for the text, or exceeds the model's positions."""
+        entries = entries_of(self.loaded.model, self.budget or "100%", text.context)
+        positions = ModelGeometry.from_config(self.loaded.model.config).max_positions
+        if positions is not None and entries > positions:
+            raise BudgetError(
+                f"A prompt of {entries:,} tokens exceeds the model's context of {positions:,}; give a smaller budget."
+            )
+        known = self._known(text)
+        if self.method not in known:
+            limit = entries - text.head - (text.context - len(text.ids))
+            if limit < 1:
+                raise BudgetError(f"A budget of {entries} tokens has no space for a text; give a larger one.")
+            start = time.perf_counter()
+            made = peer.read(self.loaded, text.ids[text.head :], limit)
+            full = replace(self, method="full", budget=None, _read=None)
+            known[self.method] = (made, full), time.perf_counter() - start
+        (select, full), reading = known[self.method]
+        start = time.perf_counter()
+        prompt = ReadText((*text.ids[: text.head], *select(ids)), entries)
+        reading += time.perf_counter() - start
+        answer = full.examine_after(prompt, ids, right, new)
+        cost = replace(
+            answer.cost,
+            prompt_tokens=len(text.ids) + len(ids),
+            prefill_s=answer.cost.prefill_s + reading,
+            exactness=str(Exactness.LOSSY),
+            entries=entries,
+            whole_bytes=whole_bytes(self.loaded.model, text.context),
+        )
+        return replace(answer, cost=cost)
 
     def at_once(self) -> Subject:
         """Return the subject that reads each prompt in one pass before it evicts entries; itself if its method evicts
@@ -195,11 +237,16 @@ class Subject:
             self.references[key] = ReferenceAnswer.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
+    def _known(self, text: ReadText) -> dict[str, tuple[Any, float]]:
+        """Return what was made of ``text`` so far, by method, with the seconds that it took. Another text's is
+        forgotten."""
+        if self._read is None or self._read[0] != text:
+            self._read = text, {}
+        return self._read[1]
+
     def _after(self, text: ReadText, question: Sequence[int]) -> tuple[Any, float]:
         """Return the cache that has read ``text``, which answers ``question``, and the seconds of the text."""
-        if self._read is None or self._read[0] is not text:
-            self._read = text, {}
-        _, known = self._read
+        known = self._known(text)
         if (method := self._matched(text, question)) not in known:
             cache = replace(self, method=method)._full(text.context)
             known[method] = read_text(self.loaded.model, self._tensor(text.ids), cache, self.readings)

@@ -84,8 +84,8 @@ RECALLS: dict[str, type[Recall]] = {
     "fetch-on-miss": FetchOnMiss,
 }
 
-PEERS = ("stock-", "peer-")
-"""Prefixes of the lab's names for implementations by others."""
+PEERS = ("stock-", "peer-", "prompt-")
+"""Prefixes of the names of the lab's peers."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ def test_the_questions_share_a_text_that_ends_before_them(essays: list[Path], ki
     assert 0.8 * text.context < len(text.ids) + longest <= text.context == LENGTH
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_is_the_same_for_every_text(essays: list[Path], kind: str) -> None:
+    """So that a peer that shortens the text leaves the instruction."""
+    first, second = (samples(essays, kind=kind, seed=seed)[1][0].facts["text"] for seed in (0, 1))
+    assert first.ids[: first.head] == second.ids[: second.head]
+    assert tokenizer().decode(first.ids[: first.head]).startswith("<user>") and 10 < first.head < 40
+
+
 def test_if_the_question_is_seen_the_next_text_is_asked_the_next_questions(essays: list[Path]) -> None:
     depths = [[one.facts["depth"] for one in samples(essays, "seen", seed=seed)[1]] for seed in range(5)]
     assert depths == [[5, 15], [25, 35], [45, 55], [65, 75], [85, 95]]

@@ -76,7 +76,8 @@ class Locomo(Task):
         answers = [_answer(one) for one in chosen]
         rights = [list(tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers]
         context = max(len(ids) + max(self.new, len(right)) for ids, right in zip(prompts, rights, strict=True))
-        text = ReadText(tuple(shared[:start]), context)
+        head = common_prefix(shared, encode(tokenizer, question(_start(conversation), None)))
+        text = ReadText(tuple(shared[:start]), context, head)
         turns = [turn["dia_id"] for turn in _turns(conversation)]
         return [
             Sample(
@@ -132,7 +133,7 @@ def _turns(conversation: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _text(conversation: dict[str, Any]) -> str:
     """Return the conversation as LoCoMo's prompts have it. A picture is given by its caption."""
-    parts = [_START.format(conversation["speaker_a"], conversation["speaker_b"])]
+    parts = [_start(conversation)]
     for date, turns in _sessions(conversation):
         said = (
             f'{turn["speaker"]} said, "{turn["text"]}"'
@@ -141,6 +142,10 @@ def _text(conversation: dict[str, Any]) -> str:
         )
         parts.append(f"DATE: {date}\nCONVERSATION:\n" + "\n".join(said) + "\n\n")
     return "".join(parts)
+
+
+def _start(conversation: dict[str, Any]) -> str:
+    return _START.format(conversation["speaker_a"], conversation["speaker_b"])
 
 
 def _prompt(tokenizer: Any, conversation: dict[str, Any], one: dict[str, Any]) -> list[int]:

@@ -55,7 +55,8 @@ class Needles(Task):
         "each question is asked to a copy of the cache, so the method does not know it when it evicts entries. Seen: "
         "text and question are read in one pass before entries are evicted (+oneshot). The answer's first words are "
         "given. String match: the share of the values in what is written greedily after them. ln p: the mean of the "
-        "right answer's tokens, given one by one."
+        "right answer's tokens, given one by one. A text longer than all "
+        "essays repeats them, and noise repeats itself."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loglik", "ln p a token", "higher", "number"),
@@ -102,23 +103,29 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
     """Return the samples of the largest text that fits into ``length`` tokens with its longest question. Equal keys
     give equal texts."""
 
-    def encoded(size: int) -> list[tuple[list[int], _Needle]]:
-        text, needles = _text(words, kind, size, random.Random(key))
-        ask = ONE if kind.each == 1 else MANY
-        return [(_prompt(tokenizer, kind, text, ask, needle.key), needle) for needle in needles]
+    def made(size: int) -> tuple[str, list[_Needle]]:
+        return _text(words, kind, size, random.Random(key))
+
+    def encoded(text: str, needle: _Needle) -> list[int]:
+        return _prompt(tokenizer, kind, text, ONE if kind.each == 1 else MANY, needle.key)
 
     def tokens(size: int) -> int:
-        return max(len(ids) + len(_right(tokenizer, needle)) for ids, needle in encoded(size))
+        """Encode the text once: another question adds what it adds to a short text."""
+        text, needles = made(size)
+        short = [len(encoded("Here.", needle)) + len(_right(tokenizer, needle)) for needle in needles]
+        return len(encoded(text, needles[0])) + max(short) - len(encoded("Here.", needles[0]))
 
     size = largest(tokens, length, kind.keys * kind.each, None)
     if size is None:
         raise UsageError(
             f"A length of {length} tokens has no room for {kind.keys * kind.each} needles; give a greater one."
         )
-    prompts = encoded(size)
-    shared = _prompt(tokenizer, kind, _text(words, kind, size, random.Random(key))[0], _NO_QUESTION, "")
+    context, needles = made(size)
+    prompts = [(encoded(context, needle), needle) for needle in needles]
+    shared = _prompt(tokenizer, kind, context, _NO_QUESTION, "")
     start = min(common_prefix(ids, shared) for ids, _ in prompts)
-    text = ReadText(tuple(shared[:start]), length)
+    head = common_prefix(shared, _prompt(tokenizer, kind, "", _NO_QUESTION, ""))
+    text = ReadText(tuple(shared[:start]), length, head)
     return [
         Sample(
             ids[start:],

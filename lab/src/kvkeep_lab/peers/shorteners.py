@@ -1,0 +1,132 @@
+"""Prompts that fit: a long text is shortened, and the full cache reads what is left. These are the rivals of a bounded
+cache that need nothing of the model but its positions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.chat import SUMMARISE, whole_sentences
+from kvkeep.decode.generate import generate
+from kvkeep.decode.prompt import encode, question
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.bm25 import BM25
+from kvkeep_lab.peers.base import Peer
+
+Selection = Callable[[Sequence[int]], Sequence[int]]
+"""Takes the tokens of a question. Returns those that stand for the text."""
+
+
+@dataclass(frozen=True)
+class Shortener(Peer):
+    """A way to shorten a text before a question about it is read.
+
+    The budget is that of the prompt and the answer together, in tokens.
+    """
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return ("budget",)
+
+    def open(self, model: Any, budget: str | None, context: int) -> NoReturn:
+        raise UsageError(
+            "This method shortens a text before a question about it, so it cannot read a prompt of both; measure it "
+            "with a task that asks after the text (needles, locomo, novel)."
+        )
+
+    @abstractmethod
+    def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
+        """Read the tokens of a text, and return what selects at most ``limit`` tokens for a question. Raises UsageError
+        if the limit is too small."""
+
+
+@dataclass(frozen=True)
+class Truncated(Shortener):
+    """The end of the text."""
+
+    about: ClassVar[str] = "the newest tokens of the text (truncation), in a full cache"
+
+    def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
+        newest = text[-limit:]
+        return lambda question: newest
+
+
+@dataclass(frozen=True)
+class Retrieved(Shortener):
+    """The chunks that match the question best (:class:`~kvkeep_lab.bm25.BM25`), in the order of the text. Of equal
+    chunks, the newest come first."""
+
+    about: ClassVar[str] = "the chunks of the text that BM25 finds for the question, in a full cache"
+
+    size: int = 128
+    """Maximum tokens of a chunk, which ends at a sentence's end if there is one in its second half."""
+
+    def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
+        if limit >= len(text):
+            return lambda question: text
+        parts = list(chunks(loaded.tokenizer, text, self.size))
+        index = BM25([loaded.tokenizer.decode(part) for part in parts])
+
+        def select(question: Sequence[int]) -> list[int]:
+            scores = index.scores(loaded.tokenizer.decode(question, skip_special_tokens=True))
+            chosen, left = list[int](), limit
+            for place in sorted(range(len(parts)), key=lambda place: (scores[place], place), reverse=True):
+                if len(parts[place]) > left:
+                    break
+                chosen.append(place)
+                left -= len(parts[place])
+            return [token for place in sorted(chosen) for token in parts[place]]
+
+        return select
+
+
+@dataclass(frozen=True)
+class Summarised(Shortener):
+    """As ``kvkeep chat --at-end summary`` does it: where the limit is reached, the model replaces the older half, and
+    the summary before it, by a summary. The newest tokens stay as they are."""
+
+    about: ClassVar[str] = "the model's own summary of the older text, and its newest tokens, in a full cache"
+
+    tokens: int = 256
+    """Maximum tokens of a summary, as in ``chat``."""
+
+    def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
+        if limit < 3 * self.tokens:
+            raise UsageError(
+                f"A summary of {self.tokens} tokens takes more than a third of the {limit} tokens for the text; give a "
+                "larger budget, or a shorter summary (prompt-summary:tokens=64)."
+            )
+        summary: list[int] = []
+        start = 0
+        while len(text) - start > limit - len(summary):
+            stop = start + limit // 2
+            summary = self._written(loaded, [*summary, *text[start:stop]])
+            start = stop
+        found = [*summary, *text[start:]]
+        return lambda question: found
+
+    def _written(self, loaded: Loaded, text: Sequence[int]) -> list[int]:
+        """Return the tokens of a summary of ``text``, cut after a complete sentence."""
+        model, tokenizer = loaded.model, loaded.tokenizer
+        prompt = encode(tokenizer, question(tokenizer.decode(text), SUMMARISE))
+        cache = KeepCache(model, "full", context=len(prompt) + self.tokens)
+        made = generate(model, tokenizer, prompt, cache, max_new_tokens=self.tokens)
+        words = made.text if made.stopped == "eos" else whole_sentences(made.text)
+        return list(tokenizer(f"{words.strip()}\n\n", add_special_tokens=False).input_ids)[: self.tokens]
+
+
+def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield ``text`` in chunks of at most ``size`` tokens. A chunk ends after the last token in its second half that
+    ends a sentence or a line, if there is one."""
+    ends = {token for token in set(text) if set(tokenizer.decode([token])) & set(".!?\n")}
+    start = 0
+    while start < len(text):
+        stop = min(start + size, len(text))
+        if stop < len(text):
+            stop = next((place + 1 for place in range(stop - 1, start + size // 2, -1) if text[place] in ends), stop)
+        yield text[start:stop]
+        start = stop
