@@ -108,26 +108,26 @@ def test_a_query_has_the_same_bits_alone_and_behind_padding(
     torch.manual_seed(seed)
     query = torch.randn(1, 2 * groups, queries, dim).bfloat16()
     key, value = (part[None] for part in entries(2, count, dim, dim))
-    together = attend_all(query, key, value, None, 0.3, 0, None)
+    together = attend_all(query, [(key, value)], None, 0.3, 0, None)
     assert together is not None
     for index in {0, queries // 2, queries - 1}:
         stop = count - queries + index + 1
-        alone = attend_all(query[:, :, index : index + 1], key[:, :, :stop], value[:, :, :stop], None, 0.3, 0, None)
+        alone = attend_all(query[:, :, index : index + 1], [(key[:, :, :stop], value[:, :, :stop])], None, 0.3, 0, None)
         assert alone is not None and torch.equal(alone, together[:, :, index : index + 1])
     first = torch.tensor([padding, 0])
     longer = [torch.nn.functional.pad(part, (0, 0, padding, 0)) for part in (key, value)]
     rows = [torch.cat([part, torch.randn_like(part)]) for part in longer]
     rows[0][0, :, :padding], rows[1][0, :, :padding] = 3.0, 5.0  # whatever padding has
-    beside = attend_all(torch.cat([query, torch.randn_like(query)]), *rows, None, 0.3, 0, first)
+    beside = attend_all(torch.cat([query, torch.randn_like(query)]), [rows], None, 0.3, 0, first)
     assert beside is not None and torch.equal(beside[:1], together)
     mask = torch.ones(queries, count + padding, dtype=torch.bool).tril(count + padding - queries).repeat(2, 1, 1)
     mask[0, :, :padding] = False
-    masked = attend_all(torch.cat([query, query]), *rows, mask[:, None], 0.3, 0, first)
+    masked = attend_all(torch.cat([query, query]), [rows], mask[:, None], 0.3, 0, first)
     assert masked is not None and torch.equal(masked[:1], together)
     gone = min(count - queries, 300)  # a window that has left the first ones behind
     window = torch.ones(queries, count, dtype=torch.bool).tril(count - queries).triu(gone)[None, None]
-    near = attend_all(query, key[:, :, gone:], value[:, :, gone:], window[..., gone:], 0.3, gone, None)
-    far = attend_all(query, key, value, window, 0.3, 0, None)
+    near = attend_all(query, [(key[:, :, gone:], value[:, :, gone:])], window[..., gone:], 0.3, gone, None)
+    far = attend_all(query, [(key, value)], window, 0.3, 0, None)
     assert near is not None and far is not None and torch.equal(near, far)
 
 

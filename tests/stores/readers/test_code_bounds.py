@@ -26,10 +26,10 @@ def test_step_by_step_is_all_at_once(chunks: list[int], seed: int) -> None:
     once.extend(whole)
     for part in whole.split(chunks, 1):
         bounds.extend(part)
+        assert bounds.nbytes <= code_bounds_bytes(6, DIM, 4, whole.shape[1])
     assert bounds.length == bounds.pages == whole.shape[1]
     assert bounds.state().keys() == once.state().keys()
     assert all((part == once.state()[name]).all() for name, part in bounds.state().items())
-    assert bounds.nbytes == code_bounds_bytes(6, DIM, 4, whole.shape[1])
     bounds.check(Extent(6, whole.shape[1], DIM, DIM))
     with pytest.raises(ShapeError):
         bounds.check(Extent(6, whole.shape[1] + 1, DIM, DIM))
@@ -57,7 +57,8 @@ def test_no_score_is_above_its_bound(bits: int, count: int, gone: int, more: int
     whole = torch.cat([first[:, :kept], rest], 1)[index]
     query = torch.randn(5, 2, 4, DIM, generator=torch.Generator().manual_seed(seed + 2))
     upper, scores = bounds.upper(query), torch.einsum("lhqd,lsd->lhqs", query, whole)
-    assert (scores <= upper + 1e-5 * upper.abs().clamp(min=scale)).all()
+    rounding = 1e-5 * torch.einsum("lhqd,lsd->lhqs", query.abs(), whole.abs())
+    assert (scores <= upper + rounding).all()
     again = CodeBounds(bits)
     again.restore(bounds.state(), bounds.length)
     assert (again.upper(query) == bounds.upper(query)).all()
@@ -77,4 +78,7 @@ def test_keys_behind_the_last_group_have_their_scores() -> None:
     bounds.extend(whole)
     scores = torch.einsum("lhqd,lsd->lhqs", query, whole)
     torch.testing.assert_close(bounds.upper(query)[..., 32:], scores[..., 32:])
+    full = CodeBounds(4)
+    full.extend(keys(63, 0))
+    assert full.nbytes == code_bounds_bytes(6, DIM, 4, 63)
     assert CodeBounds(2).state() == {} and CodeBounds(2).nbytes == 0

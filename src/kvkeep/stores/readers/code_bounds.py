@@ -148,7 +148,7 @@ class CodeBounds:
 
 
 def code_bounds_bytes(heads: int, dim: int, bits: int, tokens: int) -> int:
-    """Return the bytes of the bounds of ``tokens`` keys of width ``dim`` in each of ``heads`` KV heads."""
-    groups, rest = divmod(tokens, GROUP)
+    """Return the maximum bytes of the bounds of up to ``tokens`` keys of width ``dim`` in ``heads`` KV heads."""
+    groups, rest = tokens // GROUP, min(tokens, GROUP - 1)
     group = dim * (GROUP * bits // 8 + 4) + 2 * GROUP
     return heads * (up(groups, BLOCK) * group + rest * (4 * dim + 2))
