@@ -298,7 +298,6 @@ def _peak(
     size = sizes(geometry, candidate, tokens, budget, shared=shared, steps=1, model=model)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
-    tables += sum(method.recall.holds(layer, geometry, tokens + 1, tokens).bookkeeping for layer in layers)
     if method.recall.drafts:  # queries that choose the resident entries again, and their results
         elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
         queries = min(VOTERS, method.selector.observation_window or VOTERS)
