@@ -11,7 +11,7 @@ from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
-from kvkeep.memory.rows import PagedRows, Ring, Rows
+from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -95,6 +95,18 @@ class EntryCheckpoint(Checkpoint):
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
+        return keys, values
+
+    def between(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (lanes, n, dim) of the entries ``start`` to ``stop``: views where they lie in one page
+        of the device's memory."""
+        keys, values = (concatenated(rows, start, stop).to(self.device) for rows in self._rows[layer])
+        return keys, values
+
+    def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
+        them from 0, for each lane."""
+        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])
         return keys, values
 
     def first(self, layer: int) -> int:
