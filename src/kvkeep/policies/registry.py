@@ -25,7 +25,7 @@ from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
-from kvkeep.policies.recalls.blocks import Blocks
+from kvkeep.policies.recalls.blocks import PromisingBlocks
 from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
@@ -83,7 +83,7 @@ RECALLS: dict[str, type[Recall]] = {
     "pages": Pages,
     "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
-    "blocks": Blocks,
+    "blocks": PromisingBlocks,
 }
 
 PEERS = ("stock-", "peer-", "prompt-")
@@ -143,9 +143,9 @@ PRESETS: dict[str, Preset] = {
         Checkpointed,
         "Exact up to the model's positions; beyond them the newest entries, and in each step the blocks of older ones "
         "that promise most.",
-        Blocks.source,
+        PromisingBlocks.source,
         {"kind": "kv"},
-        recall=Blocks(),
+        recall=PromisingBlocks(),
     ),
     "quantized": Preset(
         Window(),

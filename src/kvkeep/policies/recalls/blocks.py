@@ -18,7 +18,7 @@ SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Blocks(Recall):
+class PromisingBlocks(Recall):
     """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to the
     ``count`` blocks of older ones that promise most, the first block included."""
 

@@ -106,7 +106,7 @@ class EntryCheckpoint(Checkpoint):
     def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
         them from 0, for each lane."""
-        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])
+        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])  # type: ignore[attr-defined]
         return keys, values
 
     def first(self, layer: int) -> int:
