@@ -332,7 +332,7 @@ Pair = tuple[str, str]  # the name of a case, and a family
 # What takes the past of every cache whose promise is exact, what only of one that keeps the ids, and which do.
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
-    *("keydiff+kv", "adakv+kv", "adakv+verified, kv"),
+    *("keydiff+kv", "adakv+kv", "adakv+verified, kv", "endless"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
     "expected-attention+kv",

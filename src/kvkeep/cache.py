@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -360,16 +359,11 @@ class KeepCache(Cache):
 
     @property
     def exactness(self) -> Exactness:
-        """The method's promise; of ``endless``, exact until the text is longer than the model's positions. It becomes
-        lossy once a checkpoint of limited capacity has discarded an entry, or the text is so long that the model's
-        rotary frequencies have changed."""
+        """The method's promise. It becomes lossy once a checkpoint of limited capacity has discarded an entry, or the
+        text is so long that the model's rotary frequencies have changed."""
         lost = any(rows.first > 0 for _, rows in self.checkpoint_rows())
         lost = lost or not self.geometry.steady(self.get_seq_length())
-        if lost:
-            return Exactness.LOSSY
-        if self.method.recall.endless and self.get_seq_length() <= (self.stream.exact_tokens or math.inf):
-            return Exactness.EXACT
-        return self.method.exactness
+        return Exactness.LOSSY if lost else self.method.exactness
 
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the checkpoint's stores by name."""

@@ -106,8 +106,9 @@ class EntryCheckpoint(Checkpoint):
     def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
         them from 0, for each lane."""
-        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])  # type: ignore[attr-defined]
-        return keys, values
+        keys, values = self._rows[layer]
+        assert isinstance(keys, PagedRows) and isinstance(values, PagedRows)  # rows of a limited capacity have no blocks
+        return keys.blocks(numbers, size).to(self.device), values.blocks(numbers, size).to(self.device)
 
     def first(self, layer: int) -> int:
         return self._rows[layer][0].first
