@@ -174,7 +174,7 @@ class Method:
             return "This method always reads the whole text before it compresses; leave 'oneshot' out."
         if self.recall.label and self.selector.keeps_all:
             return "This method evicts nothing, so there is nothing to recall; leave the recall out."
-        if self.recall.label and self.recall.backed and self.selector.in_order:
+        if self.recall.label and not self.recall.endless and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if self.selector.divides and self.fate.makes_room:
             return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."

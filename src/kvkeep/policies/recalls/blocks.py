@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
-from kvkeep.geometry import ModelGeometry
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
+from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, recalled_bytes, representatives_bytes
 
 SIZES = (16, 32, 64, 128, 256)
 """The sizes of a block: a block lies in one page of a checkpoint."""
@@ -76,3 +76,13 @@ class PromisingBlocks(Recall):
     def reader(self, site: Site, round: Any) -> Reader:
         exact = self.exact_tokens(site.geometry)
         return RecalledBlocks(site, bind(site.model), self.count, self.size, self.representatives, exact)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
+        """Return the bytes of all representatives, and of the blocks of a step; none while all entries are attended."""
+        exact, blocks = self.exact_tokens(geometry), away // self.size
+        if exact is None or tokens <= exact:
+            return PredictedBytes()
+        return PredictedBytes(
+            bookkeeping=representatives_bytes(layer, geometry, blocks * self.representatives),
+            workspace=recalled_bytes(layer, geometry, min(blocks, self.count), self.size),
+        )

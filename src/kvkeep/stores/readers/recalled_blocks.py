@@ -19,8 +19,9 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.errors import UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import nbytes
-from kvkeep.memory.rows import Buffer
+from kvkeep.memory.rows import Buffer, up
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
@@ -28,7 +29,7 @@ from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.read_evicted import ReadEvicted
 
 QUERIES = 64
-"""Queries of a step that are compared with all representatives at a time."""
+"""Queries of a step that are compared with all representatives, or attend to the blocks, at a time."""
 ROUNDS = 4
 """Iterations of k-means."""
 
@@ -136,13 +137,26 @@ class RecalledBlocks(ReadEvicted):
         keys, values = self.checkpoint.blocks(self.index, chosen, self.size)
         places = torch.arange(blocks - count, blocks, device=chosen.device)
         moved = ((chosen - places) * self.size).reshape(-1, 1)
-        query = self._turned(step.query[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1), moved)
-        with self.meter.holding(keys, values, query):
-            segment = Segment(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
-            outputs, lse = (part.unflatten(0, (lanes, count)) for part in attend(query, [segment], step.scaling))
-        total = lse.logsumexp(1)
-        output = ((lse - total[:, None]).exp()[..., None] * outputs.float()).sum(1)
+        segment, found = Segment(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]), []
+        for part in step.query.split(QUERIES, 2):
+            query = self._turned(part[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1), moved)
+            with self.meter.holding(keys, values, query):
+                outputs, lse = (own.unflatten(0, (lanes, count)) for own in attend(query, [segment], step.scaling))
+            total = lse.logsumexp(1)
+            found.append((((lse - total[:, None]).exp()[..., None] * outputs.float()).sum(1), total))
+        output, total = (torch.cat(own, 2) for own in zip(*found, strict=True))
         return output, total
+
+
+def representatives_bytes(layer: LayerGeometry, geometry: ModelGeometry, count: int) -> int:
+    """Return the bytes of ``count`` representatives of each KV head, and of the logarithms of their keys."""
+    return layer.kv_heads * up(count) * (layer.key_dim * geometry.dtype_bytes + 4)
+
+
+def recalled_bytes(layer: LayerGeometry, geometry: ModelGeometry, blocks: int, size: int) -> int:
+    """Return the bytes of copies of ``blocks`` blocks for each KV head, and of the queries that are turned for them."""
+    queries = geometry.attention_heads * QUERIES * layer.key_dim
+    return blocks * (size * layer.entry_elements + queries) * geometry.dtype_bytes
 
 
 def centroids_of(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
