@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep import BudgetError, Exactness, KeepCache, UsageError
 from kvkeep.attention import Segment, attend
 from kvkeep.policies.methods import resolve
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, centroids_of
 
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "qwen3_next")
@@ -85,6 +86,20 @@ def test_a_text_longer_than_the_positions_stays_within_the_budget() -> None:
             held.add(cache.resident_bytes())
     assert len(held) == 1
     assert cache.exactness == Exactness.REVERSIBLE and "exact up to 64 tokens" in cache.describe()[0].note
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_the_planner_counts_representatives_and_blocks(family: str) -> None:
+    model, ids = tiny(family), _ids(450)
+    cache = KeepCache(model, SPEC.format(16), 24, chunk=16, where="host")
+    granted = [peak_bytes(cache, length) for length in (60, 449, 450)]
+    with torch.no_grad():
+        for part, most in zip(ids.split([60, 389, 1], 1), granted, strict=True):
+            model(part, cache=cache)
+            assert cache.memory().bytes <= most
+    layers = cache.geometry.full_layers
+    held = sum(cache.layers[layer.index].reader.bookkeeping_bytes for layer in layers)
+    assert 0 < held == sum(cache.method.recall.holds(layer, cache.geometry, 450, 426).bookkeeping for layer in layers)
 
 
 def test_crop_and_fork_find_the_same_representatives_again() -> None:
