@@ -141,10 +141,12 @@ class RecalledBlocks(ReadEvicted):
         for part in step.query.split(QUERIES, 2):
             query = self._turned(part[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1), moved)
             with self.meter.holding(keys, values, query):
-                outputs, lse = (own.unflatten(0, (lanes, count)) for own in attend(query, [segment], step.scaling))
+                outputs, lse = (
+                    result.unflatten(0, (lanes, count)) for result in attend(query, [segment], step.scaling)
+                )
             total = lse.logsumexp(1)
             found.append((((lse - total[:, None]).exp()[..., None] * outputs.float()).sum(1), total))
-        output, total = (torch.cat(own, 2) for own in zip(*found, strict=True))
+        output, total = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
         return output, total
 
 
