@@ -18,9 +18,10 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Former names, which stored sessions and results may still have."""
 
 METHODS = (
-    "full", "static", "paged", "kv-direct", "endless", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
+    "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
     "expected-attention", "kvzip", "pyramidkv", "adakv", "duo-attention", "knorm", "keydiff", "random", "lru",
-    "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified", STOCK,
+    "endless", "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified",
+    STOCK,
 )  # fmt: skip
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
