@@ -20,8 +20,8 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 METHODS = (
     "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
     "expected-attention", "kvzip", "pyramidkv", "adakv", "duo-attention", "knorm", "keydiff", "random", "lru",
-    "endless", "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified",
-    STOCK,
+    "endless", "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru",
+    "snapkv+verified", STOCK,
 )  # fmt: skip
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
