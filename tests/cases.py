@@ -162,6 +162,7 @@ EXACT: dict[str, Case] = {
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
     # What is recalled is all that could matter.
     "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
+    "endless": _exact("endless+blocks:count=3,size=16", promise="reversible", where="disk", families=ROTARY),
     "h2o+certified:0": _exact("h2o+certified:0", promise="reversible", checkpoint="kv", where="host"),
     "snapkv+residual+pages:all": _exact(
         "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
@@ -331,7 +332,7 @@ Pair = tuple[str, str]  # the name of a case, and a family
 # What takes the past of every cache whose promise is exact, what only of one that keeps the ids, and which do.
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
-    *("keydiff+kv", "adakv+kv", "adakv+verified, kv"),
+    *("keydiff+kv", "adakv+kv", "adakv+verified, kv", "endless"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
     "expected-attention+kv",

@@ -84,6 +84,11 @@ def describe(
             and not geometry.steady(request.context)
         ):
             note = f"{note}; {_unsteady(geometry)}" if note else _unsteady(geometry)
+        if layer.kind == "full" and request.method.recall.endless:
+            exact = request.method.recall.exact_tokens(geometry)
+            if exact is not None:
+                beyond = f"exact up to {exact} tokens; beyond them, recalled blocks and the newest are attended"
+                note = f"{note}; {beyond}" if note else beyond
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
         reports.append(
             LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)

@@ -72,6 +72,7 @@ class CacheStream:
         self.observes = made.streams and method.exactness != "exact"
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
+        self.exact_tokens = method.recall.exact_tokens(geometry) if method.recall.endless else None
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
@@ -94,6 +95,8 @@ class CacheStream:
         end = (self.length + count - 1) // BLOCK * BLOCK - self.length
         ends = self.on_block is not None and self.ends_at_blocks and not self.cut
         ends = ends and (self.round is None or not self.round.open)
+        if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
+            end, ends = self.exact_tokens - self.length, True
         parts = (end, count - end) if ends and 0 < end < count else (count,)
         chunk = self.chunk if chunk is None else chunk
         return [size for part in parts for size in _equal(part, chunk)]

@@ -99,6 +99,8 @@ class Recall(ABC):
     """The recall decodes in rounds of draft and verify."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
+    endless: ClassVar[bool] = False
+    """A text may be longer than the model's positions: what is recalled is placed within them."""
     across_heads: ClassVar[bool] = False
     """Which entries come back in one KV head depends on other heads."""
     files: ClassVar[Sequence[str]] = ()
@@ -120,6 +122,15 @@ class Recall(ABC):
         """Return why this recall cannot be the recall of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
         sentence; None where it can."""
         return None
+
+    def exact_tokens(self, geometry: ModelGeometry) -> int | None:
+        """Return the number of tokens up to which every step attends to all entries, for a recall that is
+        :attr:`endless`; None: a text of any length."""
+        return None
+
+    def check(self, model: Any, geometry: ModelGeometry, entries: int, chunk: int) -> None:
+        """Raise UnsupportedModelError if the recall does not work with this model, or BudgetError if it does not with a
+        budget of ``entries`` and chunks of ``chunk`` tokens."""
 
     def hook(self) -> PassHook | None:
         """Return the hook around the forward passes of one cache, or None."""

@@ -316,6 +316,22 @@ class PagedRows:
             picked.index_copy_(0, here, _pick(page, lane[here], slot[here] - origin))
         return picked
 
+    def blocks(self, numbers: Tensor, size: int) -> Tensor:
+        """Return copies of blocks of ``size`` rows, (lanes, n, ``size``, width). ``numbers`` (lanes, n): the block of
+        each lane, counted from 0. ``size`` divides the smallest page, so a block lies in one page."""
+        device = self.pages[0].device
+        numbers = numbers.to(device)
+        starts = torch.tensor(self.starts, device=device).div_(size, rounding_mode="floor")
+        page = torch.bucketize(numbers.contiguous(), starts, right=True) - 1
+        inside = numbers - starts[page]
+        lanes = torch.arange(len(numbers), device=device)[:, None].expand_as(numbers)
+        found = self.pages[0].new_empty(*numbers.shape, size, self.pages[0].shape[-1])
+        for number in page.unique().tolist():
+            here = page == number
+            by_block = self.pages[number].unflatten(-2, (-1, size))
+            found[here] = by_block[lanes[here], inside[here]]
+        return found
+
     def truncate(self, length: int) -> None:
         """Remove the rows from slot ``length`` on, and free the empty pages."""
         self.length = min(self.length, length)

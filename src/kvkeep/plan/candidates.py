@@ -72,9 +72,11 @@ class Candidate:
 def specs() -> list[str]:
     """Return the methods to plan for. The planner recommends the first of equal ones.
 
-    Methods that read a text twice are left out, and methods whose bytes the geometry does not determine.
+    Methods that read a text twice are left out, and methods whose bytes the geometry does not determine. So is
+    ``endless``: a plan is for texts within the model's positions, where it is ``kv-direct``.
     """
-    planned = {name: method for name in names() if (method := resolve(name)).reading is None}
+    known = {name: resolve(name) for name in names()}
+    planned = {name: method for name, method in known.items() if method.reading is None and not method.recall.endless}
     return [
         f"{name}:{parameters}" if parameters else name
         for name, method in planned.items()

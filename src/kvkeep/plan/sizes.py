@@ -56,6 +56,8 @@ class Sizes:
     """Bytes of checkpoints in the host's memory."""
     disk: int = 0
     """Bytes of checkpoints on disk."""
+    index: int = 0
+    """Bytes by which readers choose what they recall."""
     chunk_bytes: int = 0
     """Bytes of the largest chunk of one layer, which is held in addition to the entries during a pass."""
     workspace: int = 0
@@ -77,7 +79,7 @@ class Sizes:
 
     def memory(self, shared: bool) -> int:
         """Return the peak bytes of device memory. shared: host and device have one memory."""
-        return self.idle(shared) + self.chunk_bytes + self.workspace
+        return self.idle(shared) + self.index + self.chunk_bytes + self.workspace
 
 
 def sizes(
@@ -120,7 +122,14 @@ def sizes(
         shapes = Counter(replace(layer, index=0, source=0) for layer in geometry.full_layers)
         evictions = [(layer, count, evicted) for layer, count in shapes.items()]
         rows = ring_rows(min(tokens, budget), budget)
-        size = replace(size, evicted=sum(evicted), resident=fixed + rows * geometry.full_bytes_per_token)
+        readers = [(method.recall.holds(layer, geometry, tokens, sum(evicted)), count) for layer, count, _ in evictions]
+        size = replace(
+            size,
+            evicted=sum(evicted),
+            resident=fixed + rows * geometry.full_bytes_per_token,
+            index=sum(reader.bookkeeping * count for reader, count in readers),
+            workspace=max((reader.workspace for reader, _ in readers), default=0),
+        )
     else:
         size, evictions = _selected(size, geometry, candidate, arriving, model)
     return _checkpointed(size, geometry, candidate, arriving, evictions, shared) if method.checkpoints else size
@@ -142,7 +151,7 @@ def _selected(
         (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer), layer.index in read_again)
         for layer in geometry.full_layers
     )
-    resident, compressed, workspace, chunk_bytes, stored = size.resident, 0, 0, size.chunk_bytes, 0
+    resident, compressed, index, workspace, chunk_bytes, stored = size.resident, 0, 0, 0, size.chunk_bytes, 0
     evictions: list[Evictions] = []
     for (layer, heads, shared), count in groups.items():
         evicted = _evicted(arriving, min(heads))
@@ -157,6 +166,7 @@ def _selected(
         if moves and sinks is not None:  # the original keys of sinks are also kept
             bank += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
         resident, compressed = resident + count * bank, compressed + count * store.compressed
+        index += count * reader.bookkeeping
         chunk_bytes += count * store.shrunk
         moving = _moved(max(heads), arriving, tail, layer, geometry) + (8 * len(heads) if len(set(heads)) > 1 else 0)
         if selector.divides:
@@ -171,6 +181,7 @@ def _selected(
         kept=size.tokens if all_kept else min(size.tokens, exact + stored),
         resident=resident,
         compressed=compressed,
+        index=index,
         workspace=workspace,
         chunk_bytes=chunk_bytes,
         stored=stored,

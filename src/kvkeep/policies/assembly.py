@@ -150,6 +150,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     entries, chunk = request.entries(geometry)
     tail, within, resident, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
+    method.recall.check(model, geometry, entries, chunk)
     adapter = bind(model)
     if method.recall.drafts and not adapter.runs_all(geometry.recurrent_layers):
         raise UnsupportedModelError(

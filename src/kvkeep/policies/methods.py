@@ -129,8 +129,14 @@ class Method:
         chunk = () if self.oneshot else ("chunk",)
         if not self.checkpoints:
             return ("budget", *chunk, "where", "folder", "page") if self.reading else ("budget", *chunk)
-        capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
+        keeps = self.recall.backed or self.recall.endless
+        capacity = ("capacity",) if not keeps or self.recall.loses else ()
         return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
+
+    @property
+    def endless(self) -> bool:
+        """Whether a text may be longer than the model's positions."""
+        return self.recall.endless or self.sinks is not None
 
     @property
     def sinks(self) -> int | None:
@@ -168,7 +174,7 @@ class Method:
             return "This method always reads the whole text before it compresses; leave 'oneshot' out."
         if self.recall.label and self.selector.keeps_all:
             return "This method evicts nothing, so there is nothing to recall; leave the recall out."
-        if self.recall.label and self.selector.in_order:
+        if self.recall.label and not self.recall.endless and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if self.selector.divides and self.fate.makes_room:
             return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."
@@ -249,7 +255,8 @@ def _default_recall(selector: Selector, fate: Fate, recall: Recall) -> Recall:
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall, files: bool) -> Method:
     name, _, given = first.partition(":")
-    if rest or (preset.closed and given) or (recall.label and preset.recall.label):
+    replaces = preset.recall.label and (preset.closed or type(recall) is not type(preset.recall))
+    if rest or (preset.closed and given) or (recall.label and replaces):
         without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
     fate: Any = build("method", first, {name: preset.fate}, files=files)

@@ -20,12 +20,13 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 METHODS = (
     "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
     "expected-attention", "kvzip", "pyramidkv", "adakv", "duo-attention", "knorm", "keydiff", "random", "lru",
-    "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified", STOCK,
+    "endless", "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru",
+    "snapkv+verified", STOCK,
 )  # fmt: skip
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
 
-RECALLS = ("verified", "pages", "certified", "fetch-on-miss")
+RECALLS = ("verified", "pages", "certified", "fetch-on-miss", "blocks")
 
 LAB = (
     "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",

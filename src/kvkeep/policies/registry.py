@@ -25,6 +25,7 @@ from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
+from kvkeep.policies.recalls.blocks import PromisingBlocks
 from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
@@ -82,6 +83,7 @@ RECALLS: dict[str, type[Recall]] = {
     "pages": Pages,
     "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
+    "blocks": PromisingBlocks,
 }
 
 PEERS = ("stock-", "peer-", "prompt-")
@@ -135,6 +137,15 @@ PRESETS: dict[str, Preset] = {
         "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
         "arXiv:2603.19664, Algorithm 1",
         closed=True,
+    ),
+    "endless": Preset(
+        OldestFirst(),
+        Checkpointed,
+        "Exact up to the model's positions; beyond them the newest entries, and in each step the blocks of older ones "
+        "that promise most.",
+        PromisingBlocks.source,
+        {"kind": "kv"},
+        recall=PromisingBlocks(),
     ),
     "quantized": Preset(
         Window(),

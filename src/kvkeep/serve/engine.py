@@ -147,7 +147,7 @@ class Engine:
     def positions(self, cache: Mapping[str, Any]) -> int | None:
         """Return the maximum number of tokens of a session with these options (default: the engine's); None: no limit.
         Raises UsageError or BudgetError for options that are wrong for every model."""
-        endless = Request.parse(**(cache or self.cache)).method.sinks is not None
+        endless = Request.parse(**(cache or self.cache)).method.endless
         return None if endless else self.geometry.max_positions
 
     def call(self, work: Callable[[], T]) -> Future[T]:

@@ -279,7 +279,7 @@ class LongChat(Study):
 
 def _check_room(model: Any, cache: Any, tokens: int, turn: int) -> None:
     positions = ModelGeometry.from_config(model.config).max_positions
-    endless = isinstance(cache, KeepCache) and cache.positions is not None
+    endless = isinstance(cache, KeepCache) and cache.method.endless
     if positions is not None and tokens > positions and not endless:
         raise UsageError(
             f"Turn {turn} would take the conversation to {tokens:,} tokens, and the model has {positions:,} positions."

@@ -11,7 +11,7 @@ from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
-from kvkeep.memory.rows import PagedRows, Ring, Rows
+from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -96,6 +96,21 @@ class EntryCheckpoint(Checkpoint):
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
         return keys, values
+
+    def between(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (lanes, n, dim) of the entries ``start`` to ``stop``: views where they lie in one page
+        of the device's memory."""
+        keys, values = (concatenated(rows, start, stop).to(self.device) for rows in self._rows[layer])
+        return keys, values
+
+    def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
+        them from 0, for each lane."""
+        keys, values = self._rows[layer]
+        assert isinstance(keys, PagedRows) and isinstance(
+            values, PagedRows
+        )  # rows of a limited capacity have no blocks
+        return keys.blocks(numbers, size).to(self.device), values.blocks(numbers, size).to(self.device)
 
     def first(self, layer: int) -> int:
         return self._rows[layer][0].first

@@ -1,0 +1,88 @@
+"""``blocks``: beyond the model's positions, every KV head recalls the few blocks that promise most (InfLLM)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.recall import Reader, Recall
+from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, recalled_bytes, representatives_bytes
+
+SIZES = (16, 32, 64, 128, 256)
+"""The sizes of a block: a block lies in one page of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class PromisingBlocks(Recall):
+    """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to the
+    ``count`` blocks of older ones that promise most, the first block included."""
+
+    count: int = 16
+    """Blocks of a KV head in a step."""
+    size: int = 128
+    """Tokens of a block."""
+    representatives: int = 16
+    """Centroids of a block's keys, by which blocks are chosen; a divisor of ``size``."""
+    exact: int = 0
+    """The number of tokens up to which all entries are attended; 0: the model's positions."""
+
+    label: ClassVar[str] = "the most promising blocks"
+    source: ClassVar[str] = "InfLLM, arXiv:2402.04617"
+    exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
+    backed: ClassVar[bool] = False
+    endless: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES or self.count < 1 or self.exact < 0:
+            raise UsageError(
+                f"Recall 'blocks' takes a count of at least 1, a size of {', '.join(map(str, SIZES))}, and exact=0 or "
+                "a number of tokens."
+            )
+        if not 1 <= self.representatives <= self.size or self.size % self.representatives:
+            raise UsageError(
+                f"A block of {self.size} tokens has a number of representatives that divides it, not "
+                f"{self.representatives}."
+            )
+
+    def refuses(self, method: Any) -> str | None:
+        """Return that other methods do not keep older entries in the order of the text; None for ``endless``."""
+        if method.selector.in_order and method.fate.kind == "kv" and not method.oneshot:
+            return None
+        return "Recall 'blocks' needs a checkpoint of kind 'kv' in the order of the text; use 'endless'."
+
+    def exact_tokens(self, geometry: ModelGeometry) -> int | None:
+        return self.exact or geometry.max_positions
+
+    def check(self, model: Any, geometry: ModelGeometry, entries: int, chunk: int) -> None:
+        full = [layer.index for layer in geometry.full_layers]
+        bind(model).require("turn", full, "blocks at other positions", "use kv-direct")
+        limit, needed = geometry.max_positions, entries + chunk + (self.count + 1) * self.size
+        if limit is not None and needed > limit:
+            raise BudgetError(
+                f"{entries} entries, a chunk of {chunk} and {self.count} blocks of {self.size} need {needed} "
+                f"positions, more than the model's {limit}; give a smaller budget, or fewer blocks (endless+blocks:8)."
+            )
+        if not geometry.steady(None):
+            raise UnsupportedModelError(
+                "The rotary frequencies of this model change with the length of a text, so 'endless' cannot place "
+                "blocks at other positions; use kv-direct."
+            )
+
+    def reader(self, site: Site, round: Any) -> Reader:
+        exact = self.exact_tokens(site.geometry)
+        return RecalledBlocks(site, bind(site.model), self.count, self.size, self.representatives, exact)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
+        """Return the bytes of all representatives, and of the blocks of a step; none while all entries are attended."""
+        exact, blocks = self.exact_tokens(geometry), away // self.size
+        if exact is None or tokens <= exact:
+            return PredictedBytes()
+        return PredictedBytes(
+            bookkeeping=representatives_bytes(layer, geometry, blocks * self.representatives),
+            workspace=recalled_bytes(layer, geometry, min(blocks, self.count), self.size),
+        )
