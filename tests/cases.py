@@ -326,6 +326,7 @@ EXACT, DRAFTING, LOSSY = (
     for cases in (EXACT, DRAFTING, LOSSY)
 )
 CASES = EXACT | DRAFTING | LOSSY
+CASES["endless"] = CASES.pop("endless")  # last: the number of a case chooses its family
 Pair = tuple[str, str]  # the name of a case, and a family
 
 
