@@ -60,7 +60,7 @@ from kvkeep.policies.methods import parts
 NORMED = [
     (name, family)
     for name in ("knorm", "knorm+residual:3", "knorm+kv+verified")
-    for family in ("gemma3", "gemma4", "deepseek_v3", "qwen3", "qwen3_moe")
+    for family in ("gemma3", "gemma4", "deepseek_v3", "qwen3", "qwen3_moe", "qwen3_next")
 ]
 
 
