@@ -36,7 +36,7 @@ class Resident(Part):
     def beginning(self, length: int) -> Beginning:
         """Return the first ``length`` entries, (lanes, n, dim). Whole blocks never change from now on, so that another
         layer may hold them, too. Only where this part :attr:`lends`."""
-        raise NotImplementedError
+        raise TypeError(f"'{type(self).__name__}' lends no entries.")
 
     @abstractmethod
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:

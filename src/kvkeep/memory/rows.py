@@ -277,7 +277,7 @@ class PagedRows:
 
     @property
     def lends(self) -> bool:
-        """Whether other stores may hold the pages, too: they are in files, so they take nobody's memory."""
+        """Whether other stores may hold the pages, too: they are in files, and take no memory."""
         return self.home.name == "disk"
 
     def freeze(self, length: int) -> list[Tensor]:
