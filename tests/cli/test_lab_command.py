@@ -98,6 +98,17 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
     assert code == 2 and "Unknown method of experiment 'needle-25' 'h2o'" in err
 
 
+def test_one_budget_first_and_then_all(run: Run, data: Path, model_folder: Path, tmp_path: Path) -> None:
+    chosen = "lab", "run", "which-method", "--smoke", "-m", str(model_folder), "--data", str(data), "--only", "snapkv"
+    common = *chosen, "--store", str(tmp_path / "r.jsonl")
+    code, _, err = run(*common, "--budget", "60%")
+    assert code == 0 and "2 cells measured, 0 had results already" in " ".join(err.split())
+    code, _, err = run(*common, "-b", "60%", "-b", "40%")
+    assert code == 0 and "2 cells measured, 2 had results already" in " ".join(err.split())
+    code, _, err = run("lab", "run", "patching", "-b", "60%")
+    assert code == 2 and "'patching' is a study, which has no budgets; leave --budget out" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from kvkeep.stock import STOCK, new_cache
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
+from kvkeep_lab.shared_pass import SharedPass, takes_over
 
 _AT_ONCE = 128
 """Positions whose logits are in memory at the same time."""
@@ -79,58 +80,79 @@ def watch(
 
 @torch.no_grad()
 def read(
-    model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None
+    model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None, first: ReadCache | None = None
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens). The
     first includes the time of the prompt. The next token is taken from ``forced``, or is the one with the largest
-    logit."""
+    logit. first: what reading ``ids`` gave, if ``cache`` has read them."""
     given = ids
     for position in range(new):
-        logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
+        if first is not None and not position:
+            logits, seconds = first.logits, first.seconds
+        else:
+            logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
         yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
 
 
 @dataclass
-class TwoReadings:
-    """The first reading of a text, and its second readings. Methods share them."""
+class SharedReadings:
+    """What methods share of reading a text."""
 
-    cache: KeepCache
-    """The cache after the first reading. It holds all entries."""
-    seconds: float
-    """The seconds of the first reading."""
+    shared_pass: SharedPass | None = None
+    """The pass that caches take over; None before the first."""
+    first: ReadCache | None = None
+    """The cache that holds all entries, before a second reading; None before the first."""
     second: dict[ReconstructionPieces, tuple[list[ReconstructionReader], float]] = field(default_factory=dict)
     """What each second reading found, and its seconds."""
 
 
-Readings = dict[tuple[int, ...], TwoReadings]
+Readings = dict[tuple[int, ...], SharedReadings]
 """Readings by text."""
 
 
+class ReadCache(NamedTuple):
+    """A cache that has read a text."""
+
+    cache: Any
+    logits: Tensor
+    """Logits of the token after the text, (vocabulary,) float32."""
+    seconds: float
+    """The seconds of all readings."""
+
+
 @torch.no_grad()
-def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> tuple[Cache, float]:
+def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> ReadCache:
     """Read ``ids`` (1, tokens) as a complete text into the empty ``cache``, also the second reading of methods that
-    have one, unless ``readings`` has it. Return the cache that has read the text, and the seconds of all readings."""
-    start = time.perf_counter()
+    have one. What ``readings`` has is not read again."""
+    shared = readings.setdefault(tuple(ids[0].tolist()), SharedReadings())
     if not isinstance(cache, KeepCache) or not cache.reading:
-        model(ids, cache=cache, use_cache=True, logits_to_keep=1)
-        return cache, time.perf_counter() - start
-    request, key = cache.request, tuple(ids[0].tolist())
-    if (known := readings.get(key)) is None:
-        everything = KeepCache(model, request.method.name, ids.shape[1])  # evicts nothing
-        model(ids, cache=everything, use_cache=True, logits_to_keep=1)
-        known = readings[key] = TwoReadings(everything, time.perf_counter() - start)
+        return _read_once(model, ids, cache, shared)
+    request = cache.request
+    if shared.first is None:  # a budget of all tokens evicts nothing
+        shared.first = _read_once(model, ids, KeepCache(model, request.method.name, ids.shape[1]), shared)
+    everything, logits, seconds = shared.first
     start, pieces = time.perf_counter(), request.method.selector.reconstruction
-    twin = known.cache.fork(request.method.name, request.budget, **request.options())
+    twin = everything.fork(request.method.name, request.budget, **request.options())
     if request.method.store_fate.reference_queries:  # a fit uses its queries up
         twin.compress()
-        return twin, known.seconds + time.perf_counter() - start
+        return ReadCache(twin, logits, seconds + time.perf_counter() - start)
     assert pieces is not None
-    if pieces in known.second:
-        twin.compress(known.second[pieces][0])
+    if pieces in shared.second:
+        twin.compress(shared.second[pieces][0])
     elif (readers := twin.compress()) is not None:
-        known.second[pieces] = readers, time.perf_counter() - start
-    return twin, known.seconds + known.second[pieces][1]
+        shared.second[pieces] = readers, time.perf_counter() - start
+    return ReadCache(twin, logits, seconds + shared.second[pieces][1])
+
+
+def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings) -> ReadCache:
+    """Read ``ids`` into the empty ``cache``, which takes over the pass of another cache if it can."""
+    if not takes_over(cache, ids.shape[1]):
+        return ReadCache(cache, *_step(model, ids, cache))
+    shared.shared_pass = one = shared.shared_pass or SharedPass.of(model, ids)
+    start = time.perf_counter()
+    one.hand_over(ids, cache)
+    return ReadCache(cache, one.logits, one.seconds + time.perf_counter() - start)
 
 
 def copied(cache: Cache) -> Cache:

@@ -20,7 +20,17 @@ from kvkeep.policies.names import ONESHOT
 from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.peers import PeerReader, Shortener, peer_of
 from kvkeep_lab.peers.base import entries_of
-from kvkeep_lab.reading import Readings, cache_for, continued, copied, read, read_text, scores, whole_bytes
+from kvkeep_lab.reading import (
+    ReadCache,
+    Readings,
+    cache_for,
+    continued,
+    copied,
+    read,
+    read_text,
+    scores,
+    whole_bytes,
+)
 from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
 
 
@@ -93,8 +103,8 @@ class Subject:
     """Answers of the unbounded cache, shared with later subjects."""
     readings: Readings = field(default_factory=dict)
     """Texts that methods have read twice, shared with later subjects."""
-    _read: tuple[ReadText, dict[str, tuple[Any, float]]] | None = None
-    """The text that was read last, its cache by method, and the seconds. An episodic method is a method for each
+    _read: tuple[ReadText, dict[str, tuple[Any, ...]]] | None = None
+    """The text that was read last, and what was made of it, by method. An episodic method is a method for each
     episode."""
 
     @property
@@ -138,17 +148,18 @@ class Subject:
     def examine_after(self, text: ReadText, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
         """Do the same as :meth:`examine` with a question ``ids`` about a text that is read before. Consecutive calls
         with the same text read it once, and each continues a copy of its cache. The seconds of the prompt are those of
-        the text and of the question. Raises UsageError for a peer that reads the text itself."""
+        the text and of the question. No ``ids``: the text ends with the question. Raises UsageError for a peer that
+        reads the text itself."""
         if isinstance(peer := peer_of(self.method), Shortener):
             return self._examine_shortened(peer, text, ids, right, new)
-        cache, reading = self._after(text, ids)
-        twin = copied(cache)
-        logs, seconds, agrees = self._given(twin, ids, right)
-        seconds[0] += reading
+        before = self._after(text, ids)
+        twin, first = copied(before.cache), None if ids else before
+        logs, seconds, agrees = self._given(twin, ids, right, first)
+        seconds[0] += before.seconds if ids else 0
         cost = self._cost(twin, len(text.ids) + len(ids), text.context, seconds)
         if agrees:
             return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
-        return replace(self._written(copied(cache), ids, new), cost=cost, logs=logs)
+        return replace(self._written(copied(before.cache), ids, new, first=first), cost=cost, logs=logs)
 
     def _examine_shortened(
         self, peer: Shortener, text: ReadText, ids: Sequence[int], right: Sequence[int], new: int
@@ -184,6 +195,14 @@ class Subject:
             whole_bytes=whole_bytes(self.loaded.model, text.context),
         )
         return replace(answer, cost=cost)
+
+    def examine_at_once(self, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
+        """Do the same as :meth:`examine` by a method that reads the whole prompt before it evicts entries
+        (:meth:`at_once`). The model reads the prompt once for all methods that can share the pass."""
+        if peer_of(self.method) is not None:
+            return self.examine(ids, right, new)
+        text = ReadText(tuple(ids), len(ids) + max(new, len(right)))
+        return self.at_once().examine_after(text, (), right, new)
 
     def at_once(self) -> Subject:
         """Return the subject that reads each prompt in one pass before it evicts entries; itself if its method evicts
@@ -237,20 +256,20 @@ class Subject:
             self.references[key] = ReferenceAnswer.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(ReferenceCase(self.method, self.budget))
 
-    def _known(self, text: ReadText) -> dict[str, tuple[Any, float]]:
-        """Return what was made of ``text`` so far, by method, with the seconds that it took. Another text's is
+    def _known(self, text: ReadText) -> dict[str, tuple[Any, ...]]:
+        """Return what was made of ``text`` so far, by method, and last the seconds that it took. Another text's is
         forgotten."""
         if self._read is None or self._read[0] != text:
             self._read = text, {}
         return self._read[1]
 
-    def _after(self, text: ReadText, question: Sequence[int]) -> tuple[Any, float]:
-        """Return the cache that has read ``text``, which answers ``question``, and the seconds of the text."""
+    def _after(self, text: ReadText, question: Sequence[int]) -> ReadCache:
+        """Return the cache that has read ``text``, which answers ``question``."""
         known = self._known(text)
         if (method := self._matched(text, question)) not in known:
             cache = replace(self, method=method)._full(text.context)
             known[method] = read_text(self.loaded.model, self._tensor(text.ids), cache, self.readings)
-        return known[method]
+        return ReadCache(*known[method])
 
     def _matched(self, text: ReadText, question: Sequence[int]) -> str:
         """Return the method; if it has a cache for each episode of a text, that of the episode that ``question`` is
@@ -264,11 +283,13 @@ class Subject:
         first, plus, rest = self.method.partition("+")
         return f"{first}{',' if ':' in first else ':'}episode={chosen.episode}{plus}{rest}"
 
-    def _given(self, cache: Any, ids: Sequence[int], right: Sequence[int]) -> tuple[list[float], list[float], bool]:
-        """Read ``ids`` and then the tokens of a ``right`` answer one by one. Return ln p and the seconds of each, and
-        whether each is the most probable."""
+    def _given(
+        self, cache: Any, ids: Sequence[int], right: Sequence[int], first: ReadCache | None = None
+    ) -> tuple[list[float], list[float], bool]:
+        """Read ``ids``, which ``first`` has read if it is given, and then the tokens of a ``right`` answer one by one.
+        Return ln p and the seconds of each, and whether each is the most probable."""
         logs, seconds, agrees = [], [], True
-        passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
+        passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right, first)
         for (logits, elapsed), token in zip(passed, right, strict=True):
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(elapsed)
@@ -285,7 +306,7 @@ class Subject:
         )
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([list(ids)], device=self.loaded.model.device)
+        return torch.tensor([list(ids)], dtype=torch.long, device=self.loaded.model.device)
 
     def _cache(self, context: int) -> Any:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
@@ -301,16 +322,22 @@ class Subject:
         return cache
 
     def _written(
-        self, cache: Any, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None
+        self,
+        cache: Any,
+        ids: Sequence[int],
+        new: int,
+        ended: Callable[[str], bool] | None = None,
+        first: ReadCache | None = None,
     ) -> SubjectAnswer:
-        """Generate greedily with one pass a token, also with a peer that reads the text itself."""
+        """Generate greedily with one pass a token, also with a peer that reads the text itself. first: what reading
+        ``ids`` gave, if ``cache`` has read them."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
         ends = stated if isinstance(stated, list) else [stated]
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, elapsed in read(model, self._tensor(ids), cache, new):
+        for logits, elapsed in read(model, self._tensor(ids), cache, new, first=first):
             tokens.append(int(logits.argmax()))
             seconds.append(elapsed)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tokenizer
+from kvkeep_lab.reading import ReadCache
 from kvkeep_lab.tasks.needles import KINDS, Needles, _text
 from measuring import subject
 
@@ -91,7 +93,7 @@ def test_the_text_is_read_within_the_budget_and_once(essays: list[Path], monkeyp
 
     def note(model: Any, ids: Any, cache: Any, readings: Any) -> Any:
         read.append(ids.shape)
-        return cache, 0.0
+        return ReadCache(cache, torch.zeros(1), 0.0)
 
     monkeypatch.setattr("kvkeep_lab.subject.read_text", note)
     for sample in (first, second):

@@ -94,6 +94,12 @@ def run(
         list[str] | None,
         typer.Option("--model", "-m", help="Model to use in place of the experiment's; repeat the option for several."),
     ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budget", "-b", help="Budget to use in place of the experiment's; repeat the option for several."
+        ),
+    ] = None,
     store: Annotated[
         Path | None, typer.Option("--store", help="File of the results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
@@ -110,7 +116,7 @@ def run(
 ) -> None:
     """Run an experiment. You can stop it at any time: the same command continues with the missing cells."""
     try:
-        from kvkeep_lab.experiment import load_experiment
+        from kvkeep_lab.experiment import Experiment, load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
         from kvkeep_lab.runner import run as measure
         from kvkeep_lab.store import ResultFile
@@ -120,6 +126,9 @@ def run(
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen
+        if budget and not isinstance(chosen, Experiment):
+            raise UsageError(f"Experiment '{chosen.name}' is a study, which has no budgets; leave --budget out.")
+        chosen = chosen.with_(budgets=budget) if budget else chosen
         methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
         for name in set(only or []) - set(methods):
             raise unknown(f"method of experiment '{chosen.name}'", name, methods)
