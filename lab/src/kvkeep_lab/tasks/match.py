@@ -13,6 +13,7 @@ from pydantic import Field
 from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 
@@ -38,9 +39,15 @@ class Match(Task):
 
     length: list[int] = Field([462], min_length=1, description="tokens read")
     new: int = Field(50, ge=2, description="tokens written")
+    file: str | None = Field(None, description="text file in the data folder; by default the texts in haystack/")
+
+    def setting(self) -> dict[str, Any]:
+        """Return the fields that comparable cells share, without a ``file`` that is not given: cells of stores from
+        before there was one stay comparable."""
+        return {key: value for key, value in super().setting().items() if value is not None}
 
     def sources(self, data: Path | None) -> list[Path]:
-        return text_files(data)
+        return text_files(data) if self.file is None else [source(data, self.file)]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         text, tokens = joined(sources), int(point["length"])
