@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvkeep_lab.reading import cache_for
+from kvkeep_lab.reading import cache_for, read
 from kvkeep_lab.shared_pass import SharedPass, takes_over
+from kvkeep_lab.subject import Subject, SubjectAnswer
 from measuring import subject
 
 IDS = [(11 * number + 5) % 97 for number in range(200)]
@@ -18,11 +19,24 @@ METHODS = [
 ]  # fmt: skip
 
 
+def read_alone(one: Subject) -> SubjectAnswer:
+    """The answer to the prompt, read by a cache of its own for each run."""
+    context = len(IDS) + 4
+    cache = cache_for(one.loaded.model, one.method, one.budget, context)
+    ids = torch.tensor([IDS])
+    logs = [float(logits.double().log_softmax(-1)[token]) for (logits, _), token in zip(
+        read(one.loaded.model, ids, cache, len(RIGHT), RIGHT), RIGHT, strict=True
+    )]  # fmt: skip
+    cost = one._cost(cache, len(IDS), context, [0.0])
+    return replace(one.write(IDS, 4), cost=cost, logs=logs)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_answers_are_those_of_a_method_that_reads_the_prompt_itself(method: str, family: str) -> None:
     one = subject(method, None if method == "full" else "50%", family)
-    shared, alone = one.examine_at_once(IDS, RIGHT, 4), one.at_once().examine(IDS, RIGHT, 4)
+    one = one.at_once()
+    shared, alone = one.examine(IDS, RIGHT, 4), read_alone(one)
     assert shared.logs == pytest.approx(alone.logs, abs=1e-4) and shared.tokens == alone.tokens
     costs = [replace(found.cost, prefill_s=0, token_s=0, memory={}) for found in (shared, alone)]
     assert costs[0] == costs[1] and shared.cost.held_bytes == alone.cost.held_bytes
@@ -35,8 +49,8 @@ def test_the_model_reads_a_prompt_once_for_all_methods(monkeypatch: pytest.Monke
     monkeypatch.setattr(SharedPass, "of", lambda *given: made.append(1) or record(*given))
     first = subject("snapkv", "50%")
     for method in ("snapkv", "h2o", "kvzip", "kvzip+tiers"):
-        replace(first, method=method).examine_at_once(IDS, RIGHT, 4)
-    replace(first, method="full", budget=None).examine_at_once(IDS, RIGHT, 4)
+        replace(first, method=method).at_once().examine(IDS, RIGHT, 4)
+    replace(first, method="full", budget=None).examine(IDS, RIGHT, 4)
     assert len(made) == 1
 
 
@@ -48,8 +62,7 @@ def test_the_model_reads_a_prompt_once_for_all_methods(monkeypatch: pytest.Monke
 def test_a_cache_whose_pass_differs_reads_by_itself(method: str, family: str) -> None:
     one = subject(method, None if method == "stock" else "50%", family)
     assert not takes_over(cache_for(one.loaded.model, one.method, one.budget, len(IDS) + 4), len(IDS))
-    found = one.examine_at_once(IDS, RIGHT, 4)
-    assert found.logs == pytest.approx(one.at_once().examine(IDS, RIGHT, 4).logs, abs=1e-4)
+    assert one.examine(IDS, RIGHT, 4).logs == pytest.approx(read_alone(one).logs, abs=1e-4)
 
 
 def test_the_logits_of_a_pass_are_those_of_the_model() -> None:
@@ -57,3 +70,11 @@ def test_the_logits_of_a_pass_are_those_of_the_model() -> None:
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[0, -1]
     torch.testing.assert_close(SharedPass.of(model, ids).logits, expected.float())
+
+
+def test_no_more_is_shared_than_the_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep_lab.reading._SHARED", 1)
+    one = subject()
+    first, second = one.examine(IDS, RIGHT, 4), one.examine(IDS[1:], RIGHT, 4)
+    assert [found.shared_pass is None for found in one.readings.values()] == [False, True]
+    assert (first.tokens, second.tokens) == (one.write(IDS, 4).tokens, one.write(IDS[1:], 4).tokens)

@@ -27,6 +27,8 @@ from kvkeep_lab.shared_pass import SharedPass, takes_over
 
 _AT_ONCE = 128
 """Positions whose logits are in memory at the same time."""
+_SHARED = 4 << 30
+"""Bytes of passes from which on no more are shared: each method then reads the text itself."""
 
 
 def takes(method: str) -> tuple[str, ...]:
@@ -127,10 +129,10 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> Read
     have one. What ``readings`` has is not read again."""
     shared = readings.setdefault(tuple(ids[0].tolist()), SharedReadings())
     if not isinstance(cache, KeepCache) or not cache.reading:
-        return _read_once(model, ids, cache, shared)
+        return _read_once(model, ids, cache, shared, readings)
     request = cache.request
     if shared.first is None:  # a budget of all tokens evicts nothing
-        shared.first = _read_once(model, ids, KeepCache(model, request.method.name, ids.shape[1]), shared)
+        shared.first = _read_once(model, ids, KeepCache(model, request.method.name, ids.shape[1]), shared, readings)
     everything, logits, seconds = shared.first
     start, pieces = time.perf_counter(), request.method.selector.reconstruction
     twin = everything.fork(request.method.name, request.budget, **request.options())
@@ -145,11 +147,15 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> Read
     return ReadCache(twin, logits, seconds + shared.second[pieces][1])
 
 
-def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings) -> ReadCache:
+def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings, readings: Readings) -> ReadCache:
     """Read ``ids`` into the empty ``cache``, which takes over the pass of another cache if it can."""
     if not takes_over(cache, ids.shape[1]):
         return ReadCache(cache, *_step(model, ids, cache))
-    shared.shared_pass = one = shared.shared_pass or SharedPass.of(model, ids)
+    if (one := shared.shared_pass) is None:
+        passes = (known.shared_pass for known in readings.values())
+        if sum(known.nbytes for known in passes if known is not None) >= _SHARED:
+            return ReadCache(cache, *_step(model, ids, cache))
+        shared.shared_pass = one = SharedPass.of(model, ids)
     start = time.perf_counter()
     one.hand_over(ids, cache)
     return ReadCache(cache, one.logits, one.seconds + time.perf_counter() - start)

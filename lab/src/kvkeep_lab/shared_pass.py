@@ -23,6 +23,11 @@ class SharedPass:
     """Logits of the token after the text, (vocabulary,) float32."""
     seconds: float
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(part.nbytes for one in self.attended for part in (one.query, one.key, one.value, one.output))
+
     @classmethod
     @torch.no_grad()
     def of(cls, model: object, ids: Tensor) -> SharedPass:

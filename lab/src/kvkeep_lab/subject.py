@@ -134,10 +134,12 @@ class Subject:
         """Return ln p of each token of a ``right`` answer to a prompt, and the answer generated without it.
 
         The right answer is read token by token, as in decoding. If each of its tokens is the most probable, the greedy
-        answer begins with it, and no second run is needed. Otherwise the prompt is read again, and up to ``new`` tokens
-        are generated. The cost is that of the first reading, so methods that draft have no rounds.
+        answer begins with it, and no second run is needed. Otherwise up to ``new`` tokens are generated, one pass a
+        token. The cost is that of the first run.
         """
         context = len(ids) + max(new, len(right))
+        if peer_of(self.method) is None:
+            return self.examine_after(ReadText(tuple(ids), context), (), right, new)
         cache = self._cache(context)
         logs, seconds, agrees = self._given(cache, ids, right)
         cost = self._cost(cache, len(ids), context, seconds)
@@ -195,14 +197,6 @@ class Subject:
             whole_bytes=whole_bytes(self.loaded.model, text.context),
         )
         return replace(answer, cost=cost)
-
-    def examine_at_once(self, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
-        """Do the same as :meth:`examine` by a method that reads the whole prompt before it evicts entries
-        (:meth:`at_once`). The model reads the prompt once for all methods that can share the pass."""
-        if peer_of(self.method) is not None:
-            return self.examine(ids, right, new)
-        text = ReadText(tuple(ids), len(ids) + max(new, len(right)))
-        return self.at_once().examine_after(text, (), right, new)
 
     def at_once(self) -> Subject:
         """Return the subject that reads each prompt in one pass before it evicts entries; itself if its method evicts
@@ -274,7 +268,7 @@ class Subject:
     def _matched(self, text: ReadText, question: Sequence[int]) -> str:
         """Return the method; if it has a cache for each episode of a text, that of the episode that ``question`` is
         about."""
-        if self.method == STOCK or peer_of(self.method) is not None:
+        if not question or self.method == STOCK or peer_of(self.method) is not None:
             return self.method
         if (matched := getattr(resolve(self.method).selector, "matched", None)) is None:
             return self.method

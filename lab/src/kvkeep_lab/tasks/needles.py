@@ -53,8 +53,7 @@ class Needles(Task):
         "several values (values: four numbers of a key in essays), but a text has many of them: ten needles in the "
         "middle of each tenth, or three keys of four values. Unseen: the text is read in chunks within the budget, and "
         "each question is asked to a copy of the cache, so the method does not know it when it evicts entries. Seen: "
-        "text and question are read in one pass before entries are evicted (+oneshot); the model makes this pass once "
-        "for all methods, and each takes over its queries, keys and values. The answer's first words are "
+        "text and question are read in one pass before entries are evicted (+oneshot). The answer's first words are "
         "given. String match: the share of the values in what is written greedily after them. ln p: the mean of the "
         "right answer's tokens, given one by one. A text longer than all "
         "essays repeats them, and noise repeats itself."
@@ -93,7 +92,7 @@ class Needles(Task):
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         facts = sample.facts
         if facts["seen"]:
-            answer = subject.examine_at_once([*facts["text"].ids, *sample.ids], facts["right"], facts["new"])
+            answer = subject.at_once().examine([*facts["text"].ids, *sample.ids], facts["right"], facts["new"])
         else:
             answer = subject.examine_after(facts["text"], sample.ids, facts["right"], facts["new"])
         scores = {"loglik": fmean(answer.logs), "match": string_match(answer.text, facts["answers"], some=False)}
