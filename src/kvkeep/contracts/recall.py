@@ -17,6 +17,7 @@ from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
 from kvkeep.step.plan import LayerStep
 
 
@@ -136,9 +137,14 @@ class Recall(ABC):
         """Return the hook around the forward passes of one cache, or None."""
         return None
 
+    def shared(self, ledger: Ledger) -> Any:
+        """Return the object that the readers of all layers share, or None. Those of a recall that :attr:`drafts` share
+        the cache's rounds."""
+        return None
+
     @abstractmethod
-    def reader(self, site: Site, round: Any) -> Reader:
-        """Return the reader of one layer. round: the cache's rounds of draft and verify, or None."""
+    def reader(self, site: Site, shared: Any) -> Reader:
+        """Return the reader of one layer."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
         """Return the bytes that a layer's reader holds for ``tokens`` tokens of a row, ``away`` of them evicted."""

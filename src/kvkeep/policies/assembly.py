@@ -232,6 +232,7 @@ class _Builder:
         if tail:
             assert self.checkpoint is not None
             self.round = Round(tail, self.ledger, self.checkpoint)
+        self.recalled = self.method.recall.shared(self.ledger) if self.round is None else self.round
 
     def _states(self) -> dict[int, RecurrentState]:
         return {layer.index: RecurrentState(layer.state_elements) for layer in self.geometry.recurrent_layers}
@@ -292,7 +293,7 @@ class _Builder:
             checkpoint=self.checkpoint,
         )
         store = self.method.store_fate.store(site, self.shared)
-        return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
+        return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.recalled))
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache. ``full`` makes the full layers. Sliding windows and recurrent states are

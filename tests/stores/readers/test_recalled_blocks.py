@@ -10,13 +10,12 @@ from families import tiny
 from torch import Tensor
 
 from kvkeep import BudgetError, Exactness, KeepCache, UsageError
-from kvkeep.attention import Segment, attend
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.arbiter import peak_bytes
-from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, centroids_of
+from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
 
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "qwen3_next")
-SPEC = "endless+blocks:count=3,size=16,representatives={},exact=64"
+SPEC = "endless+blocks:count=3,size=16,exact=64"
 
 
 def _ids(count: int, rows: int = 1) -> Tensor:
@@ -41,43 +40,69 @@ def test_all_entries_or_all_blocks_are_full_attention(family: str, spec: str) ->
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turning the queries is turning the keys, and the blocks have the greatest shares of attention."""
-    recalled, chosen_blocks, calls = RecalledBlocks._recalled, RecalledBlocks._chosen, []
+    """Rotating the keys of the copies is rotating the query back, block by block."""
+    copy, moves = RecalledBlocks._copy, []
 
-    def compare(self: RecalledBlocks, step: Any, chosen: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        output, lse = recalled(self, step, chosen, blocks)
-        keys, values = self.checkpoint.blocks(self.index, chosen, self.size)
-        count = chosen.shape[1]
-        moved = (torch.arange(blocks - count, blocks) - chosen) * self.size
-        keys = self._turned(keys.flatten(1, 2)[:, None], moved.repeat_interleave(self.size, 1))
-        wanted, wanted_lse = attend(step.query, [Segment(keys, values.flatten(1, 2)[:, None])], step.scaling)
-        assert torch.allclose(output, wanted, atol=1e-3) and torch.allclose(lse, wanted_lse, atol=1e-3)
-        calls.append(bool((moved > 0).any()))
-        return output, lse
+    def compare(self: RecalledBlocks, layer: Any) -> None:
+        copy(self, layer)
+        numbers, size = self.choice.numbers, self.choice.size
+        assert numbers is not None and self._copies is not None
+        keys, values = self.checkpoint.blocks(self.index, numbers.repeat_interleave(layer.heads, 0), size)
+        moved = (torch.arange(self.choice.blocks - numbers.shape[1], self.choice.blocks) - numbers[0]) * size
+        query = torch.randn(layer.heads, 1, 1, keys.shape[-1])
+        scores = query[:, 0] @ self._copies.keys.mT
+        back = -moved[None].expand(layer.heads, -1)
+        turned = self.adapter.turn(
+            self.index, query.expand(-1, -1, len(moved), -1), self.adapter.angles(self.index, query, back)
+        )
+        wanted = torch.einsum("lnd,lnsd->lns", turned[:, 0], keys).flatten(1)
+        assert torch.allclose(scores[:, 0], wanted, atol=1e-3) and torch.equal(self._copies.values, values.flatten(1, 2))
+        moves.append(bool((moved > 0).any()))
 
-    def check(self: RecalledBlocks, layer: Any, step: Any, blocks: int) -> Tensor:
-        chosen = chosen_blocks(self, layer, step, blocks)
-        assert bool((chosen[:, 0] == 0).all()) and bool((chosen.diff(dim=1) > 0).all())
-        if blocks > self.count:  # a representative is a key: the shares are those of attention itself
-            keys, _ = self.checkpoint.between(self.index, 0, blocks * self.size)
-            plain = self._turned(keys[:, None], -torch.arange(blocks * self.size)[None])
-            slots = torch.arange(layer.ledger.length - step.queries, layer.ledger.length)
-            queries = self._turned(step.query, (layer.length - layer.resident.evicted - slots)[None])
-            weights = (queries @ plain.mT * step.scaling).softmax(-1).unflatten(-1, (blocks, -1)).sum(-1).amax((1, 2))
-            left = weights.scatter(1, chosen, 0.0).amax(1)
-            assert bool((weights.gather(1, chosen[:, 1:]).amin(1) >= left - 1e-4).all())
-        return chosen
-
-    monkeypatch.setattr(RecalledBlocks, "_recalled", compare)
-    monkeypatch.setattr(RecalledBlocks, "_chosen", check)
+    monkeypatch.setattr(RecalledBlocks, "_copy", compare)
     model = tiny(family)
-    _logits(model, KeepCache(model, SPEC.format(16), 24, chunk=16, where="host"), _ids(230))
-    assert any(calls)
+    _logits(model, KeepCache(model, SPEC, 24, chunk=16, where="host"), _ids(230))
+    assert any(moves)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_the_block_with_the_words_of_the_question_is_recalled_in_all_layers(family: str) -> None:
+    model, ids, question = tiny(family), _ids(300), torch.tensor([[91, 92, 93, 94]])
+    ids[:, 70:74] = question  # in block 4
+    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
+    readers = [cache.layers[layer.index].reader for layer in cache.geometry.full_layers]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        model(question, cache=cache)
+        for _ in range(40):  # an answer without words of the text
+            assert all(reader._copied is reader.choice.numbers is readers[0].choice.numbers for reader in readers)
+            assert readers[0].choice.numbers.tolist() == [[0, 4, 5]]
+            model(torch.tensor([[96]]), cache=cache)
+
+
+def test_single_tokens_are_planned_and_see_what_many_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two choices a step attends to the copies and to all entries after the blocks: as the same tokens do in
+    one pass that keeps the choice."""
+    model, ids = tiny("llama"), _ids(230)
+    cache, last = KeepCache(model, SPEC, 24, chunk=16, where="host"), ids[:, -20:]
+    reader = cache.layers[0].reader
+    with torch.no_grad():
+        model(ids[:, :-20], cache=cache)
+        twin = cache.fork()
+        planned, found = [], []
+        for token in last.split(1, 1):
+            found.append(model(token, cache=cache).logits)
+            planned.append(cache.layers[0].plan() is not None)
+        choice, numbers = twin.layers[0].reader.choice, reader.choice.numbers
+        monkeypatch.setattr(choice, "choose", lambda blocks, new, choose=choice.choose: choose(blocks, 1))
+        wanted = model(last, cache=twin).logits
+    assert all(planned) and reader.choice.numbers is numbers
+    assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-3)
 
 
 def test_a_text_longer_than_the_positions_stays_within_the_budget() -> None:
     model, ids = tiny("llama"), _ids(700)
-    cache, held = KeepCache(model, SPEC.format(8), 32, chunk=32, where="host"), set()
+    cache, held = KeepCache(model, SPEC, 32, chunk=32, where="host"), set()
     with torch.no_grad():
         for part in ids.split(50, 1):
             assert model(part, cache=cache).logits.isfinite().all()
@@ -89,9 +114,9 @@ def test_a_text_longer_than_the_positions_stays_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_the_planner_counts_representatives_and_blocks(family: str) -> None:
+def test_the_planner_counts_the_copies(family: str) -> None:
     model, ids = tiny(family), _ids(450)
-    cache = KeepCache(model, SPEC.format(16), 24, chunk=16, where="host")
+    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
     granted = [peak_bytes(cache, length) for length in (60, 449, 450)]
     with torch.no_grad():
         for part, most in zip(ids.split([60, 389, 1], 1), granted, strict=True):
@@ -102,9 +127,9 @@ def test_the_planner_counts_representatives_and_blocks(family: str) -> None:
     assert 0 < held == sum(cache.method.recall.holds(layer, cache.geometry, 450, 426).bookkeeping for layer in layers)
 
 
-def test_crop_and_fork_find_the_same_representatives_again() -> None:
+def test_crop_and_fork_choose_again() -> None:
     model, ids = tiny("llama"), _ids(200)
-    cache = KeepCache(model, SPEC.format(8), 24, chunk=16, where="host")
+    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
     with torch.no_grad():
         model(ids, cache=cache)
         copy = cache.fork()
@@ -112,15 +137,6 @@ def test_crop_and_fork_find_the_same_representatives_again() -> None:
         assert torch.allclose(model(ids[:, :1], cache=copy).logits, wanted, atol=1e-4)
         cache.crop(-1)
         assert torch.allclose(model(ids[:, :1], cache=cache).logits, wanted, atol=1e-3)
-
-
-def test_centroids_are_means_of_their_keys() -> None:
-    corners = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-4.0, 0.0], [0.0, -4.0]])
-    keys = corners[torch.arange(16) % 4][None, None].roll(0)
-    centroids, members = centroids_of(keys[:, :, torch.arange(16).sort(stable=True).indices], 16)
-    assert int(members.sum()) == 16
-    means = (members[..., None] * centroids).sum(2) / 16
-    assert torch.allclose(means, keys.mean(2), atol=1e-5)
 
 
 def test_what_cannot_be_recalled_is_refused() -> None:
@@ -133,14 +149,14 @@ def test_what_cannot_be_recalled_is_refused() -> None:
     ):
         with pytest.raises(UsageError):
             resolve(spec)
-    for spec in ("endless+blocks:size=100", "endless+blocks:representatives=5", "endless+blocks:0"):
+    for spec in ("endless+blocks:size=100", "endless+blocks:0"):
         with pytest.raises(UsageError):
             resolve(spec)
     with pytest.raises(BudgetError, match="need"):
         KeepCache(tiny("llama"), "endless", 64)
     with pytest.raises(UsageError, match="capacity"):
-        KeepCache(tiny("llama"), SPEC.format(8), 24, capacity=100)
+        KeepCache(tiny("llama"), SPEC, 24, capacity=100)
     model, mask = tiny("llama"), torch.ones(2, 100, dtype=torch.long)
     mask[0, :9] = 0
     with pytest.raises(UsageError, match="padding"):
-        model(_ids(100, rows=2), attention_mask=mask, cache=KeepCache(model, SPEC.format(8), 24, chunk=16))
+        model(_ids(100, rows=2), attention_mask=mask, cache=KeepCache(model, SPEC, 24, chunk=16))

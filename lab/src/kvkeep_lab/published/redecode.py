@@ -44,7 +44,7 @@ class Redecode(Recall):
             )
         return None
 
-    def reader(self, site: Site, round: Any) -> Reader:
+    def reader(self, site: Site, shared: Any) -> Reader:
         """Return a plain reader. Raises UnsupportedModelError if the layers cannot run one at a time, or if a layer
         drops old entries itself."""
         if site.first:

@@ -1,4 +1,4 @@
-"""``blocks``: beyond the model's positions, every KV head recalls the few blocks that promise most (InfLLM)."""
+"""``blocks``: beyond the model's positions, the blocks of the old text that have the words of the question."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
 from kvkeep.models.binding import bind
-from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, recalled_bytes, representatives_bytes
+from kvkeep.stores.readers.block_choice import BlockChoice
+from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, copied_bytes
 
 SIZES = (16, 32, 64, 128, 256)
 """The sizes of a block: a block lies in one page of a checkpoint."""
@@ -19,34 +21,28 @@ SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class PromisingBlocks(Recall):
-    """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to the
-    ``count`` blocks of older ones that promise most, the first block included."""
+    """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to
+    ``count`` blocks of older ones: the first block, and those that have the words of the question."""
 
     count: int = 16
-    """Blocks of a KV head in a step."""
+    """Blocks of a step."""
     size: int = 128
     """Tokens of a block."""
-    representatives: int = 16
-    """Centroids of a block's keys, by which blocks are chosen; a divisor of ``size``."""
     exact: int = 0
     """The number of tokens up to which all entries are attended; 0: the model's positions."""
 
-    label: ClassVar[str] = "the most promising blocks"
-    source: ClassVar[str] = "InfLLM, arXiv:2402.04617"
+    label: ClassVar[str] = "the blocks with the question's words"
+    source: ClassVar[str] = "blocks as in InfLLM, arXiv:2402.04617; chosen by BM25"
     exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
     backed: ClassVar[bool] = False
     endless: ClassVar[bool] = True
+    records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.size not in SIZES or self.count < 1 or self.exact < 0:
             raise UsageError(
                 f"Recall 'blocks' takes a count of at least 1, a size of {', '.join(map(str, SIZES))}, and exact=0 or "
                 "a number of tokens."
-            )
-        if not 1 <= self.representatives <= self.size or self.size % self.representatives:
-            raise UsageError(
-                f"A block of {self.size} tokens has a number of representatives that divides it, not "
-                f"{self.representatives}."
             )
 
     def refuses(self, method: Any) -> str | None:
@@ -73,16 +69,16 @@ class PromisingBlocks(Recall):
                 "blocks at other positions; use kv-direct."
             )
 
-    def reader(self, site: Site, round: Any) -> Reader:
-        exact = self.exact_tokens(site.geometry)
-        return RecalledBlocks(site, bind(site.model), self.count, self.size, self.representatives, exact)
+    def shared(self, ledger: Ledger) -> BlockChoice:
+        return BlockChoice(ledger, self.count, self.size)
+
+    def reader(self, site: Site, shared: BlockChoice) -> Reader:
+        return RecalledBlocks(site, bind(site.model), shared, self.exact_tokens(site.geometry))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
-        """Return the bytes of all representatives, and of the blocks of a step; none while all entries are attended."""
-        exact, blocks = self.exact_tokens(geometry), away // self.size
+        """Return the bytes of the copies of the blocks; none while all entries are attended."""
+        exact = self.exact_tokens(geometry)
         if exact is None or tokens <= exact:
             return PredictedBytes()
-        return PredictedBytes(
-            bookkeeping=representatives_bytes(layer, geometry, blocks * self.representatives),
-            workspace=recalled_bytes(layer, geometry, min(blocks, self.count), self.size),
-        )
+        copies = copied_bytes(layer, geometry, min(away // self.size, self.count) * self.size)
+        return PredictedBytes(bookkeeping=copies, workspace=3 * copies)  # rotated in float32

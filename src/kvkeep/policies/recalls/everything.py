@@ -18,5 +18,5 @@ class Everything(Recall):
     loses: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
 
-    def reader(self, site: Site, round: Any) -> Reader:
+    def reader(self, site: Site, shared: Any) -> Reader:
         return ReadCheckpoint(site)

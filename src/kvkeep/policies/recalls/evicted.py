@@ -17,5 +17,5 @@ class Evicted(Recall):
     label: ClassVar[str] = ""
     backed: ClassVar[bool] = False
 
-    def reader(self, site: Site, round: Any) -> Reader:
+    def reader(self, site: Site, shared: Any) -> Reader:
         return ReadEvicted()

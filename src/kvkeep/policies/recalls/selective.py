@@ -25,7 +25,7 @@ class SelectiveRecall(Recall):
     fetches: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
 
-    def reader(self, site: Site, round: Any) -> Reader:
+    def reader(self, site: Site, shared: Any) -> Reader:
         return Selective(site, self, self.bounds())  # type: ignore[arg-type]
 
     def bounds(self) -> ScoreBounds:

@@ -40,5 +40,5 @@ class Verified(Recall):
             )
         return min(self.longest + 1, entries // 2)
 
-    def reader(self, site: Site, round: Round) -> Reader:
-        return DraftAndVerify(site, round)
+    def reader(self, site: Site, shared: Round) -> Reader:
+        return DraftAndVerify(site, shared)

@@ -1,16 +1,16 @@
 """The reader of ``endless``: beyond a number of tokens, a step attends to the newest entries and to a few blocks.
 
 The entries before the resident ones are in a checkpoint, with the keys of their positions in the text. They form blocks
-of consecutive tokens. A step chooses blocks for each lane by representatives of their keys, and places them one after
-the other, in the order of the text, directly before the newest entries. So no distance exceeds the model's positions
-(InfLLM, arXiv:2402.04617, gives all of them one far position instead). Scores depend on distances alone: instead of
-turning the keys of a block, the reader turns the queries back by as many positions as the block moves.
-
-The representatives are the centroids of the block's keys without their rotation. InfLLM chooses keys by the attention
-that they received; centroids follow from the checkpoint, so nothing has to be saved.
+of consecutive tokens, of which all layers recall the same few (:mod:`kvkeep.stores.readers.block_choice`). The blocks
+are placed one after the other, in the order of the text, directly before the newest entries. So no distance exceeds the
+model's positions (InfLLM, arXiv:2402.04617, gives all of them one far position instead). Scores depend on distances
+alone: the reader copies the chosen blocks, and rotates their keys by as many positions as the block moves. The copies
+serve until the next choice.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,40 +21,38 @@ from kvkeep.contracts.site import Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import nbytes
-from kvkeep.memory.rows import Buffer, up
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.block_choice import BlockChoice
 from kvkeep.stores.readers.read_evicted import ReadEvicted
-
-QUERIES = 64
-"""Queries of a step that are compared with all representatives, or attend to the blocks, at a time."""
-ROUNDS = 4
-"""Iterations of k-means."""
 
 
 class RecalledBlocks(ReadEvicted):
     """Attends to all entries of a text of at most ``exact`` tokens, like :class:`ReadEvicted`. Beyond them it attends
-    to ``count`` blocks of ``size`` tokens, of which the first is always one, and to all entries after the last block.
-    Each block has ``representatives`` centroids."""
+    to the blocks of ``choice``, and to all entries after the last block."""
 
-    def __init__(
-        self, site: Site, adapter: Adapter, count: int, size: int, representatives: int, exact: int | None
-    ) -> None:
+    def __init__(self, site: Site, adapter: Adapter, choice: BlockChoice, exact: int | None) -> None:
         assert isinstance(site.checkpoint, EntryCheckpoint)
-        self.checkpoint, self.index, self.meter = site.checkpoint, site.layer.index, site.meter
-        self.adapter, self.count, self.size, self.exact = adapter, count, size, exact
-        self.representatives = representatives
-        self._centroids = Buffer()  # (lanes, blocks * representatives, key_dim)
-        self._members = Buffer()  # (lanes, blocks * representatives, 1), the logarithm of each centroid's keys
+        self.checkpoint, self.index, self.meter, self.first = site.checkpoint, site.layer.index, site.meter, site.first
+        self.adapter, self.choice, self.exact = adapter, choice, exact
+        self._copied: Tensor | None = None  # the choice whose blocks are copied
+        self._copies: Span | None = None
 
     @property
     def bookkeeping_bytes(self) -> int:
-        return nbytes(self._centroids.data, self._members.data)
+        return 0 if self._copies is None else nbytes(self._copies.keys, self._copies.values)
 
     def plan(self, layer: Layer) -> LayerStep | None:
-        return super().plan(layer) if self._exactly(layer) else None
+        step = super().plan(layer)
+        if step is None or self._exactly(layer):
+            return step
+        if not self.choice.holds or self._copied is None or self._copied is not self.choice.numbers:
+            return None
+        near = _last(step.attend, layer.length + 1 - self.choice.blocks * self.choice.size)
+        step.attend = near if self._copies is None else [self._copies, *near]
+        return step
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if self._exactly(layer):
@@ -68,108 +66,68 @@ class RecalledBlocks(ReadEvicted):
         if settled:
             layer.settle()
         taken = layer.evicted.taken or 0
-        blocks = taken // self.size
-        before = None
-        if blocks:
-            self._extend(blocks)
-            before = self._recalled(step, self._chosen(layer, step, blocks), blocks)
-        near = [layer.segment(piece, step, None) for piece in layer.resident.pieces(ordered=False)]
-        if taken > blocks * self.size:
-            keys, values = self.checkpoint.between(self.index, blocks * self.size, taken)
+        if self.first:  # all layers have taken as many
+            self.choice.choose(taken // self.choice.size, step.new)
+        if self._copied is not self.choice.numbers:
+            self._copy(layer)
+        near = [] if self._copies is None else [self._copies.segment()]
+        if (start := self.choice.blocks * self.choice.size) < taken:
+            keys, values = self.checkpoint.between(self.index, start, taken)
             near.append(Segment(keys[:, None], values[:, None]))
+        near += [layer.segment(piece, step, None) for piece in layer.resident.pieces(ordered=False)]
         if not settled:
             near.append(step.arriving())
-        output, _ = attend(step.query, near, step.scaling, before)
+        output, _ = attend(step.query, near, step.scaling)
         if step.last:
             layer.finish()
         return output
 
     def truncate(self, layer: Layer, length: int) -> None:
-        rows = length // self.size * self.representatives
-        for kept in (self._centroids, self._members):
-            kept.truncate(rows)
+        self.choice.truncate(length)
+        self._copied = self._copies = None
 
     def select(self, layer: Layer, lanes: Tensor) -> None:
-        for rows in (self._centroids, self._members):
-            rows.select(lanes)
+        self.choice.select()
+        self._copied = self._copies = None
+
+    def state(self) -> dict[str, Tensor]:
+        return {"choice": self.choice.state} if self.first else {}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        if self.first:
+            self.choice.restore(state["choice"])
 
     def _exactly(self, layer: Layer) -> bool:
         return self.exact is None or layer.ledger.length <= self.exact
 
-    def _turned(self, vectors: Tensor, by: Tensor) -> Tensor:
-        """Return ``vectors`` (rows, heads, n, dim) at positions that are ``by`` (rows or 1, n or 1) greater."""
-        return self.adapter.turn(self.index, vectors, self.adapter.angles(self.index, vectors, by))
-
-    def _extend(self, blocks: int) -> None:
-        """Find the representatives of all blocks up to ``blocks`` that have none."""
-        known = self._centroids.length // self.representatives
-        if known >= blocks:
+    def _copy(self, layer: Layer) -> None:
+        """Copy the chosen blocks, with their keys at the places before the newest entries."""
+        self._copied, self._copies, size = self.choice.numbers, None, self.choice.size
+        assert self._copied is not None
+        count = self._copied.shape[1]
+        if not count:
             return
-        start, stop = known * self.size, blocks * self.size
-        keys, _ = self.checkpoint.between(self.index, start, stop)
-        slots = torch.arange(start, stop, device=keys.device)
-        plain = self._turned(keys[:, None].float(), -slots[None])[:, 0]
-        centroids, members = centroids_of(plain.unflatten(1, (-1, self.size)), self.representatives)
-        self._centroids.append(centroids.flatten(1, 2).to(keys.dtype))
-        self._members.append(members.log().flatten(1, 2)[..., None])
-
-    def _chosen(self, layer: Layer, step: AttentionInputs, blocks: int) -> Tensor:
-        """Return the blocks of each lane, (lanes, n) in ascending order: those with the greatest share of any query's
-        attention to all blocks, by the representatives."""
-        lanes, wanted, device = len(step.query), min(blocks, self.count), step.query.device
-        if wanted == blocks:
-            return torch.arange(blocks, device=device).expand(lanes, -1)
-        slots = torch.arange(layer.ledger.length - step.queries, layer.ledger.length, device=device)
-        distance = layer.length - layer.resident.evicted  # of the newest block
-        queries = self._turned(step.query.float(), (distance - slots)[None])
-        keys, members = self._centroids.view().float().transpose(1, 2), self._members.view()[:, None, None, :, 0]
-        best = torch.full((lanes, blocks), float("-inf"), device=device)
-        for part in queries.split(QUERIES, 2):
-            scores = (part.flatten(1, 2) @ keys).unflatten(1, part.shape[1:3]) * step.scaling + members
-            shares = scores.unflatten(-1, (blocks, -1)).logsumexp(-1).softmax(-1)
-            best = torch.maximum(best, shares.amax((1, 2)))
-        best[:, 0] = float("inf")
-        return best.topk(wanted, 1).indices.sort(1).values
-
-    def _recalled(self, step: AttentionInputs, chosen: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Return attention to the ``chosen`` blocks (lanes, n) before the newest entries, and its log-sum-exp."""
-        lanes, count = chosen.shape
-        keys, values = self.checkpoint.blocks(self.index, chosen, self.size)
-        places = torch.arange(blocks - count, blocks, device=chosen.device)
-        moved = ((chosen - places) * self.size).reshape(-1, 1)
-        segment, found = Segment(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]), []
-        for part in step.query.split(QUERIES, 2):
-            query = self._turned(part[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1), moved)
-            with self.meter.holding(keys, values, query):
-                outputs, lse = (
-                    result.unflatten(0, (lanes, count)) for result in attend(query, [segment], step.scaling)
-                )
-            total = lse.logsumexp(1)
-            found.append((((lse - total[:, None]).exp()[..., None] * outputs.float()).sum(1), total))
-        output, total = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-        return output, total
+        numbers = self._copied.repeat_interleave(layer.heads, 0)
+        keys, values = (part.flatten(1, 2) for part in self.checkpoint.blocks(self.index, numbers, size))
+        places = torch.arange(self.choice.blocks - count, self.choice.blocks, device=numbers.device)
+        moved = ((places - numbers) * size).repeat_interleave(size, 1)
+        plain = keys[:, None].float()
+        turned = self.adapter.turn(self.index, plain, self.adapter.angles(self.index, plain, moved))
+        with self.meter.holding(keys, plain, turned):
+            self._copies = Span(turned[:, 0].to(keys.dtype).contiguous(), values, 0, count * size)
 
 
-def representatives_bytes(layer: LayerGeometry, geometry: ModelGeometry, count: int) -> int:
-    """Return the bytes of ``count`` representatives of each KV head, and of the logarithms of their keys."""
-    return layer.kv_heads * up(count) * (layer.key_dim * geometry.dtype_bytes + 4)
+def copied_bytes(layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+    """Return the bytes of copies of ``entries`` entries for each KV head."""
+    return entries * layer.entry_elements * geometry.dtype_bytes
 
 
-def recalled_bytes(layer: LayerGeometry, geometry: ModelGeometry, blocks: int, size: int) -> int:
-    """Return the bytes of copies of ``blocks`` blocks for each KV head, and of the queries that are turned for them."""
-    queries = geometry.attention_heads * QUERIES * layer.key_dim
-    return blocks * (size * layer.entry_elements + queries) * geometry.dtype_bytes
-
-
-def centroids_of(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ``count`` centroids of the keys of each block, (lanes, blocks, ``count``, dim), and the number of keys of
-    each, (lanes, blocks, ``count``): k-means that begins with evenly spaced keys. keys: (lanes, blocks, size, dim)
-    float32. A centroid may have no keys."""
-    centroids = keys[:, :, :: keys.shape[2] // count].clone()
-    for _ in range(ROUNDS):
-        nearest = (2 * keys @ centroids.mT - centroids.square().sum(-1)[:, :, None]).argmax(-1)
-        member = torch.nn.functional.one_hot(nearest, count).to(keys.dtype)
-        members = member.sum(2)
-        means = member.mT @ keys / members.clamp(min=1)[..., None]
-        centroids = torch.where(members[..., None] > 0, means, centroids)
-    return centroids, members
+def _last(spans: Sequence[Span], count: int) -> list[Span]:
+    """Return the last ``count`` entries of ``spans``."""
+    found: list[Span] = []
+    for span in reversed(spans):
+        if count <= 0:
+            break
+        found.append(span if span.entries <= count else Span(span.keys, span.values, span.stop - count, span.stop))
+        count -= found[-1].entries
+    return found[::-1]

@@ -1,0 +1,132 @@
+"""Which blocks of the old text ``endless`` recalls: those with the words of the question.
+
+The words are token ids, and pairs of consecutive ones. BM25 (Robertson and Zaragoza, "The Probabilistic Relevance
+Framework", 2009) scores each block by them: a word counts more the fewer blocks have it. The ledger has the ids of the
+whole text, so there is no index to keep: a choice reads the ids once. All layers and heads recall the same blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.memory.ledger import Ledger
+
+QUESTION = 64
+"""The newest tokens read together whose words are looked for; at most."""
+WRITTEN = 32
+"""Tokens written after a choice until the next one, which looks for their words, too."""
+HALF = 16
+"""A word counts half as much as one that is so many tokens newer."""
+K1 = 1.2
+"""BM25's saturation of repeated words. Its correction for the length of a text has no use: all blocks are as long."""
+
+
+class BlockChoice:
+    """The blocks that the layers of a cache recall: of ``size`` tokens, at most ``count`` of each row. They follow from
+    the ledger's ids and a few numbers (:attr:`state`), so a copy or a saved session chooses the same."""
+
+    def __init__(self, ledger: Ledger, count: int, size: int) -> None:
+        self.ledger, self.count, self.size = ledger, count, size
+        self.numbers: Tensor | None = None
+        """(rows, n) int64, in ascending order: the chosen blocks, counted from 0. A new choice is a new tensor."""
+        self.blocks = 0
+        """The number of blocks among which they were chosen: later entries are no part of a block yet."""
+        self._question, self._at = (0, 0), 0  # the slots of the question; the tokens when the blocks were chosen
+
+    @property
+    def holds(self) -> bool:
+        """Whether a pass of one token keeps the choice."""
+        return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
+
+    def choose(self, blocks: int, new: int) -> None:
+        """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens. Several tokens are a text or a question,
+        and one is a part of an answer, before which the question still counts."""
+        if new > 1 or not self.holds:
+            self.blocks, self._at = blocks, self.ledger.length
+            if new > 1:
+                self._question = self._at - min(new, QUESTION), self._at
+        elif self.numbers is not None:
+            return
+        written = max(self._question[1], self._at - WRITTEN), self._at
+        query = torch.cat([self._ids(*self._question), self._ids(*written)], 1)
+        weight = torch.cat([_aged(stop - start, query.device) for start, stop in (self._question, written)])
+        wanted = min(self.blocks, self.count)
+        if wanted == self.blocks:
+            self.numbers = torch.arange(self.blocks, device=query.device).expand(len(query), -1)
+            return
+        past = self._ids(0, self.blocks * self.size)
+        scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
+        self.numbers = torch.tensor([best_blocks(row, wanted) for row in scores], device=query.device)
+
+    def truncate(self, length: int) -> None:
+        """Forget what was chosen, or asked, after ``length`` tokens."""
+        if self._at > length:
+            self.numbers, self._at = None, 0
+        if self._question[1] > length:
+            self._question = 0, 0
+
+    def select(self) -> None:
+        """Choose again by the same words: the rows have changed."""
+        self.numbers = None
+
+    @property
+    def state(self) -> Tensor:
+        """The numbers from which a choice follows, (4,) int64."""
+        return torch.tensor([*self._question, self._at, self.blocks])
+
+    def restore(self, state: Tensor) -> None:
+        """Restore :attr:`state`."""
+        *question, self._at, self.blocks = state.tolist()
+        self._question = question[0], question[1]
+
+    def _ids(self, start: int, stop: int) -> Tensor:
+        return self.ledger.ids.view(start, stop).squeeze(-1)
+
+
+def _aged(count: int, device: torch.device) -> Tensor:
+    """Return the weights of ``count`` words, the oldest first, (count,) float32."""
+    return 0.5 ** (torch.arange(count - 1, -1, -1, device=device) / HALF)
+
+
+def best_blocks(scores: Tensor, count: int) -> list[int]:
+    """Return ``count`` blocks in ascending order: the first one, and those of the greatest ``scores`` (blocks,), each
+    with the block after it, into which what it begins may continue. Of equal ones the newest is taken."""
+    last = len(scores) - 1
+    found = {0: None}
+    for place in scores.flip(0).argsort(descending=True, stable=True)[:count].tolist():
+        for number in (last - place, last - place + 1):
+            if number <= last and len(found) < count:
+                found[number] = None
+    return sorted(found)
+
+
+def word_scores(ids: Tensor, query: Tensor, weight: Tensor, size: int) -> Tensor:
+    """Return BM25 of each block, (blocks,) float32. ids: (blocks * ``size``,) int32. query, weight: (n,) int32 and
+    float32, the words that are looked for, and how much each counts. A pair counts as much as its second word."""
+    device, blocks = ids.device, len(ids) // size
+    words, spelled = query.unique(return_inverse=True)
+    code = torch.full((int(torch.maximum(ids.max(), words[-1])) + 1,), -1, device=device)  # the word of a token, or -1
+    code[words] = torch.arange(len(words), device=device)
+    found = code[ids]
+    places = (found >= 0).nonzero()[:, 0]
+    found = found[places]
+    scores = _bm25(places // size, found, spelled, weight, len(words), blocks)
+    follows = places[1:] == places[:-1] + 1
+    pairs = (found[:-1] * len(words) + found[1:])[follows]
+    wanted, spelled = (spelled[:-1] * len(words) + spelled[1:]).unique(return_inverse=True)
+    code = torch.full((len(words) ** 2,), -1, device=device)
+    code[wanted] = torch.arange(len(wanted), device=device)
+    found, places = code[pairs], places[:-1][follows]
+    known = found >= 0
+    return scores + _bm25(places[known] // size, found[known], spelled, weight[1:], len(wanted), blocks)
+
+
+def _bm25(block: Tensor, term: Tensor, asked: Tensor, weight: Tensor, terms: int, blocks: int) -> Tensor:
+    """Return the scores of all blocks, (blocks,). block, term: (places,), where terms of the question occur. asked,
+    weight: (n,), the terms of the question, and the weight of each; a term that is asked twice has the greater one."""
+    counts = torch.bincount(block * terms + term, minlength=blocks * terms).view(blocks, terms).float()
+    holders = (counts > 0).sum(0)
+    rarity = torch.log1p((blocks - holders + 0.5) / (holders + 0.5))
+    weight = weight.new_zeros(terms).scatter_reduce(0, asked, weight, "amax")
+    return (counts * (K1 + 1) / (counts + K1)) @ (weight * rarity)

@@ -1,0 +1,104 @@
+"""The choice of blocks by words: BM25 of token ids and pairs, against the formula, and what keeps a choice."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvkeep.memory.ledger import Ledger
+from kvkeep.stores.readers.block_choice import K1, WRITTEN, BlockChoice, best_blocks, word_scores
+
+
+def _ids(*ids: int) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def _ledger(ids: Tensor) -> Ledger:
+    ledger = Ledger()
+    ledger.append(ids, None, None, None)
+    return ledger
+
+
+def _bm25(ids: list[int], query: list[int], weight: list[float], size: int) -> list[float]:
+    """BM25 of words and pairs, term by term. A pair belongs to the block in which it begins."""
+    blocks = len(ids) // size
+    weights: dict[tuple[int, ...], float] = {}
+    for place in range(len(query)):
+        for term in (tuple(query[place : place + 1]), tuple(query[place - 1 : place + 1]) if place else ()):
+            if term:
+                weights[term] = max(weights.get(term, 0.0), weight[place])
+    scores = [0.0] * blocks
+    for term, factor in weights.items():
+        counts = [0] * blocks
+        for place in range(len(ids) - len(term) + 1):
+            counts[place // size] += tuple(ids[place : place + len(term)]) == term
+        holders = sum(count > 0 for count in counts)
+        rarity = math.log(1 + (blocks - holders + 0.5) / (holders + 0.5))
+        for block, count in enumerate(counts):
+            scores[block] += factor * rarity * count * (K1 + 1) / (count + K1)
+    return scores
+
+
+def test_scores_are_bm25_of_words_and_pairs() -> None:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 12, (160,), generator=draw).int()
+    for query in (torch.randint(0, 14, (20,), generator=draw).int(), _ids(3), _ids(99, 98)):
+        weight = torch.rand(len(query), generator=draw)
+        wanted = torch.tensor(_bm25(ids.tolist(), query.tolist(), weight.tolist(), 16))
+        assert torch.allclose(word_scores(ids, query, weight, 16), wanted, atol=1e-4)
+
+
+def test_the_best_blocks_come_with_the_next_ones_and_ties_go_to_the_newest() -> None:
+    assert best_blocks(torch.tensor([0.0, 0, 5, 0, 0, 3, 0, 0]), 5) == [0, 2, 3, 5, 6]
+    assert best_blocks(torch.tensor([0.0, 0, 5, 4, 0, 3, 0, 0]), 5) == [0, 2, 3, 4, 5]
+    assert best_blocks(torch.tensor([9.0, 0, 0, 0, 0, 0, 0, 7]), 4) == [0, 1, 6, 7]
+    assert best_blocks(torch.zeros(8), 3) == [0, 6, 7]
+
+
+def _read(ledger: Ledger, choice: BlockChoice, *ids: int) -> list[int]:
+    """Read ``ids`` in one pass, and return the blocks that the first row recalls."""
+    ledger.append(torch.tensor([ids]), None, None, None)
+    choice.choose(20, len(ids))
+    assert choice.numbers is not None
+    found: list[int] = choice.numbers[0].tolist()
+    return found
+
+
+def test_a_choice_serves_the_tokens_that_are_written_after_it() -> None:
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    assert not choice.holds
+    assert _read(ledger, choice, 120, 121, 122) == [0, 1, 2, 19]  # the question's words are in block 1
+    numbers = choice.numbers
+    for _ in range(WRITTEN):
+        assert _read(ledger, choice, 241) == [0, 1, 2, 19] and choice.numbers is numbers and choice.holds
+    found = _read(ledger, choice, 242)  # in block 8, like 241
+    assert {1, 8} < {*found} and choice.numbers is not numbers
+
+
+def test_a_choice_follows_from_its_state_and_the_ledger() -> None:
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    _read(ledger, choice, 120, 121, 122)
+    wanted = _read(ledger, choice, 241)
+    again = BlockChoice(ledger, 4, 16)
+    again.restore(choice.state)
+    assert _read(ledger, again, 242) == wanted
+    choice.truncate(323)  # the question stays
+    ledger.truncate(323)
+    assert _read(ledger, choice, 243) == wanted
+    choice.truncate(321)
+    ledger.truncate(321)
+    assert not choice.holds and choice.state.tolist()[:3] == [0, 0, 0]
+
+
+def test_rows_choose_by_their_own_words() -> None:
+    ids = torch.stack([torch.arange(160), torch.arange(160).flip(0)])
+    ledger = _ledger(torch.cat([ids, torch.tensor([[40, 41], [40, 39]])], 1))
+    choice = BlockChoice(ledger, 3, 16)
+    choice.choose(10, 2)
+    assert choice.numbers is not None and choice.numbers.tolist() == [[0, 2, 3], [0, 7, 8]]
+    choice.choose(2, 2)
+    assert choice.numbers.tolist() == [[0, 1], [0, 1]]
