@@ -56,7 +56,9 @@ def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkey
             self.index, query.expand(-1, -1, len(moved), -1), self.adapter.angles(self.index, query, back)
         )
         wanted = torch.einsum("lnd,lnsd->lns", turned[:, 0], keys).flatten(1)
-        assert torch.allclose(scores[:, 0], wanted, atol=1e-3) and torch.equal(self._copies.values, values.flatten(1, 2))
+        assert torch.allclose(scores[:, 0], wanted, atol=1e-3) and torch.equal(
+            self._copies.values, values.flatten(1, 2)
+        )
         moves.append(bool((moved > 0).any()))
 
     monkeypatch.setattr(RecalledBlocks, "_copy", compare)
@@ -69,14 +71,14 @@ def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkey
 def test_the_block_with_the_words_of_the_question_is_recalled_in_all_layers(family: str) -> None:
     model, ids, question = tiny(family), _ids(300), torch.tensor([[91, 92, 93, 94]])
     ids[:, 70:74] = question  # in block 4
-    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
+    cache = KeepCache(model, SPEC.replace("3", "6"), 24, chunk=16, where="host")
     readers = [cache.layers[layer.index].reader for layer in cache.geometry.full_layers]
     with torch.no_grad():
         model(ids, cache=cache)
         model(question, cache=cache)
         for _ in range(40):  # an answer without words of the text
             assert all(reader._copied is reader.choice.numbers is readers[0].choice.numbers for reader in readers)
-            assert readers[0].choice.numbers.tolist() == [[0, 4, 5]]
+            assert {0, 4, 5} < {*readers[0].choice.numbers[0].tolist()}
             model(torch.tensor([[96]]), cache=cache)
 
 
