@@ -141,8 +141,8 @@ PRESETS: dict[str, Preset] = {
     "endless": Preset(
         OldestFirst(),
         Checkpointed,
-        "Exact up to the model's positions; beyond them the newest entries, and in each step the blocks of older ones "
-        "that promise most.",
+        "Exact up to the model's positions; beyond them the newest entries, and the blocks of older ones that have the "
+        "words of the question.",
         PromisingBlocks.source,
         {"kind": "kv"},
         recall=PromisingBlocks(),

@@ -40,8 +40,8 @@ class BlockChoice:
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
     def choose(self, blocks: int, new: int) -> None:
-        """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless the choice :attr:`holds`. Several
-        tokens are a text or a question. One is a part of an answer, in which the question still counts."""
+        """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
+        Several tokens are a text or a question. One is a part of an answer, in which the question still counts."""
         if new > 1 or not self.holds:
             self.blocks, self._at = blocks, self.ledger.length
             if new > 1:
