@@ -50,11 +50,22 @@ def test_scores_are_bm25_of_words_and_pairs() -> None:
         assert torch.allclose(word_scores(ids, query, weight, 16), wanted, atol=1e-4)
 
 
+def _best(*scores: float, count: int) -> list[int]:
+    found: list[int] = best_blocks(torch.tensor([scores]), count)[0].tolist()
+    return found
+
+
 def test_the_best_blocks_come_with_the_next_ones_and_ties_go_to_the_newest() -> None:
-    assert best_blocks(torch.tensor([0.0, 0, 5, 0, 0, 3, 0, 0]), 5) == [0, 2, 3, 5, 6]
-    assert best_blocks(torch.tensor([0.0, 0, 5, 4, 0, 3, 0, 0]), 5) == [0, 2, 3, 4, 5]
-    assert best_blocks(torch.tensor([9.0, 0, 0, 0, 0, 0, 0, 7]), 4) == [0, 1, 6, 7]
-    assert best_blocks(torch.zeros(8), 3) == [0, 6, 7]
+    assert _best(0, 0, 5, 0, 0, 3, 0, 0, count=5) == [0, 2, 3, 5, 6]
+    assert _best(0, 0, 5, 4, 0, 3, 0, 0, count=5) == [0, 2, 3, 4, 5]
+    assert _best(9, 0, 0, 0, 0, 0, 0, 7, count=4) == [0, 1, 7]
+    assert _best(0, 0, 0, 0, 0, 0, 0, 0, count=3) == [0, 6, 7]
+
+
+def test_blocks_far_below_the_best_are_left_out_unless_another_row_needs_as_many() -> None:
+    one, all_of_them = [0.0, 0, 5, 0, 2, 0, 1, 0], [0.0, 3, 0, 3, 0, 3, 0, 3]
+    assert _best(*one, count=8) == [0, 2, 3]
+    assert best_blocks(torch.tensor([one, all_of_them]), 6).tolist() == [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
 
 
 def _read(ledger: Ledger, choice: BlockChoice, *ids: int) -> list[int]:
@@ -70,10 +81,10 @@ def test_a_choice_serves_the_tokens_that_are_written_after_it() -> None:
     ledger = _ledger(torch.arange(320)[None] + 100)
     choice = BlockChoice(ledger, 4, 16)
     assert not choice.holds
-    assert _read(ledger, choice, 120, 121, 122) == [0, 1, 2, 19]  # the question's words are in block 1
+    assert _read(ledger, choice, 120, 121, 122) == [0, 1, 2]  # the question's words are in block 1
     numbers = choice.numbers
     for _ in range(WRITTEN):
-        assert _read(ledger, choice, 241) == [0, 1, 2, 19] and choice.numbers is numbers and choice.holds
+        assert _read(ledger, choice, 241) == [0, 1, 2] and choice.numbers is numbers and choice.holds
     found = _read(ledger, choice, 242)  # in block 8, like 241
     assert {1, 8} < {*found} and choice.numbers is not numbers
 

@@ -78,7 +78,7 @@ def test_the_block_with_the_words_of_the_question_is_recalled_in_all_layers(fami
         model(question, cache=cache)
         for _ in range(40):  # an answer without words of the text
             assert all(reader._copied is reader.choice.numbers is readers[0].choice.numbers for reader in readers)
-            assert {0, 4, 5} < {*readers[0].choice.numbers[0].tolist()}
+            assert {0, 4, 5} <= {*readers[0].choice.numbers[0].tolist()}
             model(torch.tensor([[96]]), cache=cache)
 
 

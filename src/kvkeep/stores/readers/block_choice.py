@@ -18,6 +18,8 @@ WRITTEN = 32
 """Tokens written after a choice until the next one, which looks for their words, too."""
 HALF = 16
 """A word counts half as much as one that is so many tokens newer."""
+SHARE = 0.5
+"""A block is recalled if its score is at least this share of the best one's. More blocks distract the model."""
 K1 = 1.2
 """BM25's saturation of repeated words. Its correction for the length of a text has no use: all blocks are as long."""
 
@@ -51,13 +53,12 @@ class BlockChoice:
         written = max(self._question[1], self._at - WRITTEN), self._at
         query = torch.cat([self._ids(*self._question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (self._question, written)])
-        wanted = min(self.blocks, self.count)
-        if wanted == self.blocks:
+        if self.blocks <= self.count:
             self.numbers = torch.arange(self.blocks, device=query.device).expand(len(query), -1)
             return
         past = self._ids(0, self.blocks * self.size)
         scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
-        self.numbers = torch.tensor([best_blocks(row, wanted) for row in scores], device=query.device)
+        self.numbers = best_blocks(torch.stack(scores), self.count)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen, or asked, after ``length`` tokens."""
@@ -89,16 +90,24 @@ def _aged(count: int, device: torch.device) -> Tensor:
     return 0.5 ** (torch.arange(count - 1, -1, -1, device=device) / HALF)
 
 
-def best_blocks(scores: Tensor, count: int) -> list[int]:
-    """Return ``count`` blocks in ascending order: the first one, and those of the greatest ``scores`` (blocks,), each
-    with the block after it, into which what it begins may continue. Of equal ones the newest is taken."""
-    last = len(scores) - 1
-    found = {0: None}
-    for place in scores.flip(0).argsort(descending=True, stable=True)[:count].tolist():
-        for number in (last - place, last - place + 1):
-            if number <= last and len(found) < count:
-                found[number] = None
-    return sorted(found)
+def best_blocks(scores: Tensor, count: int) -> Tensor:
+    """Return at most ``count`` blocks of each row, (rows, n) in ascending order. scores: (rows, blocks), at least 0.
+
+    The first block is one of them. The others are those with at least :data:`SHARE` of the best one's score, each with
+    the block after it, into which what it begins may continue. Of equal ones the newest are taken. A row that needs
+    fewer than another one has more of the next best."""
+    last, ranked, needed = scores.shape[1] - 1, [], 1
+    for row in scores:
+        found, least = {0: None}, SHARE * float(row.max())
+        for place in row.flip(0).argsort(descending=True, stable=True)[:count].tolist():
+            best = last - place
+            for number in range(best, min(best + 1, last) + 1):
+                if len(found) < count:
+                    found[number] = None
+            if row[best] >= least:
+                needed = max(needed, len(found))
+        ranked.append([*found])
+    return torch.tensor([sorted(row[:needed]) for row in ranked], device=scores.device)
 
 
 def word_scores(ids: Tensor, query: Tensor, weight: Tensor, size: int) -> Tensor:
