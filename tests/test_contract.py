@@ -162,12 +162,12 @@ def assert_accounts(cache: KeepCache, case: Case, padding: list[int]) -> None:
     slots of each row."""
     assert counted(cache) == allocated(cache)
     assert cache.memory().peak_cache_bytes >= cache.memory().resident_bytes
-    assert cache.exactness == case.promise
+    assert cache.exactness == case.keeps
     for report, layer in zip(cache.describe(), cache.geometry.layers, strict=True):
         if layer.kind == "full":
             requested = "none" if case.budget is None else str(case.budget)
             assert (report.requested, report.effective, report.requested_budget) == (case.spec, case.spec, requested)
-            assert report.exactness == case.promise and (report.entries is not None or not by_head(case))
+            assert report.exactness == case.keeps and (report.entries is not None or not by_head(case))
         else:
             assert report.note
     found, length, rows = cache.entry_states(), cache.get_seq_length(), len(padding)

@@ -359,11 +359,21 @@ class KeepCache(Cache):
 
     @property
     def exactness(self) -> Exactness:
-        """The method's promise. It becomes lossy once a checkpoint of limited capacity has discarded an entry, or the
-        text is so long that the model's rotary frequencies have changed."""
+        """The method's promise; ``endless`` is exact up to :attr:`exact_tokens`. A cache becomes lossy once a
+        checkpoint of limited capacity has discarded an entry, or once the text is so long that the model's rotary
+        frequencies have changed."""
         lost = any(rows.first > 0 for _, rows in self.checkpoint_rows())
-        lost = lost or not self.geometry.steady(self.get_seq_length())
-        return Exactness.LOSSY if lost else self.method.exactness
+        length = self.get_seq_length()
+        if lost or not self.geometry.steady(length):
+            return Exactness.LOSSY
+        recall, exact = self.method.recall, self.exact_tokens
+        return Exactness.EXACT if recall.endless and (exact is None or length <= exact) else self.method.exactness
+
+    @property
+    def exact_tokens(self) -> int | None:
+        """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the
+        length of a text."""
+        return self.stream.exact_tokens
 
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the checkpoint's stores by name."""

@@ -52,7 +52,8 @@ def describe(
 ) -> list[LayerReport]:
     """Return, for every layer, the requested and the effective method and budget. ``budgets``: entries by layer and
     head, if they differ; ``exactness``: that of full layers."""
-    same = made.exact and exactness is Exactness.EXACT and not geometry.other_layers
+    promised = exactness is request.method.exactness is Exactness.EXACT
+    same = made.exact and promised and not geometry.other_layers
     same = same and geometry.steady(request.context)
     same = same and _in_order(request, made, model) and row_independent(model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
@@ -87,13 +88,17 @@ def describe(
         if layer.kind == "full" and request.method.recall.endless:
             exact = request.method.recall.exact_tokens(geometry)
             if exact is not None:
-                beyond = f"exact up to {exact} tokens; beyond them, recalled blocks and the newest are attended"
-                note = f"{note}; {beyond}" if note else beyond
+                note = f"{note}; {beyond(exact)}" if note else beyond(exact)
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
         reports.append(
             LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)
         )
     return reports
+
+
+def beyond(exact: int) -> str:
+    """Return what becomes of a text that is longer than its ``exact`` first tokens, in a few words."""
+    return f"exact up to {exact:,} tokens; beyond them, a step attends to the newest tokens and to recalled blocks"
 
 
 def _unsteady(geometry: ModelGeometry) -> str:

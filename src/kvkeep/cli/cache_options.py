@@ -131,7 +131,7 @@ class RequestedCache:
 
         from kvkeep.cache import KeepCache
 
-        if context is not None and answer and (self.request is None or not self.request.method.endless):
+        if context is not None and answer and (self.request is None or not self.request.method.any_length):
             prompt = context - answer
             context = max(min(context, _positions(model) or context), prompt + 1)
             answer = context - prompt

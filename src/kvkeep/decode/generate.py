@@ -141,7 +141,7 @@ def room_after(count: int, positions: int | None) -> int:
 
 def positions_of(model: Any, cache: Cache) -> int | None:
     """Return the number of tokens that the model can read and generate with this cache; None: no limit."""
-    if isinstance(cache, KeepCache) and cache.method.endless:
+    if isinstance(cache, KeepCache) and cache.method.any_length:
         return None  # the cache limits its positions
     return ModelGeometry.from_config(model.config).max_positions
 

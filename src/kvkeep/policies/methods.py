@@ -134,7 +134,7 @@ class Method:
         return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
 
     @property
-    def endless(self) -> bool:
+    def any_length(self) -> bool:
         """Whether a text may be longer than the model's positions."""
         return self.recall.endless or self.sinks is not None
 

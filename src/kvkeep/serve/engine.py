@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
@@ -147,8 +148,8 @@ class Engine:
     def positions(self, cache: Mapping[str, Any]) -> int | None:
         """Return the maximum number of tokens of a session with these options (default: the engine's); None: no limit.
         Raises UsageError or BudgetError for options that are wrong for every model."""
-        endless = Request.parse(**(cache or self.cache)).method.endless
-        return None if endless else self.geometry.max_positions
+        any_length = Request.parse(**(cache or self.cache)).method.any_length
+        return None if any_length else self.geometry.max_positions
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` in the engine's thread between two steps; the future has its result or exception. It must be
@@ -339,8 +340,11 @@ class Engine:
 
     def _end(self, job: Job, reason: str) -> None:
         answer = self._halted(job)
-        fresh = len(job.ask.prompt) - answer.known
-        self._save(job, Finished(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
+        tokens, fresh = tuple(answer.tokens), len(job.ask.prompt) - answer.known
+        assert job.session is not None
+        cache = job.session.cache
+        exact = None if cache.exactness is Exactness.EXACT else cache.exact_tokens
+        self._save(job, Finished(reason, answer.text, tokens, answer.known, fresh, len(tokens), exact))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a failed job, and restore its session as far as possible."""

@@ -50,6 +50,8 @@ class Finished:
     """Prompt tokens that were read."""
     written: int
     """Tokens of the answer."""
+    exact_tokens: int | None = None
+    """The number of first tokens up to which the text is exact, if it is longer than that."""
 
 
 Event = TextPiece | Finished | KvkeepError

@@ -14,8 +14,10 @@ from kvkeep.blocks.bucket import BucketStore
 from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.errors import SessionUnwritable, UsageError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
+from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
@@ -36,6 +38,8 @@ class Service:
     """The maximum number of waiting requests."""
     cache: Mapping[str, Any]
     """Default cache options of a session."""
+    endless: bool
+    """Whether a session continues beyond the model's positions by default."""
     folder: str | None
     """The folder of the store; None: conversations are in memory only."""
     bucket: str | None
@@ -55,7 +59,11 @@ class Service:
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
         """Parse the options of ``kvkeep serve`` by name. A value is a number or text; None: not set. cache: default
         cache options of a session. Raises UsageError."""
-        Request.parse(**cache)
+        request, at_end = Request.parse(**cache), given["at_end"]
+        if at_end not in (None, ENDLESS):
+            raise UsageError(f"The option 'at_end' can only be '{ENDLESS}', not '{at_end}'.")
+        if at_end is not None:
+            check_keeps(request)
         cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
         origins = (cors,) if isinstance(cors, str) else tuple(cors)
         _check_origins(origins, bool(keys))
@@ -68,6 +76,7 @@ class Service:
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
             waiting=number("waiting", given["waiting"], 0, int),
             cache=cache,
+            endless=at_end is not None,
             folder=None if given["sessions"] is None else str(given["sessions"]),
             bucket=None if given["bucket"] is None else str(given["bucket"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
@@ -86,7 +95,9 @@ class Service:
         cannot be used."""
         store = self.store(shared=shared)
         assert self.memory is not None  # the memory is set by now
-        return Engine(loaded, self.memory, self.waiting, store, **self.cache)
+        geometry = ModelGeometry.from_config(loaded.model.config, next(loaded.model.parameters()).dtype.itemsize)
+        cache = endless_options(self.cache, geometry) if self.endless else self.cache
+        return Engine(loaded, self.memory, self.waiting, store, **cache)
 
     def store(self, *, shared: bool) -> Store | None:
         """Return the store, if there is one; create its folder. Raises UsageError if nothing can be stored there."""

@@ -114,6 +114,7 @@ class OpenSession:
             "saves": 0 if self.stored is None else self.stored.saves,
             "method": cache.method.name,
             "budget": None if cache.request.budget is None else str(cache.request.budget),
+            "exact_tokens": cache.exact_tokens,
             "memory_bytes": self.memory_bytes,
             "used": self.used,
             "note": self.unsaved or self.note,

@@ -12,10 +12,10 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep import Conversation, EntryState, KeepCache, UsageError, generate
+from kvkeep import Conversation, EntryState, KeepCache, KvkeepError, UsageError, generate
 from kvkeep.cli.chat import commands, loop
 from kvkeep.cli.chat.command import AtEnd
-from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS
+from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.saving import Saver
 from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.chat.state import Chat
@@ -151,12 +151,11 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
         near = notes_of(chat(*long, **common | {"positions": positions}))
         assert f"Your question leaves {left} of {positions} tokens for an answer; at least 6 are needed." in near
     assert all(f"/context {name}" in offered for name in CONTINUATIONS)
-    for name in CONTINUATIONS:
+    for name in ("drop", "summary"):
         one = chat(*long, f"/context {name}", "/continue", **common)
         assert one.pending is None and one.turns[-2]["question"] == long[-1], name
-        assert (said(one)[0] == SUMMARISED) == (name == "summary")
-        assert (said(one)[0] == long[0]) == (name == "endless")
-        assert one.talk.positions == (None if name == "endless" else 72)
+        assert (said(one)[0] == SUMMARISED) == (name == "summary") and said(one)[0] != long[0]
+        assert one.talk.positions == 72
         told = chat(*long, at_end=name, **common)
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
     alone = chat("the " * 100, "/context drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
@@ -165,6 +164,68 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
     assert notes_of(new) == "\n".join(["The conversation is empty, so there is nothing to forget."] * 2)
     one = chat("the " * 40, "/context drop", "/context", **common)
     assert "The last turn takes" in notes_of(one) and "no earlier one to forget" in notes_of(one)
+
+
+LONG = [f"{'the of and to in was it for ' * 14}{word}" for word in ("on", "as", "with", "his", "he")]
+"""Questions of which four fill 512 positions."""
+
+
+@pytest.mark.parametrize("method", ["full", "kv-direct", "snapkv:window=4,kernel=3+verified:5"])
+def test_a_full_context_continues_by_endless_without_reading_again(method: str) -> None:
+    common: dict[str, Any] = {"method": method, "budget": None if method == "full" else 32, "positions": 512}
+    made = chat(*LONG, at_end="endless", **common)
+    notes, cache = made.screen.notes, made.talk.cache  # type: ignore[attr-defined]
+    assert not made.failed and said(made)[::2] == LONG
+    assert isinstance(cache, KeepCache) and cache.method.recall.endless and made.talk.positions is None
+    (switch,) = [note for note in notes if note.startswith("The context of 512 tokens is full, so the conversation")]
+    kept = 128 if method == "full" else 32
+    assert f"within {kept} entries per layer" in switch and switch.endswith("; nothing is read again.")
+    assert all(turn["timing"]["prefill_tokens"] < 140 for turn in made.turns)
+    (said_once,) = [note for note in notes if note.startswith("From here on answers are not exact")]
+    assert said_once.endswith("because the conversation has more than 512 tokens.")
+    lines = [note for note in notes if "tokens in memory" in note]
+    exact = [line.startswith("exact: ") for line in lines]
+    assert exact == sorted(exact, reverse=True) and exact[0] and not exact[-1]
+    assert lines[-1].startswith("exact up to 512 tokens: ") and lines.index(lines[-1]) == exact.index(False)
+    assert notes.index(said_once) == notes.index(lines[exact.index(False)]) + 1
+    asked = chat(*LONG, "/context endless", **common)
+    assert asked.talk.messages == made.talk.messages, "the offered way gives the same answers"
+
+
+def test_up_to_the_positions_the_answers_of_endless_are_those_of_another_exact_method() -> None:
+    made = chat(*LONG[:3], budget=32, positions=512, at_end="endless", max_tokens=70)
+    whole = chat(*LONG[:3], method="full", budget=None, positions=1024, max_tokens=70)
+    assert made.talk.positions is None and said(made)[:-1] == said(whole)[:-1]
+    (answer, other), prompt = (one.turns[-1]["tokens"] for one in (made, whole)), made.turns[-1]["prompt_tokens"]
+    assert prompt + 6 < 512 < prompt + 70 == made.talk.used, "an answer that might be cut is not begun before"
+    assert answer[: 512 - prompt] == other[: 512 - prompt]
+
+
+def test_what_happens_at_the_end_is_chosen_by_the_method() -> None:
+    def default(method: str, budget: Any, positions: int = 512) -> str:
+        talk = chat(method=method, budget=budget, positions=positions).talk
+        return chosen(None, talk)
+
+    assert [default("full", None), default("kv-direct", 32)] == ["endless", "endless"]
+    assert default("h2o", 32) == default(STOCK, None) == default("streaming-llm", 32) == ASK
+    assert default("kv-direct", 32, positions=128) == ASK, "no block fits"
+    for method, budget, positions, told in (
+        ("h2o", 32, 512, "Method 'h2o' does not keep every entry"),
+        ("streaming-llm", 32, 512, "Method 'streaming-llm' does not keep every entry"),
+        ("kv-direct", 32, 128, "128 positions have no space"),
+    ):
+        talk = chat(method=method, budget=budget, positions=positions).talk
+        with pytest.raises(KvkeepError, match=told):
+            chosen("endless", talk)
+    assert chosen("drop", chat(method="h2o", budget=32, positions=512).talk) == "drop"
+    made = chat(*LONG, "/context endless", method="h2o", budget=32, positions=512)
+    assert made.turns[-1]["error"].startswith("Method 'h2o' does not keep every entry")
+
+
+def test_undo_after_the_end_leaves_what_was_before() -> None:
+    common: dict[str, Any] = {"budget": 32, "positions": 512, "at_end": "endless"}
+    made = chat(*LONG, "/undo", "/undo", LONG[3], LONG[4], **common)
+    assert said(made) == said(chat(*LONG, **common))
 
 
 def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +283,10 @@ def test_a_cut_at_the_last_position_goes_on() -> None:
     assert made.turns[0]["stopped"] == "positions"
     notes = made.screen.notes  # type: ignore[attr-defined]
     assert "/context shows how" in "\n".join(notes) and "Even without the earlier turns" in notes[-1]
-    made = chat("the of and", "/context endless", "/continue", max_tokens=70, **common)
-    assert len(made.turns[1]["tokens"]) == 70 and made.talk.turns == 1
+    common["positions"] = 512
+    made = chat("the of and", "/context endless", "/continue", max_tokens=520, **common)
+    assert made.turns[0]["stopped"] == "positions"
+    assert len(made.turns[1]["tokens"]) == 520 and made.talk.turns == 1
 
 
 def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.cache import KeepCache
 from kvkeep.decode.chat import Conversation
+from kvkeep.decode.generate import positions_of
 from kvkeep.errors import UsageError
-from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
@@ -278,9 +277,8 @@ class LongChat(Study):
 
 
 def _check_room(model: Any, cache: Any, tokens: int, turn: int) -> None:
-    positions = ModelGeometry.from_config(model.config).max_positions
-    endless = isinstance(cache, KeepCache) and cache.method.endless
-    if positions is not None and tokens > positions and not endless:
+    positions = positions_of(model, cache)
+    if positions is not None and tokens > positions:
         raise UsageError(
             f"Turn {turn} would take the conversation to {tokens:,} tokens, and the model has {positions:,} positions."
         )

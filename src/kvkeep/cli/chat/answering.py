@@ -7,10 +7,11 @@ from typing import Any
 
 from kvkeep.cli.chat import context_limit
 from kvkeep.cli.chat.state import Attachment, Chat
-from kvkeep.cli.chat.status import remark, status
+from kvkeep.cli.chat.status import passed, remark, status
 from kvkeep.cli.chat.streaming import STOPPED, stream_answer
 from kvkeep.cli.generate import as_json
 from kvkeep.decode.generate import Generation
+from kvkeep.policies.endless import ENDLESS
 
 RETRY_TEMPERATURE = 0.8
 """Temperature of a further answer if answers are greedy: all greedy answers are equal."""
@@ -70,7 +71,8 @@ def save(chat: Chat) -> None:
 def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
     """Return whether the context has space for an answer to a prompt of ``tokens``; ``chat.at_end`` may make space. If
     it has none, offer ways to continue, and record that ``line`` failed."""
-    if context_limit.fits(chat, tokens):
+    all_of_it = chat.max_tokens if chat.at_end == ENDLESS else None  # no answer is cut off where texts can continue
+    if context_limit.fits(chat, tokens, all_of_it):
         return True
     if chat.at_end == context_limit.ASK:
         chat.fail(line, context_limit.offer(chat, tokens, question))
@@ -82,13 +84,15 @@ def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
 def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: str) -> bool:
     """Show the answer to a prompt of ``tokens``, save it, and show the state of the cache. Return False if the user
     stopped it before its first token."""
+    before = chat.talk.cache.get_seq_length()
     result = stream_answer(chat, tokens, generate)
     if result is None:
         chat.fail(line, STOPPED)
         return False
     chat.turns.append({"question": line, **as_json(result)})
     save(chat)
-    for text in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
+    cache = chat.talk.cache
+    for text in (status(cache, result), passed(cache, before), remark(result, chat.talk.positions)):
         if text is not None:
             chat.screen.note(text)
     return True

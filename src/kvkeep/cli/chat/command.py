@@ -47,13 +47,14 @@ def chat(
     ] = None,
     sessions: options.Sessions = None,
     at_end: Annotated[
-        AtEnd,
+        AtEnd | None,
         typer.Option(
             "--at-end",
-            help="When the model's context is full: ask, drop the oldest turns, replace them with a summary, or switch "
-            "to streaming-llm and continue indefinitely (endless).",
+            help="When the model's context is full: ask, drop the oldest turns, replace them with a summary, or "
+            "continue with the method endless.",
+            show_default="endless with an exact method, else ask",
         ),
-    ] = AtEnd.ask,
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Print answers as plain text instead of rendered Markdown.")
     ] = False,
@@ -69,13 +70,16 @@ def chat(
     with EndSignals() as signals, ExitStack() as stack:
         with signals.exit_at_once():
             with loading(model.model), startup():
-                from kvkeep.cli.chat import loop
+                from kvkeep.cli.chat import context_limit, loop
                 from kvkeep.cli.chat.saving import Saver, last_hangup
                 from kvkeep.cli.chat.state import Chat
                 from kvkeep.decode.chat import Conversation
                 from kvkeep.models.silence import without_warnings
+                from kvkeep.policies.endless import check_keeps
 
                 requested = cache.parse()
+                if at_end is AtEnd.endless and session is None and not requested.auto:
+                    check_keeps(requested.request)
                 saver = stack.enter_context(Saver(session, sessions))
             with startup(model.model):  # which may download it: a wrong option or session is refused before
                 loaded = model.load()
@@ -96,9 +100,8 @@ def chat(
             note("Ask something; /help lists the commands, Ctrl-D leaves.")
             if kept is None and (lost := last_hangup()):
                 note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' continues it.")
-        chat = Chat(
-            talk, screen, saver, signals, sampling.max_tokens, sampling.temperature, sampling.seed, at_end.value
-        )
+        full = context_limit.chosen(None if at_end is None else at_end.value, talk)
+        chat = Chat(talk, screen, saver, signals, sampling.max_tokens, sampling.temperature, sampling.seed, full)
         with without_warnings():
             loop.run(chat)
         if json:

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.streaming import stream_answer
-from kvkeep.cli.chat.switch_cache import switch_cache
-from kvkeep.decode.chat import SUMMARISED, whole_sentences
+from kvkeep.cli.chat.switch_cache import use_request
+from kvkeep.decode.chat import SUMMARISED, Conversation, whole_sentences
 from kvkeep.decode.generate import Generation
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.endless import ENDLESS, check_keeps, endless
+from kvkeep.policies.request import Request
 
 ASK = "ask"
 """Offer the user the ways to continue."""
@@ -33,10 +37,31 @@ class Continuation:
     """Makes space for a question; None makes space for more of the last answer. Raises UsageError if it cannot."""
 
 
-def fits(chat: Chat, tokens: int) -> bool:
-    """Return whether the context has space for an answer to a prompt of ``tokens``."""
+def chosen(given: str | None, talk: Conversation) -> str:
+    """Return what to do when the context of ``talk`` is full: what the user has ``given``, or else ``endless`` if the
+    method is exact and can continue so, and otherwise :data:`ASK`. Raises the reason why ``endless`` was given and
+    cannot be used."""
+    request = talk.cache.request if isinstance(talk.cache, KeepCache) else None
+    if given == ENDLESS:
+        check_keeps(request)
+    elif given is not None or request is None:  # the model would have to read the text of another cache again
+        return given or ASK
+    if talk.positions is None:
+        return given or ASK
+    try:
+        KeepCache(talk.model, request=_endless_request(talk))
+    except KvkeepError:
+        if given is not None:
+            raise
+        return ASK
+    return ENDLESS
+
+
+def fits(chat: Chat, tokens: int, answer: int | None = None) -> bool:
+    """Return whether the context has space for an answer to a prompt of ``tokens``: for its first words, or for all of
+    its ``answer`` tokens."""
     positions = chat.talk.positions
-    return positions is None or tokens + _min_answer(chat) <= positions
+    return positions is None or tokens + (answer or _min_answer(chat)) <= positions
 
 
 def offer(chat: Chat, tokens: int, question: str | None) -> str:
@@ -97,11 +122,17 @@ def _summary(chat: Chat, question: str | None) -> None:
 
 
 def _endless(chat: Chat, question: str | None) -> None:
-    request, positions = getattr(chat.talk.cache, "request", None), chat.talk.positions
+    positions = chat.talk.positions
     if positions is None:
         raise UsageError(_NO_LIMIT)
-    budget = None if request is None else request.budget
-    switch_cache(chat, "streaming-llm", str(budget) if budget is not None and budget.amount else str(positions // 4))
+    request = _endless_request(chat.talk)
+    use_request(chat, request, f"The context of {positions:,} tokens is full, so the conversation continues")
+
+
+def _endless_request(talk: Conversation) -> Request:
+    geometry = ModelGeometry.from_config(talk.model.config, next(talk.model.parameters()).dtype.itemsize)
+    present = talk.cache.request if isinstance(talk.cache, KeepCache) else Request.parse()
+    return endless(present, geometry)
 
 
 def _oldest(chat: Chat, question: str | None) -> int:
@@ -141,7 +172,7 @@ CONTINUATIONS = {
     for way in (
         Continuation("drop", "forget the oldest turns, so that half of the context is free", _drop),
         Continuation("summary", "replace the oldest turns by a summary that the model writes", _summary),
-        Continuation("endless", "keep only the first and the newest tokens (method streaming-llm)", _endless),
+        Continuation(ENDLESS, "keep all turns, and recall parts of the older ones (method endless)", _endless),
     )
 }
 """The ways to continue, by name."""

@@ -34,10 +34,10 @@ def status(cache: Any, result: Generation) -> str:
 def places(cache: Any, memory: Memory) -> list[str]:
     """Return the mean number of tokens in memory over layers and heads, the place or source of the other tokens, and
     the number of dropped tokens, with bytes."""
-    length, exact, spec = cache.get_seq_length(), True, None
+    length, exact, spec = cache.get_seq_length(), "exact: ", None
     counts = {EntryState.RESIDENT: length}
     if isinstance(cache, KeepCache):
-        counts, exact, spec = _counts(cache, length), cache.exactness is Exactness.EXACT, cache.spec
+        counts, exact, spec = _counts(cache, length), _exact(cache), cache.spec
     resident, dropped = counts.pop(EntryState.RESIDENT, 0), counts.pop(EntryState.DROPPED, 0)
     away = counts.pop(EntryState.CHECKPOINTED, 0) if spec is not None else 0
     tokens = f"{'all ' if resident == length else ''}{resident:,} token{'' if resident == 1 else 's'}"
@@ -46,12 +46,31 @@ def places(cache: Any, memory: Memory) -> list[str]:
     if spec is not None and spec.kind != "tokens":  # a checkpoint of kind "tokens" has only ids
         stored = memory.checkpoint_bytes[spec.where]
         bytes_here -= stored if spec.where == "device" else 0
-    parts = [f"{'exact: ' if exact else ''}{here} in memory ({size(bytes_here)})"]
+    parts = [f"{exact}{here} in memory ({size(bytes_here)})"]
     if away and spec is not None:
         parts.append(f"{away:,} {_source(spec, stored)}")
     elif stored and spec is not None:
         parts.append(f"{size(stored)} on {spec.where}")
     return parts + ([f"{dropped:,} dropped"] if dropped else [])
+
+
+def _exact(cache: KeepCache) -> str:
+    """Return the beginning of the line: whether the cache is exact, or up to how many tokens it was."""
+    if cache.exactness is Exactness.EXACT:
+        return "exact: "
+    return "" if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens: "
+
+
+def passed(cache: Any, before: int) -> str | None:
+    """Return a sentence if the cache, which had read ``before`` tokens, has read more than it can attend to exactly;
+    else None."""
+    exact = cache.exact_tokens if isinstance(cache, KeepCache) else None
+    if exact is None or not before <= exact < cache.get_seq_length():
+        return None
+    return (
+        f"From here on answers are not exact: a step attends to the newest tokens and to recalled parts of the older "
+        f"ones, because the conversation has more than {exact:,} tokens."
+    )
 
 
 def _source(spec: CheckpointSpec, count: int) -> str:

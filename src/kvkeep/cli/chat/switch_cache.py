@@ -23,11 +23,16 @@ NONE = "none"
 def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
     """Continue with ``method`` and ``budget``; None keeps the present one. Show whether the conversation is read again.
     Raises UsageError, and the errors of :class:`KeepCache`; the conversation is then unchanged."""
+    use_request(chat, _request(chat.talk.cache, method, budget), "The conversation continues")
+
+
+def use_request(chat: Chat, request: Request | None, continues: str) -> None:
+    """Do the same for a ``request``; None: transformers' cache. continues: the beginning of the line that is shown."""
     talk = chat.talk
-    cache, reason = _carried_over(talk.cache, talk.model, _request(talk.cache, method, budget))
+    cache, reason = _carried_over(talk.cache, talk.model, request)
     if chat.saver.session is not None:
         check_savable(cache)
-    line = f"The conversation continues with {describe(cache)}"
+    line = f"{continues} with {describe(cache)}"
     if not talk.turns:
         chat.screen.note(f"{line}.")
     elif _unread(talk):

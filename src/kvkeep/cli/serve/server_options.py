@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 10.0
 """Default seconds for running answers to finish."""
+
+
+class AtEnd(StrEnum):
+    """What a session does beyond the model's positions."""
+
+    endless = "endless"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,14 @@ class MemoryOptions:
             "--budget",
             "-b",
             help="Default cache budget of a session: entries per layer (512), bytes (64MB), or a share (25%).",
+        ),
+    ] = None
+    at_end: Annotated[
+        AtEnd | None,
+        Option(
+            "--at-end",
+            help="When a session fills the model's context: continue with the method endless.",
+            show_default="longer prompts are refused",
         ),
     ] = None
     conversations: Annotated[

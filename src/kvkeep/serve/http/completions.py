@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvkeep.decode.prompt import encode, written_ids
 from kvkeep.engine.pieces import token_texts
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
@@ -104,9 +105,9 @@ class Completions:
     async def respond(self, request: Request, body: ChatRequest | TextRequest, prompt: list[int]) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
         cancelled."""
-        owner, cache = request.state.owner, body.cache()
+        owner = request.state.owner
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
-        await asyncio.to_thread(self._check, name, cache)
+        cache = await asyncio.to_thread(self._cache, name, body)
         ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
         logprobs = body.logprob_count is not None
         reply = Reply(self.model, isinstance(body, ChatRequest), logprobs, self.metrics.rejected)
@@ -122,9 +123,11 @@ class Completions:
         finally:
             running.disconnect()
 
-    def _check(self, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
-        """Raise APIError, with the field, for a wrong session name, method or budget. A method that may name a file is
-        wrong unless it is the server's method."""
+    def _cache(self, name: tuple[str, str] | None, body: ChatRequest | TextRequest) -> dict[str, Any]:
+        """Return the cache options of a request; an empty dict if it has none. Raises APIError, with the field, for a
+        wrong session name, method, budget or end. A method that may name a file is wrong unless it is the server's
+        method."""
+        cache = body.cache()
         if name is not None:
             with naming_field("kvkeep.session"):
                 check_name(name)
@@ -134,6 +137,10 @@ class Completions:
                 resolve(method, files=method == CacheRequest.parse(**self.engine.cache).method.name)
             with naming_field("kvkeep.budget"):
                 CacheRequest.parse(**cache)
+        if body.kvkeep.at_end is not None:
+            with naming_field("kvkeep.at_end"):
+                return endless_options(cache or self.engine.cache, self.engine.geometry)
+        return cache
 
 
 async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIterator[str]:

@@ -112,6 +112,9 @@ class Extension(_Strict):
     """Cache method of a new conversation; an existing one keeps its method."""
     budget: Text | int | None = None
     """Cache budget of a new conversation: entries per layer (512), bytes ("64MB"), or a share ("25%")."""
+    at_end: Literal["endless"] | None = None
+    """Beyond the model's positions: continue with the method endless; without it, longer prompts are refused. Send it
+    with every request of the conversation."""
 
 
 class TextFormat(_Strict):

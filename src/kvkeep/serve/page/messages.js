@@ -84,6 +84,7 @@ export function after(message, talk, actions, run) {
     const speed = seconds > 0 && usage.completion_tokens > 1 ? `, ${(usage.completion_tokens / seconds).toFixed(0)} per second` : "";
     const prompt = `prompt: ${number(usage.prompt_tokens - cached)} read, ${number(cached)} from memory`;
     line.append(make("span", "", `${number(usage.completion_tokens)} tokens${speed}; ${prompt}`));
+    if (usage.exact_tokens) line.append(make("span", "", `exact up to ${number(usage.exact_tokens)} tokens`));
   }
   if (ended) line.append(make("span", "", ended));
   return line;
