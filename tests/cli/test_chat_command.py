@@ -216,6 +216,23 @@ def test_a_pipe_tells_what_failed(run: Run, model_folder: Path, monkeypatch: pyt
     assert [turn.get("error", "")[:11] for turn in turns] == ["", "Checkpoints", "Unknown com", "The text of"]
 
 
+def test_an_end_that_cannot_be_is_refused_in_a_sentence(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the method before the model is loaded, by the model before anything is said."""
+    tiny("gpt2").save_pretrained(tmp_path / "gpt2")
+    tokenizer().save_pretrained(tmp_path / "gpt2")
+    common = ("chat", "-m", str(tmp_path / "gpt2"), "-b", "64")
+    with monkeypatch.context() as patch:
+        patch.delattr(ModelOptions, "load")
+        code, out, err = run(*common, "-x", "h2o", "--at-end", "endless")
+    assert (code, out) == (2, "") and "Traceback" not in err
+    assert "Method 'h2o' does not keep every entry, so 'endless' could not recall the older ones" in err
+    code, out, err = run(*common, "--at-end", "endless", stdin="the of\n")
+    assert (code, out) == (1, "") and "Traceback" not in err and "their keys cannot be rotated" in err
+    assert run(*common, "-n", "3", stdin="the of\n")[0] == 0, "by default it asks"
+
+
 def test_a_session_that_cannot_be_saved_is_refused_before_anything_is_said(
     run: Run, model_folder: Path, tmp_path: Path
 ) -> None:

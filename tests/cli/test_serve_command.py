@@ -34,6 +34,7 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
         (("-x", "full", "--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("-x", "stock"), "cannot be used here"),
         (("-x", "h2o"), "budget"),
+        (("-x", "h2o", "-b", "64", "--at-end", "endless"), "'h2o' does not keep every entry"),
         (("-x", "full", "--bucket", "talks"), "is not a bucket"),
         (("-x", "full", "--bucket", "s3://talks", "--private"), "leave it or --bucket out"),
         (("-x", "full", "--quota", "1GB", "--private"), "leave it or --quota out"),

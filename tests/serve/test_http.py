@@ -152,6 +152,31 @@ def test_a_session_is_its_keys_own(address: str) -> None:
     assert error["param"] == "kvkeep.session" and "'h2o' and budget '24'" in error["message"]
 
 
+def test_a_session_continues_beyond_the_positions_if_its_requests_say_so(address: str) -> None:
+    """The model has 512 positions."""
+    text = "the river and the stone " * 88
+    body: dict[str, Any] = {**BODY, "messages": [{"role": "user", "content": text}]}
+    options: dict[str, Any] = {"session": "long", "budget": 32, "at_end": "endless"}
+    first = post(address, body | {"kvkeep": options}).json()
+    assert first["usage"]["prompt_tokens"] < 508 and "exact_tokens" not in first["usage"]
+    answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    body["messages"] = [*body["messages"], answer, {"role": "user", "content": text}]
+    assert post(address, body).json()["error"]["code"] == "context_length_exceeded"
+    usage = post(address, body | {"kvkeep": options}).json()["usage"]
+    assert usage["exact_tokens"] == 512 < usage["prompt_tokens"] and usage["prompt_tokens_details"]["cached_tokens"]
+    found = httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["data"]
+    (facts,) = [one for one in found if one["name"] == "long"]
+    assert facts["method"].startswith("endless") and facts["exact_tokens"] == 512
+    for wrong in ({"method": "h2o", "budget": 32}, {"budget": 450}):
+        refused = post(address, BODY | {"kvkeep": {"at_end": "endless", **wrong}})
+        if "method" in wrong:
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and error["param"] == "kvkeep.at_end", error
+            assert "'h2o' does not keep every entry" in error["message"]
+        else:
+            assert refused.status_code == 200, "a budget that leaves no position for a block becomes a quarter of them"
+
+
 def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     whole = wanted(12).text
     begun = {"role": "assistant", "content": " ".join(whole.split()[:5])}

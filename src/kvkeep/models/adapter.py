@@ -212,7 +212,9 @@ class Adapter:
                 self._checked[capability] = self._compare(capability, layers)
             except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
                 log.debug("%s: %s", self.family, error)
-                self._checked[capability] = "their layers need more than a residual and its positions"
+                rotated = "their keys cannot be rotated to other positions"
+                others = "their layers need more than a residual and its positions"
+                self._checked[capability] = rotated if capability == "turn" else others
         if (reason := self._checked[capability]) is not None:
             raise UnsupportedModelError(
                 f"'{self.family}' models cannot be used with {wanted_for}: {reason}; {instead}."

@@ -10,6 +10,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.streaming import stream_answer
 from kvkeep.cli.chat.switch_cache import use_request
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.chat import SUMMARISED, Conversation, whole_sentences
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError, UsageError
@@ -24,7 +25,6 @@ MIN_ANSWER_TOKENS = 32
 MAX_SUMMARY_TOKENS = 256
 """Maximum tokens of a summary, independent of the limit of answers, which would truncate it."""
 _NO_LIMIT = "This method has no context limit."
-_OTHERS = "Use '/context drop' or '/context endless'."
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,20 @@ def offer(chat: Chat, tokens: int, question: str | None) -> str:
 
 def show_continuations(chat: Chat) -> None:
     """Show the ways to continue."""
-    chat.screen.table([(f"/context {way.name}", way.help) for way in CONTINUATIONS.values()])
+    chat.screen.table([(f"/context {name}", CONTINUATIONS[name].help) for name in _ways(chat)])
+
+
+def _ways(chat: Chat) -> list[str]:
+    """Return the names of the ways to continue, without one that needs entries which the cache does not keep."""
+    cache = chat.talk.cache
+    lossy = isinstance(cache, KeepCache) and cache.method.exactness is not Exactness.EXACT
+    return [name for name in CONTINUATIONS if not (lossy and name == ENDLESS)]
+
+
+def _others(chat: Chat) -> str:
+    """Return a sentence on the ways to continue other than a summary."""
+    others = [f"'/context {name}'" for name in _ways(chat) if name != "summary"]
+    return f"Use {' or '.join(others)}."
 
 
 def _shortage(chat: Chat, tokens: int, question: str | None) -> str:
@@ -103,11 +116,11 @@ def _drop(chat: Chat, question: str | None) -> None:
 def _summary(chat: Chat, question: str | None) -> None:
     turns, talk = _oldest(chat, question), chat.talk
     if turns == 1 and talk.messages[-2 * talk.turns]["content"] == SUMMARISED:
-        raise UsageError(f"The conversation has only a summary left to forget. {_OTHERS}")
+        raise UsageError(f"The conversation has only a summary left to forget. {_others(chat)}")
     tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _min_answer(chat)
     space = limit - talk.summarised(turns, question)
     if space < _min_answer(chat) or not fits(chat, tokens):
-        raise UsageError(f"A summary does not fit into the context of {talk.positions:,} tokens. {_OTHERS}")
+        raise UsageError(f"A summary does not fit into the context of {talk.positions:,} tokens. {_others(chat)}")
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
 
     def summarise(**options: Any) -> Generation:
@@ -146,9 +159,9 @@ def _oldest(chat: Chat, question: str | None) -> int:
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
         problem = _shortage(chat, tokens, question)
+        endless = ", or use '/context endless'" if ENDLESS in _ways(chat) else ""
         raise UsageError(
-            f"Even without the earlier turns, {problem[:1].lower()}{problem[1:]} Give a shorter text, or use "
-            "'/context endless'."
+            f"Even without the earlier turns, {problem[:1].lower()}{problem[1:]} Give a shorter text{endless}."
         )
     if not turns and tokens > positions // 2:
         raise UsageError(

@@ -24,7 +24,7 @@ GRACE_S = 10.0
 """Default seconds for running answers to finish."""
 
 
-class AtEnd(StrEnum):
+class Beyond(StrEnum):
     """What a session does beyond the model's positions."""
 
     endless = "endless"
@@ -60,7 +60,7 @@ class MemoryOptions:
         ),
     ] = None
     at_end: Annotated[
-        AtEnd | None,
+        Beyond | None,
         Option(
             "--at-end",
             help="When a session fills the model's context: continue with the method endless.",
