@@ -278,15 +278,22 @@ class KeepCache(Cache):
 
     @outside_inference_mode
     def fork(
-        self, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
+        self,
+        method: str | None = None,
+        budget: int | str | Budget | None = None,
+        *,
+        ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
     ) -> KeepCache:
         """Return a second, independent cache that has read the same text.
 
         Without arguments it has the same method and options. "paged" shares blocks until one cache writes to them; any
         other cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache`, the entries move
         into a cache with those options, as if it had read the text itself. Raises UsageError if that is impossible.
+        ids: the token ids of the text, which a method may need and this cache may not keep.
         """
-        return fork(self, None if method is None and budget is None and not options else (method, budget, options))
+        kind = None if method is None and budget is None and not options else (method, budget, options)
+        return fork(self, kind, ids)
 
     def __enter__(self) -> Self:
         return self
@@ -368,6 +375,13 @@ class KeepCache(Cache):
             return Exactness.LOSSY
         recall, exact = self.method.recall, self.exact_tokens
         return Exactness.EXACT if recall.endless and (exact is None or length <= exact) else self.method.exactness
+
+    @property
+    def crops(self) -> bool:
+        """Whether entries do not depend on later tokens, so that :meth:`crop` leaves what the shorter text would have
+        left."""
+        found = self.exactness
+        return found is Exactness.EXACT or (self.method.recall.endless and found is not Exactness.LOSSY)
 
     @property
     def exact_tokens(self) -> int | None:

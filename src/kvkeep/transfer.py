@@ -118,12 +118,13 @@ def restore(
                 rows.adopt(piece)
 
 
-def fork(cache: Any, kind: Kind | None) -> Any:
-    """Return a second cache that has read the same text, with the same options or with others (``kind``)."""
+def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any:
+    """Return a second cache that has read the same text, with the same options or with others (``kind``). ids: the
+    text's token ids, for a cache that does not keep them."""
     cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
-        twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
+        twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options), ids)
     else:
         twin = copied(cache) if cache.made.table is None else _sharing_blocks(cache)
     if twin.exactness is Exactness.EXACT:
@@ -272,8 +273,8 @@ def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
             yield number, holding
 
 
-def _adopted(cache: Any, request: Request) -> Any:
-    """Return a cache of another kind with the entries of ``cache``, copied in chunks."""
+def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
+    """Return a cache of another kind with the entries of ``cache``, copied in chunks. ids: as in :func:`fork`."""
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None
@@ -294,14 +295,20 @@ def _adopted(cache: Any, request: Request) -> Any:
         and twin.spec.kind != "tokens"
     ):
         reason = f"checkpoint kind '{twin.spec}' is of residuals, which only reading the text gives"
-    if reason is None and twin.ledger.records and not cache.ledger.records:
+    if ids is not None and not (cache.stream.plain and len(ids) == length and cache.rows <= 1):
+        raise UsageError(f"These ids are not those of the {length} tokens that the cache has read.")
+    if reason is None and twin.ledger.records and not cache.ledger.records and ids is None:
         reason = f"'{method.name}' needs the ids of the text, which '{cache.method.name}' does not keep"
     if reason is not None:
         raise NotCarried(method.name, reason)
     if not length:
         return twin
     _copy_windows(cache, twin)
-    copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    if ids is None or cache.ledger.records:
+        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    else:
+        given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
+        twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
     twin.stream.plain = cache.stream.plain
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from kvkeep.blocks.beginnings import watch
 from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, save_session
 from kvkeep.cache import KeepCache
-from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
 from kvkeep.decode.prompt import Messages, encode, written_ids
@@ -330,7 +329,7 @@ class Conversation:
 
     @property
     def _lossy(self) -> bool:
-        return isinstance(self.cache, KeepCache) and self.cache.exactness is not Exactness.EXACT
+        return isinstance(self.cache, KeepCache) and not self.cache.crops
 
     def _read_again(self) -> None:
         self.cache.reset()

@@ -72,7 +72,7 @@ class OpenSession:
 
     def align(self, prompt: Sequence[int]) -> None:
         """Crop the cache to its common prefix with ``prompt``; reset a lossy cache that holds more."""
-        self.past.align(prompt, crops=self.cache.exactness == "exact")
+        self.past.align(prompt, crops=self.cache.crops)
 
     def peak_bytes(self, tokens: int, begun: int = 0) -> int:
         """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore. begun: the

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers.cache_utils import Cache
@@ -29,7 +30,7 @@ def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
 def use_request(chat: Chat, request: Request | None, continues: str) -> None:
     """Do the same for a ``request``; None: transformers' cache. continues: the beginning of the line that is shown."""
     talk = chat.talk
-    cache, reason = _carried_over(talk.cache, talk.model, request)
+    cache, reason = _carried_over(talk.cache, talk.model, request, talk.ids)
     if chat.saver.session is not None:
         check_savable(cache)
     line = f"{continues} with {describe(cache)}"
@@ -77,9 +78,10 @@ def _request(cache: Cache, method: str | None, budget: str | None) -> Request | 
     return Request.parse(name, given, **{key: value for key, value in present.options().items() if key in uses})
 
 
-def _carried_over(cache: Cache, model: object, request: Request | None) -> tuple[Cache, str | None]:
-    """Return the requested cache with the entries of ``cache``. If it cannot take them, return an empty cache, and the
-    reason. Without a requested kind of checkpoint, ``kv`` is tried in addition to the default kind of the method."""
+def _carried_over(cache: Cache, model: object, request: Request | None, ids: Sequence[int]) -> tuple[Cache, str | None]:
+    """Return the requested cache with the entries of ``cache``, which has read ``ids``. If it cannot take them, return
+    an empty cache, and the reason. Without a requested kind of checkpoint, ``kv`` is tried in addition to the default
+    kind of the method."""
     if request is None or not isinstance(cache, KeepCache):
         made = new_cache(model, STOCK) if request is None else KeepCache(model, request=request)
         return made, "transformers' own cache neither takes entries over nor hands them on"
@@ -87,7 +89,7 @@ def _carried_over(cache: Cache, model: object, request: Request | None) -> tuple
     for kind in kinds:
         options = replace(request, checkpoint=kind).options()
         try:
-            return cache.fork(request.method.name, request.budget, **options), None
+            return cache.fork(request.method.name, request.budget, ids=ids, **options), None
         except NotCarried as error:
             reason = error.reason
     return KeepCache(model, request=request), reason
