@@ -289,11 +289,9 @@ class CacheStream:
         return self.streams and layers[layers[layer_idx].source].kind == "full"
 
     def attends_to_pieces(self, layer_idx: int) -> bool:
-        """Return whether the kernel reads a layer's entries where they lie in this pass, because the layer shares
-        blocks, which would have to be copied into one tensor. The model then sees only its new entries."""
-        if self.streams or not self.masks_itself or self._latent:
-            return False
-        return bool(getattr(self.layers[layer_idx], "shared", False))
+        """Return whether the kernel reads a layer's entries where they lie in this pass, because they lie in pieces,
+        which would have to be copied into one tensor. The model then sees only its new entries."""
+        return self.masks_itself and bool(getattr(self.layers[layer_idx], "in_pieces", False))
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
@@ -311,11 +309,13 @@ class CacheStream:
         source = self.geometry.layers[module.layer_idx].source
         layer, pieces = self.layers[source], [(key, value)]
         if self.attends_to_pieces(source):
-            pieces = layer.pieces()  # the kernel reads them: they would not be shared otherwise
+            pieces = layer.pieces()
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
         output = native.attend_all(query, pieces, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
+        if self.attends_to_pieces(source):  # queries of another type
+            key, value = layer.keys, layer.values
         # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Beginning
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import NotCarried, UsageError
 from kvkeep.memory.extent import ShapeError
@@ -157,7 +156,7 @@ def lends(cache: Any) -> bool:
 def begun(cache: Any, length: int) -> Any:
     """Return a second cache that has read the first ``length`` tokens of ``cache``, which :func:`lends` them.
 
-    The two caches share whole blocks of "full" if :func:`shares` says so, and those of a checkpoint on disk. The kernel
+    The two caches share blocks of "full" in memory (:func:`shareable`), and those of a checkpoint on disk. The kernel
     reads them where they lie; only a pass with a mask of the caller's own copies all entries. Raises RuntimeError where
     a sliding window has forgotten what would be needed.
     """
@@ -165,12 +164,9 @@ def begun(cache: Any, length: int) -> Any:
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     twin.stream.plain = cache.stream.plain
-    in_place = cache.stream.streams or shares(cache)
     for layer in cache.geometry.full_layers:
         source, target = cache.layers[layer.index], twin.layers[layer.index]
-        blocks, rest = (
-            source.beginning(length) if in_place else Beginning.of(([], []), [*source.state().values()], length)
-        )
+        blocks, rest = source.beginning(length)
         if blocks[0]:
             target.adopt(*blocks)
         if rest:
@@ -181,11 +177,11 @@ def begun(cache: Any, length: int) -> Any:
     return twin
 
 
-def shares(cache: Any) -> bool:
-    """Return whether another cache can share blocks in memory with ``cache``: its method is "full", and the CPU kernel
-    attends to its entries in pieces."""
+def shareable(cache: Any, length: int) -> int:
+    """Return how many of the first ``length`` tokens' entries another cache would share in memory with ``cache``: whole
+    blocks, if its method is "full", and the CPU kernel attends to its entries in pieces."""
     layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
-    return cache.stream.exact and all(isinstance(layer, DynamicLayer) and layer.can_share for layer in layers)
+    return min((layer.shareable(length) if isinstance(layer, DynamicLayer) else 0 for layer in layers), default=0)
 
 
 def _append(layer: Any, keys: Tensor, values: Tensor) -> None:

@@ -29,6 +29,7 @@ def stores(home: Place) -> dict[str, Rows]:
         "ring": Ring(11, home, block=4),
         "ring of none": Ring(0, home),
         "shared": SharedRows(block=5),
+        "pieces": SharedRows(block=2, pieces=True),
     }
 
 
@@ -74,6 +75,19 @@ def test_pages_are_as_long_as_the_appended_chunks() -> None:
     for count in (14, 1, 1, 50, 1):
         pages.append(torch.zeros(1, 1, count, 2))
     assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 12] and pages.length == 67
+
+
+def test_full_pieces_never_move() -> None:
+    rows = SharedRows(4, pieces=True)
+    places = list[int]()
+    for count in (11, 1, 1, 30, 8, 2):
+        rows.append(torch.zeros(1, 1, count, 2))
+        assert [part.data_ptr() for part in rows.head][: len(places)] == places
+        places = [part.data_ptr() for part in rows.head]
+        assert rows.nbytes == -(-rows.length // 4) * 4 * 8
+    assert len(places) == 6
+    rows.freeze(rows.length)
+    assert [part.data_ptr() for part in rows.head][: len(places)] == places
 
 
 def test_an_append_that_fits_copies_nothing() -> None:
@@ -130,8 +144,8 @@ def test_pages_on_disk_are_stored_once_and_changes_stay_private(operations: list
     )
 )
 def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[tuple[int, str, int]]) -> None:
-    """Three owners append, truncate, and restart with rows of the owner before them."""
-    owners, twins = [SharedRows(block=4) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
+    """Three owners append, truncate, and restart with rows of the owner before them, which takes no more memory."""
+    owners, twins = [SharedRows(4, pieces=True) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
     counter = 0.0
     for who, kind, value in operations:
         if kind == "append":
@@ -143,19 +157,22 @@ def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[t
             owners[who].truncate(value)
             twins[who] = twins[who][:, :, :value]
         elif twins[who - 1].shape[2]:
-            owners[who] = SharedRows(block=4)
+            owners[who] = SharedRows(4, pieces=True)
             twins[who] = twins[who - 1][:, :, : value + 1]
-            count = twins[who].shape[2]
+            count, before = twins[who].shape[2], owners[who - 1].nbytes
+            shareable = owners[who - 1].shareable(count)
             for block in owners[who - 1].freeze(count):
                 owners[who].adopt(block)
+            assert owners[who].length == shareable and owners[who - 1].nbytes == before
             if owners[who].length < count:
                 owners[who].append(concatenated(owners[who - 1], owners[who].length, count))
             stored = [part.data_ptr() for part in owners[who].head]
             assert stored == [part.data_ptr() for part in owners[who - 1].head][: len(stored)]
-            assert owners[who].settled == twins[who].shape[2] // 4 * 4
+            assert count // 4 * 4 - 4 <= shareable <= count
         for owner, twin in zip(owners, twins, strict=True):
             assert owner.length == twin.shape[2]
-            assert all(part.untyped_storage().nbytes() == part.nbytes == 4 * 2 * 3 * 4 for part in owner.head)
+            parts = [(part.untyped_storage().nbytes(), part.nbytes) for part in owner.head]
+            assert all(sizes in [(rows * 2 * 3 * 4,) * 2 for rows in (4, 8)] for sizes in parts)
             if owner.length:
                 assert torch.equal(owner.view(), twin)
                 half = owner.length // 2

@@ -59,6 +59,31 @@ def test_a_pass_copies_no_shared_block(model: torch.nn.Module, rows: int, monkey
 
 @pytest.mark.usefixtures("kernels")
 @torch.inference_mode()
+def test_neither_growing_nor_sharing_moves_a_full_piece(model: torch.nn.Module) -> None:
+    cache, text = KeepCache(model, "full"), ids().repeat(1, 3)
+    places: set[int] = set()
+    for stop in (1, 513, 514, 1060):
+        model(text[:, cache.get_seq_length() : stop], cache=cache)
+        before, places = places, {piece.data_ptr() for piece in cache.layers[0].shared}
+        assert before <= places
+    begun = transfer.begun(cache, 1060)
+    assert len(places) == 4
+    assert all({piece.data_ptr() for piece in one.layers[0].shared} == places for one in (cache, begun))
+
+
+@pytest.mark.usefixtures("kernels")
+@torch.inference_mode()
+def test_plain_attention_to_pieces_sees_all_entries(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it attends where queries are of a type that the kernel does not read."""
+    caches = pair(model, text := ids())
+    expected = model(text[:, READ:], cache=caches[0]).logits
+    monkeypatch.setattr("kvkeep.stream.native.attend_all", lambda *given: None)
+    found = model(text[:, READ:], cache=caches[1]).logits
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.usefixtures("kernels")
+@torch.inference_mode()
 def test_a_mask_of_the_callers_own_sees_all_entries(model: torch.nn.Module) -> None:
     text = ids()
     own, shared = pair(model, text)

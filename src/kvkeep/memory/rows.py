@@ -60,7 +60,7 @@ class Rows(Protocol):
         """Bytes allocated, used or not."""
 
 
-def _selected(data: Tensor, index: Tensor, home: Place | None = None, writable: bool = True) -> Tensor:
+def selected(data: Tensor, index: Tensor, home: Place | None = None, writable: bool = True) -> Tensor:
     """Pick ``index`` along the batch: in place where the shape still fits and the tensor is ``writable``, else in
     new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
@@ -99,7 +99,7 @@ class _OneTensor(ABC):
 
     def select(self, index: Tensor) -> None:
         if self.data is not None:
-            self.data = _selected(self.data, index, self.home)
+            self.data = selected(self.data, index, self.home)
 
     @property
     def nbytes(self) -> int:
@@ -350,7 +350,7 @@ class PagedRows:
 
     def select(self, index: Tensor) -> None:
         self.pages = [
-            _selected(page, index, self.home, writable=start >= self._fixed)
+            selected(page, index, self.home, writable=start >= self._fixed)
             for start, page in zip(self.starts, self.pages, strict=True)
         ]
         self.changes += 1

@@ -1,46 +1,73 @@
-"""Rows whose first blocks several owners share in memory."""
+"""Rows that lie in pieces, whose first blocks several owners share in memory."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvkeep.memory.meter import storage_bytes
-from kvkeep.memory.rows import BLOCK, Buffer, concatenated
+from kvkeep.memory.rows import BLOCK, Buffer, concatenated, selected
+
+PIECE_BLOCKS = 2
+"""Blocks of a piece. Attention reads shorter pieces more slowly."""
 
 
 class SharedRows:
-    """Rows (..., **rows**, dim) in two parts: whole blocks that never change, so that several owners can share them,
-    and a :class:`~kvkeep.memory.rows.Buffer`. Without shared blocks it is only that buffer."""
+    """Rows (..., **rows**, dim) in full pieces (``head``) and a :class:`~kvkeep.memory.rows.Buffer` (``tail``), which
+    becomes the next piece when it has ``PIECE_BLOCKS`` blocks. So no row is copied for long when rows arrive, and
+    several owners can hold the same pieces: a full piece never changes. Without ``pieces`` there is only the buffer,
+    which grows, so that all rows are one tensor."""
 
     first = 0
 
-    def __init__(self, block: int = BLOCK, limit: int | None = None) -> None:
+    def __init__(self, block: int = BLOCK, limit: int | None = None, pieces: bool = False) -> None:
         self.block = block
+        self.in_pieces = pieces
+        self.piece = PIECE_BLOCKS * block if pieces else sys.maxsize
+        """The number of rows of a full piece."""
         self.length = 0
         self.head: list[Tensor] = []
-        """The unchanging blocks in order, one tensor each."""
+        """The full pieces in order, each a tensor of whole blocks with storage of its own."""
         self.tail = Buffer(block, limit)
-        """The rows after the blocks."""
+        """The rows after the pieces."""
+        self._lent = 0  # the first pieces, which other owners may hold
+
+    def shareable(self, length: int) -> int:
+        """Return how many of the first ``length`` rows other owners can hold, too: whole blocks in pieces, but no part
+        of a piece that others already hold."""
+        if not self.in_pieces:
+            return 0
+        stop, start = min(length, self.length) // self.block * self.block, 0
+        for part in self.head[: self._lent]:
+            if stop < start + part.shape[-2]:
+                return start
+            start += part.shape[-2]
+        return stop
 
     def freeze(self, length: int) -> list[Tensor]:
-        """Return the whole blocks of the first ``length`` rows. From now on they never change."""
-        count = length // self.block - len(self.head)
-        if count > 0:
-            rest = self.tail.view(count * self.block)
-            with torch.inference_mode(False):
-                self.head += [part.clone() for part in self.tail.view(0, count * self.block).split(self.block, -2)]
-            self.tail = Buffer(self.block)
-            if rest.shape[-2]:
+        """Return the :meth:`shareable` ones of the first ``length`` rows in pieces. From now on they never change. A
+        piece that ends behind them is divided, which copies it."""
+        self._close()
+        stop, count, start = self.shareable(length), 0, 0
+        while start < stop:
+            if count == len(self.head):
+                self.head += _copies(self.tail.view(), [stop - start])
+                self.tail, rest = Buffer(self.block), self.tail.view(stop - start)
                 self.tail.append(rest)
-        return self.head[: length // self.block]
+            elif (rows := self.head[count].shape[-2]) > stop - start:
+                self.head[count : count + 1] = _copies(self.head[count], [stop - start, start + rows - stop])
+            start += self.head[count].shape[-2]
+            count += 1
+        self._lent = max(self._lent, count)
+        return self.head[:count]
 
     @property
     def settled(self) -> int:
-        """The number of rows that never change."""
-        return len(self.head) * self.block
+        """The number of rows of the full pieces."""
+        return sum(part.shape[-2] for part in self.head)
 
     @property
     def batch(self) -> int:
@@ -48,15 +75,29 @@ class SharedRows:
         return next((len(part) for part in (*self.head, self.tail.data) if part is not None), 0)
 
     def append(self, rows: Tensor) -> None:
-        self.tail.append(rows)
-        self.length += rows.shape[-2]
+        count, start = rows.shape[-2], 0
+        while start < count:
+            self._close()
+            part = rows[..., start : start + self.piece - self.tail.length, :]
+            self.tail.append(part)
+            start += part.shape[-2]
+        self.length += count
+
+    def _close(self) -> None:
+        """Make the buffer a piece if it is full."""
+        if self.tail.length == self.piece and self.tail.data is not None:
+            self.head.append(self.tail.data)
+            self.tail = Buffer(self.block)
 
     def adopt(self, rows: Tensor) -> None:
-        """Use ``rows`` itself as an unchanging block if it has the size of a block; otherwise append it."""
-        if self.tail.length or self.tail.limit is not None or rows.shape[-2] != self.block:
+        """Use ``rows`` itself as a piece if there are pieces, and it has the size of one or of a block; otherwise
+        append it."""
+        self._close()
+        if not self.in_pieces or self.tail.length or rows.shape[-2] not in (self.block, self.piece):
             return self.append(rows)
         self.head.append(rows)
-        self.length += self.block
+        self._lent = len(self.head)
+        self.length += rows.shape[-2]
         return None
 
     def advance(self) -> None:
@@ -64,7 +105,7 @@ class SharedRows:
         self.length += 1
 
     def view(self) -> Tensor:
-        """Return all rows as one tensor. It is a copy if there are unchanging blocks."""
+        """Return all rows as one tensor. It is a copy if there are full pieces."""
         return concatenated(self, 0, self.length) if self.head else self.tail.view()
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -81,23 +122,28 @@ class SharedRows:
         return data.flatten(0, -3)[lane.to(data.device), slot.to(data.device)]
 
     def truncate(self, length: int) -> None:
-        """Remove the rows from slot ``length`` on; the rest of a truncated block is copied."""
-        if length < self.settled:
-            blocks, rest = divmod(length, self.block)
-            cut, self.head, self.tail = self.head[blocks], self.head[:blocks], Buffer(self.block)
-            if rest:
+        """Remove the rows from slot ``length`` on; the rest of a truncated piece is copied."""
+        while self.head and length < self.settled:
+            cut = self.head.pop()
+            self.tail = Buffer(self.block)
+            if (rest := length - self.settled) > 0:
                 self.tail.append(cut[..., :rest, :])
+        self._lent = min(self._lent, len(self.head))
         self.tail.truncate(length - self.settled)
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by the rows of ``index``; then nothing is shared."""
-        if self.head:
-            data, self.head, self.tail = self.view(), [], Buffer(self.block)
-            self.tail.append(data.index_select(0, index.to(data.device)))
-        else:
-            self.tail.select(index)
+        self.head = [selected(part, index, None, number >= self._lent) for number, part in enumerate(self.head)]
+        self.tail.select(index)
+        self._lent = 0
 
     @property
     def nbytes(self) -> int:
         return storage_bytes(*self.head) + self.tail.nbytes
+
+
+def _copies(rows: Tensor, counts: list[int]) -> list[Tensor]:
+    """Return copies of the first ``counts`` rows, in pieces that later passes may write to."""
+    with torch.inference_mode(False):
+        return [part.clone() for part in rows[..., : sum(counts), :].split(counts, -2)]

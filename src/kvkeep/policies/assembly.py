@@ -102,7 +102,8 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     build = _Builder(request, model, geometry)
     exact, layout = _exact(model, geometry), method.selector.layout
     if layout == "dynamic":
-        return build.assembly(build.layers(lambda layer: DynamicLayer()), exact)
+        pieces = exact and not bind(model).latent  # the kernel attends to pieces
+        return build.assembly(build.layers(lambda layer: DynamicLayer(pieces=pieces)), exact)
     if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)

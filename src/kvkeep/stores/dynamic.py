@@ -14,7 +14,6 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
-from kvkeep.step import native
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 
@@ -63,8 +62,8 @@ class StockState:
 class DynamicLayer(CacheLayerMixin):
     """An exact layer: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or
     have memory for ``limit`` entries from the start (``static``). Attention reads views: a step copies one entry.
-    Blocks may be shared with another layer (:meth:`beginning`). The CPU kernel reads them in place; any other reader
-    gets a copy."""
+    In ``pieces``, nothing is copied to grow, and another layer can share blocks (:meth:`beginning`). The CPU kernel
+    reads pieces in place; any other reader gets a copy."""
 
     is_croppable = True
     is_sliding = False
@@ -73,10 +72,10 @@ class DynamicLayer(CacheLayerMixin):
     lost = False
     compressed_bytes = bookkeeping_bytes = 0
 
-    def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
+    def __init__(self, limit: int | None = None, pieces: bool = False) -> None:
         self.is_initialized = False  # transformers' constructor also sets keys and values
-        self.limit = limit
-        self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
+        self.limit, self.in_pieces = limit, pieces
+        self._keys, self._values = (SharedRows(BLOCK, limit, pieces) for _ in range(2))
         self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
 
     @property
@@ -90,20 +89,17 @@ class DynamicLayer(CacheLayerMixin):
         return self._values.view() if self._values.batch else None
 
     @property
-    def can_share(self) -> bool:
-        """Whether the kernel reads its entries in pieces, so that another layer may hold them too."""
-        pairs = [*zip(self._keys.head, self._values.head, strict=True), (self._keys.tail.data, self._values.tail.data)]
-        filled = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
-        return self.limit is None and all(native.can_read(*pair) for pair in filled)
-
-    @property
     def lends(self) -> bool:
         """Whether another layer can begin with its first entries (:meth:`beginning`)."""
         return self.limit is None
 
+    def shareable(self, length: int) -> int:
+        """Return how many of the first ``length`` entries another layer can hold, too."""
+        return self._keys.shareable(length)
+
     def beginning(self, length: int) -> Beginning:
-        """Return the first ``length`` entries, (batch, kv_heads, n, dim). Whole blocks never change from now on, so
-        that another layer may hold them, too."""
+        """Return the first ``length`` entries, (batch, kv_heads, n, dim). Those that are :meth:`shareable` never change
+        from now on, so that another layer may hold them, too."""
         self._next, both = None, (self._keys, self._values)  # the step refers to outgrown buffers
         return Beginning.of([rows.freeze(length) for rows in both], both, length)
 
@@ -196,15 +192,11 @@ class DynamicLayer(CacheLayerMixin):
         return {"keys": self._keys, "values": self._values} if self._keys.length else {}
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Take entries into this empty layer: pieces of keys and of values, in order. Where the kernel attends to
-        entries in pieces, the layer uses whole blocks without a copy."""
-        reads = all(native.can_read(*pair) for pair in zip(keys, values, strict=True))
+        """Take entries into this empty layer: pieces of keys and of values, in order. In pieces, the layer uses whole
+        blocks without a copy."""
         for rows, pieces in ((self._keys, keys), (self._values, values)):
-            if reads:
-                for piece in pieces:
-                    rows.adopt(piece)
-            else:
-                rows.append(torch.cat([*pieces], -2))
+            for piece in pieces if self.in_pieces else [torch.cat([*pieces], -2)]:
+                rows.adopt(piece)
         self.is_initialized = True
 
 
