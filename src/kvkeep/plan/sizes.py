@@ -273,7 +273,8 @@ def grant(
     begins (:mod:`kvkeep.serve.arbiter`), and ``kvkeep capacity`` counts them.
 
     The sum includes entries, codes, bookkeeping, checkpoints in memory, and the temporary memory of a step: the chunk
-    of one layer, recall, and logits. It excludes disk, weights and hidden states.
+    of one layer, recall, and logits. It excludes disk, weights, hidden states, and the copy by which the keys or values
+    of one layer grow where they are one tensor (on a GPU, and without the native library).
 
     budget: entries of each full layer; for ``static``, all reserved entries. shared: host and device have one memory.
     chunk: tokens of a prompt that a cache without a budget reads at a time. rows: rows whose logits a pass computes;
@@ -293,10 +294,7 @@ def grant(
     logits = rows * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT_BYTES)  # computed and sampled
     if not candidate.keeps_all:
         return peak + logits  # the sizes include its chunk
-    chunk = min(chunk or DEFAULT_CHUNK, tokens)
-    if method.selector.layout != "static":  # a contiguous copy, if other sessions share the first entries
-        chunk += tokens
-    return peak + logits + chunk * widest_bytes(geometry)
+    return peak + logits + min(chunk or DEFAULT_CHUNK, tokens) * widest_bytes(geometry)
 
 
 def _peak(

@@ -13,9 +13,7 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import KvkeepError, place_of
-from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import BLOCK
-from kvkeep.plan.sizes import widest_bytes
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, QueueFull, SessionMismatch
@@ -36,7 +34,6 @@ class Admission:
     def __init__(
         self,
         model: PreTrainedModel,
-        geometry: ModelGeometry,
         arbiter: Arbiter,
         sessions: SessionPool,
         running: list[Job],
@@ -44,7 +41,7 @@ class Admission:
         limit: int,
         left: Callable[[], None],
     ) -> None:
-        self.model, self.geometry, self.arbiter, self.sessions = model, geometry, arbiter, sessions
+        self.model, self.arbiter, self.sessions = model, arbiter, sessions
         self.waiting: deque[Job] = deque()
         self.full = False  # whether the queue accepts no more requests
         self._running, self._saving, self._limit, self._left = running, saving, limit, left
@@ -185,7 +182,7 @@ class Admission:
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.complete:
-            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # plus one layer's copy
+            granted = max(peak, prefix.copied)
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver

@@ -98,7 +98,7 @@ class Engine:
         self.watch = Watch()
         self._saving: list[Job] = []
         self._admission = Admission(
-            self.model, self.geometry, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
+            self.model, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
         )
         self._count = 0  # requests in the inbox and in the queue
         self._lock = threading.Lock()

@@ -15,7 +15,7 @@ from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.engine.batch import can_pack
-from kvkeep.memory.rows import BLOCK
+from kvkeep.plan.sizes import widest_bytes
 from kvkeep.serve.job import Job, PendingPrefix
 from kvkeep.serve.session import OpenSession
 
@@ -40,14 +40,15 @@ class Prefix:
     def once(self) -> int:
         """Bytes of memory that both sessions would share."""
         cache = self.session.cache
-        if not transfer.shares(cache):
-            return 0
-        return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token
+        return transfer.shareable(cache, len(self.ids)) * cache.geometry.full_bytes_per_token
 
     @property
     def copied(self) -> int:
-        """Bytes of a copy, if the whole cache has to be copied before it is cropped."""
-        return 0 if transfer.lends(self.session.cache) else self.session.memory_bytes
+        """Bytes of a copy, if the whole cache has to be copied before it is cropped, one layer at a time."""
+        session = self.session
+        if transfer.lends(session.cache):
+            return 0
+        return session.memory_bytes + len(session.past.ids) * widest_bytes(session.cache.geometry)
 
     def past(self) -> CachedText:
         """Return these tokens in a new cache."""
