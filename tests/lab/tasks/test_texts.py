@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvkeep_lab.tasks.texts import passage
+from kvkeep_lab.tasks.texts import passage, read_once
 
 from kvkeep.errors import UsageError
 
@@ -36,3 +36,11 @@ def test_a_text_without_sentences_is_read_from_its_start_and_a_short_one_refused
     assert begins("one two three four") == {"one two t"}
     with pytest.raises(UsageError, match="too few words"):
         begins("one", 200)
+
+
+def test_a_text_that_is_read_once_ends_where_questions_differ() -> None:
+    """Joined to its prompts again, it is what they were; a token of text and question counts as of the question."""
+    prompts = [[1, 2, 7, 8, 3, 30], [1, 2, 7, 8, 9, 4]]
+    text, questions = read_once(prompts, [1, 2, 7, 8, 9, 5], [1, 2, 5], 9)
+    assert (text.ids, text.head, text.context) == ((1, 2, 7, 8), 2, 9)
+    assert [[*text.ids, *rest] for rest in questions] == prompts

@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar
 from nltk.stem import PorterStemmer
 from pydantic import Field
 
-from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
-from kvkeep_lab.subject import ReadText, Subject
+from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import source
+from kvkeep_lab.tasks.texts import read_once
 
 FILE = "locomo/locomo_first6.json"
 _START = (
@@ -65,23 +65,19 @@ class Locomo(Task):
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Choose ``samples`` questions of a conversation, at equal distances in the file's order from question ``seed``
         on."""
-        conversation, questions = _read(sources[0], int(point["conversation"]))
-        chosen = [
-            questions[(seed + len(questions) * number // self.samples) % len(questions)]
-            for number in range(self.samples)
-        ]
+        conversation, known = _read(sources[0], int(point["conversation"]))
+        chosen = [known[(seed + len(known) * number // self.samples) % len(known)] for number in range(self.samples)]
         prompts = [_prompt(tokenizer, conversation, one) for one in chosen]
-        shared = encode(tokenizer, question(_text(conversation) + "\n", None))
-        start = min(common_prefix(ids, shared) for ids in prompts)
+        parts = _text(conversation) + "\n", _start(conversation)
+        shared, opening = (encode(tokenizer, question(part, None)) for part in parts)
         answers = [_answer(one) for one in chosen]
         rights = [list(tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers]
         context = max(len(ids) + max(self.new, len(right)) for ids, right in zip(prompts, rights, strict=True))
-        head = common_prefix(shared, encode(tokenizer, question(_start(conversation), None)))
-        text = ReadText(tuple(shared[:start]), context, head)
+        text, questions = read_once(prompts, shared, opening, context)
         turns = [turn["dia_id"] for turn in _turns(conversation)]
         return [
             Sample(
-                ids[start:],
+                ids,
                 {
                     "text": text,
                     "right": right,
@@ -90,7 +86,7 @@ class Locomo(Task):
                     "depth": _depth(one, turns),
                 },
             )
-            for one, ids, right, answer in zip(chosen, prompts, rights, answers, strict=True)
+            for one, ids, right, answer in zip(chosen, questions, rights, answers, strict=True)
         ]
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:

@@ -12,13 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvkeep.decode.cached_text import common_prefix
 from kvkeep.errors import UsageError
-from kvkeep_lab.subject import ReadText, Subject
+from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.ruler.generated import MANY, NEEDLE, NOISE, ONE, drawn
 from kvkeep_lab.tasks.ruler.task import largest, string_match
-from kvkeep_lab.tasks.texts import begun, joined, text_files
+from kvkeep_lab.tasks.texts import begun, joined, read_once, text_files
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,12 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
             f"A length of {length} tokens has no room for {kind.keys * kind.each} needles; give a greater one."
         )
     context, needles = made(size)
-    prompts = [(encoded(context, needle), needle) for needle in needles]
-    shared = _prompt(tokenizer, kind, context, _NO_QUESTION, "")
-    start = min(common_prefix(ids, shared) for ids, _ in prompts)
-    head = common_prefix(shared, _prompt(tokenizer, kind, "", _NO_QUESTION, ""))
-    text = ReadText(tuple(shared[:start]), length, head)
+    prompts = [encoded(context, needle) for needle in needles]
+    shared, opening = (_prompt(tokenizer, kind, part, _NO_QUESTION, "") for part in (context, ""))
+    text, questions = read_once(prompts, shared, opening, length)
     return [
         Sample(
-            ids[start:],
+            ids,
             {
                 "text": text,
                 "seen": False,
@@ -138,7 +135,7 @@ def _samples(tokenizer: Any, words: Sequence[str], length: int, kind: _Kind, key
                 "depth": needle.depth,
             },
         )
-        for ids, needle in prompts
+        for ids, needle in zip(questions, needles, strict=True)
     ]
 
 

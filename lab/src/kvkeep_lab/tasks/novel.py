@@ -12,14 +12,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
-from kvkeep_lab.subject import ReadText, Subject
+from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.needle import contains
 from kvkeep_lab.tasks.rows import source
-from kvkeep_lab.tasks.texts import begun
+from kvkeep_lab.tasks.texts import begun, read_once
 
 FILE = "frankenstein.txt"
 _START = "Read the following novel carefully. I will ask you a question about it afterwards.\n\n"
@@ -87,15 +86,13 @@ class Novel(Task):
             )
         chosen = [known[(seed + len(known) * number // self.samples) % len(known)] for number in range(self.samples)]
         prompts = [begun(tokenizer, f"{_START}{novel}\n\n{one.question}", None, one.lead, " ") for one in chosen]
-        shared = encode(tokenizer, question(f"{_START}{novel}\n\n", None))
-        start = min(common_prefix(ids, shared) for ids in prompts)
+        shared, opening = (encode(tokenizer, question(part, None)) for part in (f"{_START}{novel}\n\n", _START))
         rights = [list(tokenizer(f" {one.answers[0]}", add_special_tokens=False).input_ids) for one in chosen]
         context = max(len(ids) + max(self.new, len(right)) for ids, right in zip(prompts, rights, strict=True))
-        head = common_prefix(shared, encode(tokenizer, question(_START, None)))
-        text = ReadText(tuple(shared[:start]), context, head)
+        text, questions = read_once(prompts, shared, opening, context)
         return [
             Sample(
-                ids[start:],
+                ids,
                 {
                     "text": text,
                     "right": right,
@@ -103,7 +100,7 @@ class Novel(Task):
                     "depth": 100 * novel.index(one.evidence) / len(novel),
                 },
             )
-            for one, ids, right in zip(chosen, prompts, rights, strict=True)
+            for one, ids, right in zip(chosen, questions, rights, strict=True)
         ]
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:

@@ -8,8 +8,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
+from kvkeep_lab.subject import ReadText
 
 _CHARACTERS = 8  # characters cut per requested token; longer than usual tokens
 _NEAR = 8192  # maximum distance to the end of a paragraph, in characters
@@ -57,6 +59,20 @@ def begun(tokenizer: Any, text: str, prompt: str | None, lead: str, gap: str) ->
     separates them."""
     lead = lead if getattr(tokenizer, "chat_template", None) else f"{gap}{lead}"
     return encode(tokenizer, question(text, prompt)) + list(tokenizer(lead, add_special_tokens=False).input_ids)
+
+
+def read_once(
+    prompts: Sequence[list[int]], shared: Sequence[int], opening: Sequence[int], context: int
+) -> tuple[ReadText, list[list[int]]]:
+    """Return the text with which all ``prompts`` begin, which is read before their questions are known, and the rest of
+    each prompt. All are token ids.
+
+    shared: the text without a question; opening: the same without the text. Where a word of a question joins the last
+    word of the text to one token, the text ends before it. context: that of the :class:`ReadText`.
+    """
+    start = min(common_prefix(ids, shared) for ids in prompts)
+    text = ReadText(tuple(shared[:start]), context, common_prefix(shared, opening))
+    return text, [ids[start:] for ids in prompts]
 
 
 def joined(sources: Sequence[Path]) -> str:
