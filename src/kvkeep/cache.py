@@ -223,6 +223,12 @@ class KeepCache(Cache):
                 f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
         self.check_positions(self.ledger.length + tokens_to_remove)
+        if self.method.recall.endless and any(
+            rows.first > self.ledger.length + tokens_to_remove for _, rows in self.checkpoint_rows()
+        ):
+            raise UsageError(
+                "The checkpoint has lost the entries before these tokens, so they cannot be removed; call reset()."
+            )
         for state in self.made.states.values():
             state.check_crop(tokens_to_remove)
         for part in (*self.layers, *self.made.beside.values()):
@@ -382,6 +388,15 @@ class KeepCache(Cache):
         left."""
         found = self.exactness
         return found is Exactness.EXACT or (self.method.recall.endless and found is not Exactness.LOSSY)
+
+    @property
+    def lost_tokens(self) -> int:
+        """The number of tokens whose entries a checkpoint of limited capacity has discarded."""
+        layers = self.geometry.full_layers
+        if self.checkpoint is None or not layers:
+            return 0
+        first = layers[0].index
+        return max(0, self.checkpoint.first(first) - self.checkpoint.beginning(first))
 
     @property
     def exact_tokens(self) -> int | None:

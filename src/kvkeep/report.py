@@ -89,6 +89,8 @@ def describe(
             exact = request.method.recall.exact_tokens(geometry)
             if exact is not None:
                 note = f"{note}; {beyond(exact)}" if note else beyond(exact)
+                if request.capacity is not None:
+                    note += f"; of more than {request.capacity:,} older tokens, the oldest are dropped"
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
         reports.append(
             LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)

@@ -124,12 +124,13 @@ def _check_checkpoint(cache: KeepCache, forms: Mapping[str, Form], past: dict[st
         if kind == "residual":
             lanes, width = past["rows"], cache.geometry.hidden_size
         else:
-            lanes, width = past["rows"] * layer.kv_heads, layer.key_dim if kind == "keys" else layer.value_dim
+            lanes, width = past["rows"] * layer.kv_heads, layer.key_dim if "keys" in kind else layer.value_dim
         if first < end:
             _check_shape(f"checkpoint.{name}", forms, (lanes, end - first, width))
         if (kind == "residual" and end != past["length"]) or spans[name.replace("keys", "values")] != (first, end):
             raise ShapeError(f"'checkpoint.{name}' is not of all tokens")
-        if first and end - first != capacity:
+        in_pages = first % BLOCK == 0 and spans.get(f"first_{name}") == (0, BLOCK)
+        if first and end - first != capacity and not in_pages:
             raise ShapeError(f"'checkpoint.{name}' cannot have lost entries")
 
 

@@ -84,6 +84,10 @@ class Checkpoint(ABC):
     def first(self, layer: int) -> int:
         """Return the first entry that is still stored; earlier ones are lost."""
 
+    def beginning(self, layer: int) -> int:
+        """Return the number of the text's first entries that are still stored although later ones are lost."""
+        return 0
+
     @abstractmethod
     def length(self, layer: int) -> int:
         """Return the number of entries received, lost ones included."""

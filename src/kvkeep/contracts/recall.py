@@ -133,6 +133,10 @@ class Recall(ABC):
         """Raise UnsupportedModelError if the recall does not work with this model, or BudgetError if it does not with a
         budget of ``entries`` and chunks of ``chunk`` tokens."""
 
+    def check_capacity(self, geometry: ModelGeometry, capacity: int | None, newest: int) -> None:
+        """Raise UsageError if the recall does not work with a checkpoint of ``capacity`` entries (None: unlimited).
+        newest: entries and tokens of a chunk that are evicted at a time, at most."""
+
     def hook(self) -> PassHook | None:
         """Return the hook around the forward passes of one cache, or None."""
         return None

@@ -6,7 +6,8 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
 
 * :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
-* :class:`PagedRows`: all rows, in pages that are allocated once and never moved.
+* :class:`PagedRows`: all rows, in pages that are allocated once and never moved. Of
+  :class:`~kvkeep.memory.recent_pages.RecentPages` the oldest are freed.
 
 These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners share, have one protocol.
 One test compares all of them with a plain tensor.
@@ -250,7 +251,8 @@ class PagedRows:
             return
         stop = self.length + count
         while stop > self._allocated:
-            size = page_rows(stop - self._allocated, self._allocated, self.smallest, self.largest)
+            size = self._page_size(stop - self._allocated)
+            self._make_space(size)
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)
@@ -264,12 +266,20 @@ class PagedRows:
         store :meth:`holds` them; otherwise append them."""
         if not self.holds(rows):
             return self.append(rows)
+        self._make_space(rows.shape[-2])
         self.starts.append(self.length)
         self.pages.append(rows)
         self.length += rows.shape[-2]
         self.changes += 1
         self._adopted, self._fixed = len(self.pages), self.length
         return None
+
+    def _page_size(self, missing: int) -> int:
+        """Return the rows of the next page, given ``missing`` rows."""
+        return page_rows(missing, self._allocated, self.smallest, self.largest)
+
+    def _make_space(self, rows: int) -> None:
+        """Called before a page of ``rows`` is added."""
 
     def holds(self, rows: Tensor) -> bool:
         """Return whether ``rows`` can be the next page: they are whole blocks, and the pages so far are full."""
@@ -298,7 +308,7 @@ class PagedRows:
 
     @property
     def _allocated(self) -> int:
-        return self.starts[-1] + self.pages[-1].shape[-2] if self.pages else 0
+        return self.starts[-1] + self.pages[-1].shape[-2] if self.pages else self.length
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         for origin, page in zip(self.starts, self.pages, strict=True):

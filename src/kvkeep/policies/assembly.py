@@ -152,6 +152,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     tail, within, resident, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
     method.recall.check(model, geometry, entries, chunk)
+    method.recall.check_capacity(geometry, request.capacity, entries + chunk)
     adapter = bind(model)
     if method.recall.drafts and not adapter.runs_all(geometry.recurrent_layers):
         raise UnsupportedModelError(
@@ -259,7 +260,8 @@ class _Builder:
         adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":
-            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page)
+            blocks = self.method.recall.endless
+            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page, blocks)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")

@@ -222,6 +222,21 @@ def test_what_happens_at_the_end_is_chosen_by_the_method() -> None:
     assert made.turns[-1]["error"].startswith("Method 'h2o' does not keep every entry")
 
 
+def test_a_full_checkpoint_is_told_once_and_the_line_counts_what_was_dropped() -> None:
+    model = tiny("llama", positions=512)
+    cache = KeepCache(model, "endless+blocks:count=3,size=16", 32, capacity=512 + 1024 + 256)
+    talk = Conversation(model, tokenizer(), cache)
+    made = Chat(talk, Lines(*["the of and to in was it for " * 24] * 12), Saver(), EndSignals(), max_tokens=6)  # type: ignore
+    loop.run(made)
+    notes = made.screen.notes  # type: ignore[attr-defined]
+    (said_once,) = [note for note in notes if note.startswith("The checkpoint is full (1,792 tokens, --capacity)")]
+    lines = [note for note in notes if "tokens in memory" in note]
+    dropped = ["dropped" in line for line in lines]
+    assert dropped == sorted(dropped) and not dropped[0] and dropped[-1]
+    assert notes[notes.index(said_once) - 1] == lines[dropped.index(True)]
+    assert f"{cache.lost_tokens:,} dropped" in lines[-1]
+
+
 def test_undo_after_the_end_leaves_what_was_before() -> None:
     common: dict[str, Any] = {"budget": 32, "positions": 512, "at_end": "endless"}
     made = chat(*LONG, "/undo", "/undo", LONG[3], LONG[4], **common)

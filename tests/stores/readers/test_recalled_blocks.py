@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from families import tiny
 from torch import Tensor
 
-from kvkeep import BudgetError, Exactness, KeepCache, UsageError
+from kvkeep import BudgetError, EntryState, Exactness, KeepCache, Session, UsageError, load_session, save_session
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
@@ -96,7 +97,7 @@ def test_single_tokens_are_planned_and_see_what_many_see(monkeypatch: pytest.Mon
             found.append(model(token, cache=cache).logits)
             planned.append(cache.layers[0].plan() is not None)
         choice, numbers = twin.layers[0].reader.choice, reader.choice.numbers
-        monkeypatch.setattr(choice, "choose", lambda blocks, new, choose=choice.choose: choose(blocks, 1))
+        monkeypatch.setattr(choice, "choose", lambda blocks, new, lost, choose=choice.choose: choose(blocks, 1, lost))
         wanted = model(last, cache=twin).logits
     assert all(planned) and reader.choice.numbers is numbers
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-3)
@@ -162,3 +163,97 @@ def test_what_cannot_be_recalled_is_refused() -> None:
     mask[0, :9] = 0
     with pytest.raises(UsageError, match="padding"):
         model(_ids(100, rows=2), attention_mask=mask, cache=KeepCache(model, SPEC, 24, chunk=16))
+
+
+QUOTA = 64 + 1024 + 256
+"""The smallest capacity of a cache that attends to 64 tokens exactly."""
+
+
+def _quota(text: Tensor, capacity: int | None, where: str = "disk") -> KeepCache:
+    """Return a cache that has read ``text`` in pieces of 40 tokens, and one token more by itself."""
+    model = tiny("llama", positions=4096)
+    cache = KeepCache(model, SPEC, 24, chunk=16, where=where, capacity=capacity)
+    with torch.no_grad():
+        for part in text.split(40, 1):
+            model(part, cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_a_full_checkpoint_drops_its_oldest_blocks_and_stays_within_the_capacity(where: str) -> None:
+    model, ids, question = tiny("llama", positions=4096), _ids(4000), torch.tensor([[91, 92, 93, 94]])
+    cache = KeepCache(model, SPEC, 24, chunk=16, where=where, capacity=QUOTA)
+    most, resident, lost = QUOTA * cache.geometry.full_bytes_per_token, set[int](), [0]
+    with torch.no_grad():
+        for number, part in enumerate(ids.split(80, 1)):
+            model(part, cache=cache)
+            memory = cache.memory()
+            assert memory.checkpoint_bytes[where] <= most
+            resident |= {memory.resident_bytes} if number else set()
+            lost.append(cache.lost_tokens)
+            freed = cache.checkpoint.first(0) > 0
+            assert cache.exactness is (Exactness.LOSSY if freed else Exactness.REVERSIBLE)
+    assert len(resident) == 1, "resident bytes stay the same however long the text is"
+    assert lost == sorted(lost) and 0 == lost[10] < lost[-1] <= 4000
+    states = cache.entry_states()[0]
+    assert int((states == EntryState.DROPPED).sum()) == lost[-1] * states.shape[1]
+    (note,) = {report.note for report in cache.describe()}
+    assert note.startswith("exact up to 64 tokens") and "the oldest are dropped" in note
+    chosen = cache.layers[0].reader.choice
+    with torch.no_grad():
+        model(question, cache=cache)
+    assert chosen.numbers[0, 0] == 0, "the first block stays"
+    assert all(number == 0 or number * 16 >= cache.checkpoint.first(0) for number in chosen.numbers[0].tolist())
+
+
+def test_a_block_is_recalled_until_it_is_dropped() -> None:
+    model, ids, question = tiny("llama", positions=4096), _ids(3000), torch.tensor([[91, 92, 93, 94]])
+    ids[:, 400:404] = question  # in block 25
+    for tokens, there in ((1200, True), (3000, False)):
+        cache = _quota(ids[:, :tokens], QUOTA)
+        with torch.no_grad():
+            model(question, cache=cache)
+        assert (25 in cache.layers[0].reader.choice.numbers[0].tolist()) == there
+        assert (cache.lost_tokens > 420) != there
+
+
+def test_what_is_not_lost_is_as_without_a_capacity() -> None:
+    """Before the first loss in all bits, and after it where the same blocks are recalled."""
+    model, ids = tiny("llama", positions=4096), _ids(3040)
+    ids[:, 2900:2908] = ids[:, -8:]  # a question whose blocks are there in both
+    for tokens in (1000, 3040):
+        logits = []
+        for capacity in (None, QUOTA):
+            cache = _quota(ids[:, : tokens - 8], capacity)
+            with torch.no_grad():
+                logits.append(model(ids[:, tokens - 8 : tokens], cache=cache).logits)
+            last = cache.layers[0].reader.choice.numbers
+        if tokens == 1000:
+            assert torch.equal(*logits)
+        else:
+            assert 181 in last[0].tolist() and cache.lost_tokens
+
+
+def test_a_cache_that_has_lost_blocks_is_copied_saved_and_not_cropped_into_them(tmp_path: Path) -> None:
+    model, ids = tiny("llama", positions=4096), _ids(3000)
+    cache = _quota(ids[:, :2990], QUOTA)
+    assert not cache.crops
+    save_session(tmp_path / "s", Session(cache, ids[:, :2990].tolist()))
+    found = [cache.fork(), load_session(tmp_path / "s", model).cache, cache]
+    with torch.no_grad():
+        steps = [[model(ids[:, at : at + 1], cache=one).logits for at in range(2990, 3000)] for one in found]
+    logits = [torch.cat(own, 1) for own in steps]
+    assert all(torch.allclose(one, logits[2], atol=1e-5) for one in logits)
+    assert len({one.lost_tokens for one in found}) == 1
+    with pytest.raises(UsageError, match="has lost the entries before these tokens"):
+        cache.crop(-2500)
+    cache.crop(-20)
+    assert cache.get_seq_length() == 2980
+
+
+def test_a_capacity_that_is_too_small_is_refused() -> None:
+    model = tiny("llama", positions=4096)
+    with pytest.raises(UsageError, match="1,343 entries is too small .* first 64 tokens; give at least 1,344"):
+        KeepCache(model, SPEC, 24, chunk=16, capacity=QUOTA - 1)
+    with pytest.raises(UsageError, match="give at least 5,376"):
+        KeepCache(model, "endless", 24, chunk=16, capacity=4096)

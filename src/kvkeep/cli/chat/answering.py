@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.cli.chat import context_limit
 from kvkeep.cli.chat.state import Attachment, Chat
-from kvkeep.cli.chat.status import passed, remark, status
+from kvkeep.cli.chat.status import Passed, limits_passed, remark, status
 from kvkeep.cli.chat.streaming import STOPPED, stream_answer
 from kvkeep.cli.generate import as_json
 from kvkeep.decode.generate import Generation
@@ -84,7 +84,7 @@ def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
 def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: str) -> bool:
     """Show the answer to a prompt of ``tokens``, save it, and show the state of the cache. Return False if the user
     stopped it before its first token."""
-    before = chat.talk.cache.get_seq_length()
+    before = Passed.of(chat.talk.cache)
     result = stream_answer(chat, tokens, generate)
     if result is None:
         chat.fail(line, STOPPED)
@@ -92,7 +92,7 @@ def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: 
     chat.turns.append({"question": line, **as_json(result)})
     save(chat)
     cache = chat.talk.cache
-    for text in (status(cache, result), passed(cache, before), remark(result, chat.talk.positions)):
+    for text in (status(cache, result), *limits_passed(cache, before), remark(result, chat.talk.positions)):
         if text is not None:
             chat.screen.note(text)
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,16 +61,36 @@ def _exact(cache: KeepCache) -> str:
     return "" if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens: "
 
 
-def passed(cache: Any, before: int) -> str | None:
-    """Return a sentence if the cache, which had read ``before`` tokens, has read more than it can attend to exactly;
-    else None."""
-    exact = cache.exact_tokens if isinstance(cache, KeepCache) else None
-    if exact is None or not before <= exact < cache.get_seq_length():
-        return None
-    return (
-        f"From here on answers are not exact: a step attends to the newest tokens and to recalled parts of the older "
-        f"ones, because the conversation has more than {exact:,} tokens."
-    )
+class Passed(NamedTuple):
+    """What a cache has come to."""
+
+    tokens: int
+    lost: int
+    """Tokens whose entries were discarded from a full checkpoint."""
+
+    @classmethod
+    def of(cls, cache: Any) -> Passed:
+        """Return it for any cache."""
+        return cls(cache.get_seq_length(), cache.lost_tokens if isinstance(cache, KeepCache) else 0)
+
+
+def limits_passed(cache: Any, before: Passed) -> list[str]:
+    """Return a sentence for each limit that the cache has passed since ``before``: the tokens that it attends to
+    exactly, and the capacity of its checkpoint."""
+    if not isinstance(cache, KeepCache):
+        return []
+    now, exact, sentences = Passed.of(cache), cache.exact_tokens, []
+    if exact is not None and before.tokens <= exact < now.tokens:
+        sentences.append(
+            "From here on answers are not exact: a step attends to the newest tokens and to recalled parts of the "
+            f"older ones, because the conversation has more than {exact:,} tokens."
+        )
+    if now.lost and not before.lost:
+        sentences.append(
+            f"The checkpoint is full ({cache.request.capacity:,} tokens, --capacity): from here on its oldest entries "
+            "are dropped, and no longer recalled."
+        )
+    return sentences
 
 
 def _source(spec: CheckpointSpec, count: int) -> str:

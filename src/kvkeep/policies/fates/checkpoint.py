@@ -56,7 +56,7 @@ class InOrder(EvictedStore):
 
     def states(self, lanes: int, length: int) -> Tensor:
         codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
-        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
+        codes[:, self.checkpoint.beginning(self.layer) : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
     @property

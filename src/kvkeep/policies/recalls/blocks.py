@@ -11,6 +11,7 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS
 from kvkeep.models.binding import bind
 from kvkeep.stores.readers.block_choice import BlockChoice
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, copied_bytes
@@ -37,6 +38,7 @@ class PromisingBlocks(Recall):
     backed: ClassVar[bool] = False
     endless: ClassVar[bool] = True
     records: ClassVar[bool] = True
+    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.size not in SIZES or self.count < 1 or self.exact < 0:
@@ -67,6 +69,21 @@ class PromisingBlocks(Recall):
             raise UnsupportedModelError(
                 "The rotary frequencies of this model change with the length of a text, so 'endless' cannot place "
                 "blocks at other positions; use kv-direct."
+            )
+
+    def check_capacity(self, geometry: ModelGeometry, capacity: int | None, newest: int) -> None:
+        exact = self.exact_tokens(geometry)
+        if capacity is None:
+            return
+        if exact is None:
+            raise UsageError(
+                "This model has no maximum number of positions; with a capacity, give endless+blocks:exact=N."
+            )
+        least = max(exact, newest) + MAX_PAGE_ROWS + BLOCK
+        if capacity < least:
+            raise UsageError(
+                f"A capacity of {capacity:,} entries is too small for 'endless', which attends to all of the first "
+                f"{exact:,} tokens; give at least {least:,}, or fewer exact tokens (endless+blocks:exact=2048)."
             )
 
     def shared(self, ledger: Ledger) -> BlockChoice:

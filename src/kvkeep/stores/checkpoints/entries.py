@@ -11,19 +11,23 @@ from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
+from kvkeep.memory.recent_pages import RecentPages
 from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-def rows_of(home: Place, spec: CheckpointSpec) -> Rows:
-    """Return an empty store of rows for ``spec``."""
-    return PagedRows(home) if spec.capacity is None else Ring(spec.capacity, home)
+def rows_of(home: Place, spec: CheckpointSpec, blocks: bool = False) -> Rows:
+    """Return an empty store of rows for ``spec``. blocks: as of :class:`EntryCheckpoint`."""
+    if spec.capacity is None:
+        return PagedRows(home)
+    return RecentPages(spec.capacity, home) if blocks else Ring(spec.capacity, home)
 
 
 class EntryCheckpoint(Checkpoint):
-    """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots."""
+    """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots. blocks: whether
+    blocks are read from it (:meth:`blocks`), also where its capacity is limited."""
 
     by_token = False
     copies = True
@@ -31,12 +35,19 @@ class EntryCheckpoint(Checkpoint):
     replays = False
 
     def __init__(
-        self, home: Place, device: torch.device, layers: Sequence[int], spec: CheckpointSpec, meter: Meter, page: int
+        self,
+        home: Place,
+        device: torch.device,
+        layers: Sequence[int],
+        spec: CheckpointSpec,
+        meter: Meter,
+        page: int,
+        blocks: bool = False,
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
-        self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
+        self._rows = {layer: (rows_of(home, spec, blocks), rows_of(home, spec, blocks)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
@@ -115,6 +126,10 @@ class EntryCheckpoint(Checkpoint):
     def first(self, layer: int) -> int:
         return self._rows[layer][0].first
 
+    def beginning(self, layer: int) -> int:
+        rows = self._rows[layer][0]
+        return rows.beginning.length if isinstance(rows, RecentPages) else 0
+
     def length(self, layer: int) -> int:
         return self._rows[layer][0].length
 
@@ -131,3 +146,6 @@ class EntryCheckpoint(Checkpoint):
         for layer, (keys, values) in self._rows.items():
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
+            if isinstance(keys, RecentPages) and isinstance(values, RecentPages):
+                yield f"first_keys.{layer}", keys.beginning
+                yield f"first_values.{layer}", values.beginning

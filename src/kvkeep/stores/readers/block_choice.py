@@ -41,9 +41,10 @@ class BlockChoice:
         """Whether a pass of one token keeps the choice."""
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
-    def choose(self, blocks: int, new: int) -> None:
+    def choose(self, blocks: int, new: int, lost: int = 0) -> None:
         """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
-        Several tokens are a text or a question. One is a part of an answer, in which the question still counts."""
+        Several tokens are a text or a question. One is a part of an answer, in which the question still counts. lost:
+        the first of these blocks that the checkpoint still has, besides block 0."""
         if new > 1 or not self.holds:
             self.blocks, self._at = blocks, self.ledger.length
             if new > 1:
@@ -53,12 +54,15 @@ class BlockChoice:
         written = max(self._question[1], self._at - WRITTEN), self._at
         query = torch.cat([self._ids(*self._question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (self._question, written)])
-        if self.blocks <= self.count:
-            self.numbers = torch.arange(self.blocks, device=query.device).expand(len(query), -1)
-            return
-        past = self._ids(0, self.blocks * self.size)
-        scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
-        self.numbers = best_blocks(torch.stack(scores), self.count)
+        gap = max(lost - 1, 0)  # blocks 1 to lost - 1 are gone
+        if self.blocks - gap <= self.count:
+            numbers = torch.arange(self.blocks - gap, device=query.device).expand(len(query), -1)
+        else:
+            spans = (0, self.size), ((1 + gap) * self.size, self.blocks * self.size)
+            past = torch.cat([self._ids(*span) for span in spans], 1)
+            scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
+            numbers = best_blocks(torch.stack(scores), self.count)
+        self.numbers = numbers + gap * (numbers > 0)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen, or asked, after ``length`` tokens."""

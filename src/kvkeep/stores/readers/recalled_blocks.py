@@ -67,7 +67,8 @@ class RecalledBlocks(ReadEvicted):
             layer.settle()
         taken = layer.evicted.taken or 0
         if self.first:  # all layers have taken as many
-            self.choice.choose(taken // self.choice.size, step.new)
+            lost = self.checkpoint.first(self.index) // self.choice.size
+            self.choice.choose(taken // self.choice.size, step.new, lost)
         if self._copied is not self.choice.numbers:
             self._copy(layer)
         near = [] if self._copies is None else [self._copies.segment()]

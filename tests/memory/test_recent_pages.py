@@ -1,0 +1,60 @@
+"""Pages of the newest rows within a capacity, beside a plain tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.memory.places import Device, Disk
+from kvkeep.memory.recent_pages import RecentPages
+from kvkeep.memory.rows import concatenated
+
+CAPACITY, SMALLEST, LARGEST = 40, 4, 12
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, LARGEST)),
+        st.tuples(st.just("truncate"), st.integers(0, 9)),
+        st.tuples(st.just("select"), st.sampled_from([[0], [1, 0], [1, 1, 0]])),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS)
+def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
+    place: str, operations: list[tuple[str, int | list[int]]]
+) -> None:
+    home = Device(torch.device("cpu")) if place == "device" else Disk("/tmp")
+    rows, twin = RecentPages(CAPACITY, home, SMALLEST, LARGEST), torch.zeros(2, 0, 3)
+    for number, (kind, value) in enumerate(operations):
+        if isinstance(value, list):
+            if max(value) < len(twin) and len(twin[0]):
+                rows.select(torch.tensor(value))
+                twin = twin[value]
+        elif kind == "append":
+            new = torch.arange(len(twin) * value * 3.0).view(len(twin), value, 3) + 1000 * number
+            rows.append(new)
+            twin = torch.cat([twin, new], 1)
+        elif rows.first <= len(twin[0]) - value:
+            rows.truncate(len(twin[0]) - value)
+            twin = twin[:, : len(twin[0]) - value]
+        length = twin.shape[1]
+        assert rows.length == length and rows.first % SMALLEST == 0
+        assert rows.nbytes + rows.beginning.nbytes <= CAPACITY * len(twin) * 12, (
+            "never more than the capacity is allocated"
+        )
+        assert rows.first <= max(0, length - (CAPACITY - 2 * LARGEST - SMALLEST)), (
+            "no page is freed before it has to be"
+        )
+        if rows.first < length:
+            assert torch.equal(concatenated(rows, rows.first, length), twin[:, rows.first :])
+        assert bool(rows.beginning.length) == bool(rows.first)
+        held = [*range(bool(rows.first)), *range(rows.first // SMALLEST, length // SMALLEST)]
+        if held:
+            numbers = torch.tensor(held).expand(len(twin), -1)
+            wanted = torch.stack([twin[:, SMALLEST * at : SMALLEST * (at + 1)] for at in held], 1)
+            assert torch.equal(rows.blocks(numbers, SMALLEST), wanted)
