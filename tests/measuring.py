@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -38,7 +39,7 @@ def tool(name: str) -> Any:
     """A script of tools/, as a module."""
     spec = spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any
 
 import pytest
 import torch
 from kvkeep_lab.prompts import TEXT
+from measuring import tool
 
 from kvkeep import KeepCache, generate, load
 from kvkeep.stock import new_cache
@@ -81,3 +83,13 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
             best = logits[0].float().topk(2).values
             assert float(best[0] - best[1]) <= 0.25, f"token {step} differs without a tie: margin {best[0] - best[1]}"
             break
+
+
+def test_a_chat_beyond_the_exact_tokens_answers_from_its_first_turn(smollm2: Any) -> None:
+    """Two and a half times as long as what is attended exactly, within 512 resident entries."""
+    book = resources.files("kvkeep.cli").joinpath("demo.txt").read_text("utf-8") + TEXT
+    cache = KeepCache(smollm2.model, "endless+blocks:exact=2048", 512)
+    found = tool("endless_chat").chat(smollm2.model, smollm2.tokenizer, cache, book, 5000)
+    assert found.turns[-1].tokens > 5000 and cache.exactness == "reversible"
+    assert found.found[:2] == [True, True], found.answers
+    assert cache.memory().resident_bytes <= 512 * cache.geometry.kv_bytes_per_token
