@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -85,11 +84,16 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
             break
 
 
-def test_a_chat_beyond_the_exact_tokens_answers_from_its_first_turn(smollm2: Any) -> None:
-    """Two and a half times as long as what is attended exactly, within 512 resident entries."""
-    book = resources.files("kvkeep.cli").joinpath("demo.txt").read_text("utf-8") + TEXT
-    cache = KeepCache(smollm2.model, "endless+blocks:exact=2048", 512)
-    found = tool("endless_chat").chat(smollm2.model, smollm2.tokenizer, cache, book, 5000)
-    assert found.turns[-1].tokens > 5000 and cache.exactness == "reversible"
-    assert found.found[:2] == [True, True], found.answers
+def test_a_chat_beyond_the_exact_tokens_answers_from_its_second_turn(smollm2: Any) -> None:
+    """Beyond 1,024 tokens with 512 resident entries; the fact is not in the first block, so its words must be found."""
+    endless_chat, text = tool("endless_chat"), TEXT + TEXT.replace("library", "museum").replace("book", "picture")
+    fact = endless_chat.Fact(
+        "The special magic number for Oslo is 48213.", "What is the special magic number for Oslo?", "48213"
+    )
+    cache = KeepCache(smollm2.model, "endless+blocks:count=8,exact=1024", 512)
+    found = endless_chat.chat(smollm2.model, smollm2.tokenizer, cache, text, 2600, fact, after=1)
+    asked = found.turns[-1]
+    assert asked.tokens > 2600 and cache.exactness == "reversible" and 128 < found.place < 1024
+    assert any(low <= found.place + 20 < high for low, high in asked.attended) and len(asked.attended) == 9
+    assert found.found, found.answer
     assert cache.memory().resident_bytes <= 512 * cache.geometry.kv_bytes_per_token

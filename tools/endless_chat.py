@@ -3,7 +3,7 @@ docs/endless.md.
 
 Every other turn gives the model a part of a book. 30,000 tokens take SmolLM2 several minutes a method.
 
-python tools/endless_chat.py BOOK.txt [--tokens 30000] [--budget 2048] [--methods NAME,NAME] [--figure FILE.svg]
+python tools/endless_chat.py BOOK.txt [--tokens 30000] [--budget 2048] [-x METHOD ...] [--figure FILE.svg]
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkeep_lab.figures import COLOURS, FilePath, check_figure, dress, panels
 
 from kvkeep import Conversation, KeepCache, load
 from kvkeep.units import size
 
-FACT, QUESTION, ANSWER = (
-    "The secret code of the safe is 48213. Remember it.",
-    "What is the secret code of the safe?",
-    "48213",
-)
+
+class Fact(NamedTuple):
+    """What a turn states."""
+
+    text: str
+    question: str
+    answer: str
+    """The word that the answer to the question must have."""
+
+
+CODE = Fact("The secret code of the safe is 48213. Remember it.", "What is the secret code of the safe?", "48213")
 CHARACTERS = 1600
 """Characters of the book in each turn."""
 NEW = 8
@@ -47,6 +53,7 @@ class Chat:
     """A chat with one method."""
 
     method: str
+    fact: Fact
     turns: list[Turn] = field(default_factory=list)
     place: int = 0
     """The number of tokens before the fact."""
@@ -57,7 +64,7 @@ class Chat:
     @property
     def found(self) -> bool:
         """Whether the answer has the fact."""
-        return ANSWER in self.answer
+        return self.fact.answer in self.answer
 
 
 def parts(book: str) -> Iterator[str]:
@@ -80,19 +87,21 @@ def attended(cache: KeepCache) -> list[tuple[int, int]]:
     return [*blocks, (choice.blocks * choice.size, length)]
 
 
-def chat(model: Any, tokenizer: Any, cache: KeepCache, book: str, tokens: int, after: int = 0) -> Chat:
-    """Return a chat that states the fact after ``after`` turns, speaks of ``book`` until it has ``tokens`` tokens, and
+def chat(
+    model: Any, tokenizer: Any, cache: KeepCache, book: str, tokens: int, fact: Fact = CODE, after: int = 0
+) -> Chat:
+    """Return a chat that states ``fact`` after ``after`` turns, speaks of ``book`` until it has ``tokens`` tokens, and
     asks for the fact."""
-    talk, found, start = Conversation(model, tokenizer, cache), Chat(cache.method.name), time.perf_counter()
+    talk, found, start = Conversation(model, tokenizer, cache), Chat(cache.method.name, fact), time.perf_counter()
     for number, part in enumerate(parts(book)):
         if number == after:
             found.place = talk.used
-            talk.answer(FACT, max_new_tokens=NEW)
+            talk.answer(fact.text, max_new_tokens=NEW)
         if talk.used >= tokens:
             break
         talk.answer(f"Here is a part of a novel: {part}\nWhat is it about?", max_new_tokens=NEW)
         found.turns.append(Turn(talk.used, attended(cache)))
-    found.answer = talk.answer(QUESTION, max_new_tokens=2 * NEW).text
+    found.answer = talk.answer(fact.question, max_new_tokens=2 * NEW).text
     found.turns.append(Turn(talk.used, attended(cache)))
     found.seconds = time.perf_counter() - start
     return found
@@ -108,13 +117,13 @@ def draw(found: Chat, exact: int, path: FilePath) -> None:
             colour, width = (COLOURS[1], 2.5) if last else (COLOURS[0], 1.2)
             axes.vlines([turn.tokens] * len(spans), *zip(*spans, strict=True), color=colour, linewidth=width)
         axes.plot([], [], color=COLOURS[0], label="attended when a part of the book was discussed")
-        axes.plot([], [], color=COLOURS[1], label=f"attended when '{QUESTION}' was answered")
+        axes.plot([], [], color=COLOURS[1], label=f"attended when '{found.fact.question}' was answered")
         axes.axvline(exact, color="0.5", linewidth=0.8, linestyle="--")
         axes.text(exact, found.turns[-1].tokens, " from here on not exact", va="top", fontsize=8, color="0.4")
+        where, arrow = (found.turns[-1].tokens, found.place), {"arrowstyle": "->", "color": COLOURS[1]}
         axes.annotate(
-            f"'{FACT}'", (found.turns[-1].tokens, found.place), (0.4, 0.3), textcoords="axes fraction", fontsize=8,
-            arrowprops={"arrowstyle": "->", "color": COLOURS[1]},
-        )  # fmt: skip
+            f"'{found.fact.text}'", where, (0.4, 0.3), textcoords="axes fraction", fontsize=8, arrowprops=arrow
+        )
         axes.set_ylabel("token of the text")
         dress(axes, "", "tokens of the chat so far", y=0, legend=True)
 
@@ -126,16 +135,15 @@ def main() -> None:
     parser.add_argument("--model", "-m", default="smollm2")
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--budget", "-b", default="2048")
-    parser.add_argument("--methods", default="endless,streaming-llm")
-    parser.add_argument("--after", type=int, default=0, help="turns before the fact")
+    parser.add_argument("--method", "-x", default=["endless", "streaming-llm"], nargs="+")
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     if given.figure is not None:
         check_figure(given.figure)
     loaded, book = load(given.model), given.book.read_text("utf-8")
-    for number, method in enumerate(given.methods.split(",")):
+    for number, method in enumerate(given.method):
         cache = KeepCache(loaded.model, method, given.budget)
-        found, memory = chat(loaded.model, loaded.tokenizer, cache, book, given.tokens, given.after), cache.memory()
+        found, memory = chat(loaded.model, loaded.tokenizer, cache, book, given.tokens), cache.memory()
         stored, result = sum(memory.checkpoint_bytes.values()), "found" if found.found else "not found"
         print(
             f"{method}: {found.turns[-1].tokens:,} tokens, {result}: {found.answer!r}; "

@@ -34,6 +34,15 @@ def test_memory_is_constant_beyond_the_models_positions() -> None:
     assert len({row.memory.bookkeeping_bytes for row in rows[1:]}) == 1
 
 
+def test_endless_streams_a_text_beyond_the_positions_in_the_same_resident_bytes() -> None:
+    model = tiny("llama")
+    rows = list(stretches(model, IDS * 8, KeepCache(model, "endless+blocks:count=3,size=16", 64), 100))
+    assert rows[-1].start == 1100 and len({row.memory.resident_bytes for row in rows[1:]}) == 1
+    unbounded = list(stretches(model, (IDS * 8)[:501], KeepCache(model, "full"), 100))
+    for row, whole in zip(rows, unbounded, strict=False):
+        assert row.perplexity == pytest.approx(whole.perplexity, rel=1e-4)
+
+
 def test_absolute_positions_end_before_a_stretch_beyond_them() -> None:
     rows = stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "h2o", 64), 200)
     assert [next(rows).start, next(rows).start] == [0, 200]
