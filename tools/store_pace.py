@@ -35,6 +35,8 @@ from kvkeep.serve.engine import Engine
 BEGIN, ADDED, WRITTEN = 1024, 8, 64
 """Tokens of the first prompt, of each further message, and of each answer."""
 PLAIN, CONTROL = "no store", "no store again"
+WORDS = range(5, 40_000)
+"""The token ids that prompts consist of."""
 MEMORY = 500 * 10**6
 Seconds = dict[str, dict[str, Any]]
 
@@ -122,7 +124,7 @@ def whole_turn(arms: Mapping[str, Arm], order: list[str], texts: list[list[int]]
 
 
 def measure(loaded: Any, options: dict[str, Any], limit_s: float, together: bool, home: str) -> dict[str, list[Any]]:
-    """Take turns for ``limit_s`` seconds; return the seconds of each by arm."""
+    """Take turns for ``limit_s`` seconds, two at least; return the seconds of each but the first by arm."""
     kinds = {
         PLAIN: (None, False, False),
         CONTROL: (None, False, False),
@@ -132,13 +134,13 @@ def measure(loaded: Any, options: dict[str, Any], limit_s: float, together: bool
     }
     arms = {name: Arm(loaded, options, *kind) for name, kind in kinds.items()}
     draw = random.Random(0)
-    texts = [draw.choices(range(5, 40000), k=BEGIN) for _ in range(4 if together else 1)]
+    texts = [draw.choices(WORDS, k=BEGIN) for _ in range(4 if together else 1)]
     found: dict[str, list[Any]] = {name: [] for name in arms}
     end = time.perf_counter() + limit_s
     for number in itertools.count():
-        if time.perf_counter() > end:
+        if number > 1 and time.perf_counter() > end:
             break
-        texts = [[*text, *draw.choices(range(5, 40000), k=ADDED)] for text in texts]
+        texts = [[*text, *draw.choices(WORDS, k=ADDED)] for text in texts]
         order = [*arms]
         draw.shuffle(order)
         seconds = whole_turn(arms, order, texts) if together else turn(arms, order, texts, draw)
