@@ -85,15 +85,16 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
 
 
 def test_a_chat_beyond_the_exact_tokens_answers_from_its_second_turn(smollm2: Any) -> None:
-    """Beyond 1,024 tokens with 512 resident entries; the fact is not in the first block, so its words must be found."""
-    endless_chat, text = tool("endless_chat"), TEXT + TEXT.replace("library", "museum").replace("book", "picture")
+    """Beyond 1,024 tokens with 512 resident entries; the fact is neither in the first block nor among the newest."""
+    endless_chat = tool("endless_chat")
+    text = f"{TEXT} {TEXT.replace('library', 'museum').replace('book', 'picture')}"
     fact = endless_chat.Fact(
         "The special magic number for Oslo is 48213.", "What is the special magic number for Oslo?", "48213"
     )
-    cache = KeepCache(smollm2.model, "endless+blocks:count=8,exact=1024", 512)
+    cache = KeepCache(smollm2.model, "endless+blocks:exact=1024", 512)
     found = endless_chat.chat(smollm2.model, smollm2.tokenizer, cache, text, 2600, fact, after=1)
-    asked = found.turns[-1]
-    assert asked.tokens > 2600 and cache.exactness == "reversible" and 128 < found.place < 1024
-    assert any(low <= found.place + 20 < high for low, high in asked.attended) and len(asked.attended) == 9
+    last = found.turns[-1]
+    assert last.tokens > 2600 and cache.exactness == "reversible" and 128 < found.place < 1024
+    assert any(low <= found.place + 20 < high for low, high in last.attended)
     assert found.found, found.answer
     assert cache.memory().resident_bytes <= 512 * cache.geometry.kv_bytes_per_token
