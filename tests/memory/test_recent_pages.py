@@ -30,6 +30,7 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
 ) -> None:
     home = Device(torch.device("cpu")) if place == "device" else Disk("/tmp")
     rows, twin = RecentPages(CAPACITY, home, SMALLEST, LARGEST), torch.zeros(2, 0, 3)
+    longest = 0
     for number, (kind, value) in enumerate(operations):
         if isinstance(value, list):
             if max(value) < len(twin) and len(twin[0]):
@@ -39,7 +40,7 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
             new = torch.arange(len(twin) * value * 3.0).view(len(twin), value, 3) + 1000 * number
             rows.append(new)
             twin = torch.cat([twin, new], 1)
-        elif rows.first <= len(twin[0]) - value:
+        elif rows.first < len(twin[0]) - value:
             rows.truncate(len(twin[0]) - value)
             twin = twin[:, : len(twin[0]) - value]
         length = twin.shape[1]
@@ -47,7 +48,8 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
         assert rows.nbytes + rows.beginning.nbytes <= CAPACITY * len(twin) * 12, (
             "never more than the capacity is allocated"
         )
-        assert rows.first <= max(0, length - (CAPACITY - 2 * LARGEST - SMALLEST)), (
+        longest = max(longest, length)
+        assert rows.first <= max(0, longest - (CAPACITY - 2 * LARGEST - SMALLEST)), (
             "no page is freed before it has to be"
         )
         if rows.first < length:
