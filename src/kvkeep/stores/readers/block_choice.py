@@ -135,11 +135,11 @@ def word_scores(ids: Tensor, query: Tensor, weight: Tensor, size: int) -> Tensor
     return scores + _bm25(places[known] // size, found[known], spelled, weight[1:], len(wanted), blocks)
 
 
-def _bm25(block: Tensor, term: Tensor, sought: Tensor, weight: Tensor, terms: int, blocks: int) -> Tensor:
-    """Return the scores of all blocks, (blocks,). block, term: (places,), where terms of the question occur. sought,
+def _bm25(block: Tensor, term: Tensor, query: Tensor, weight: Tensor, terms: int, blocks: int) -> Tensor:
+    """Return the scores of all blocks, (blocks,). block, term: (places,), where terms of the question occur. query,
     weight: (n,), the terms of the question, and the weight of each; a term that is asked twice has the greater one."""
     counts = torch.bincount(block * terms + term, minlength=blocks * terms).view(blocks, terms).float()
     holders = (counts > 0).sum(0)
     rarity = torch.log1p((blocks - holders + 0.5) / (holders + 0.5))
-    weight = weight.new_zeros(terms).scatter_reduce(0, sought, weight, "amax")
+    weight = weight.new_zeros(terms).scatter_reduce(0, query, weight, "amax")
     return (counts * (K1 + 1) / (counts + K1)) @ (weight * rarity)
