@@ -338,20 +338,20 @@ Pair = tuple[str, str]  # the name of a case, and a family
 # What takes the past of every cache whose promise is exact, what only of one that keeps the ids, and which do.
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
-    *("keydiff+kv", "adakv+kv", "adakv+verified, kv", "endless"),
+    *("keydiff+kv", "adakv+kv", "adakv+verified, kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
     "expected-attention+kv",
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
-    *("snapkv+sketch+verified", "lowrank+verified", "kvzip+kv", "kvzip+verified, kv"),
+    *("snapkv+sketch+verified", "lowrank+verified", "kvzip+kv", "kvzip+verified, kv", "endless"),
 )
 KEEPS_IDS = (
     *("residual", "residual:3", "tokens", "streaming-llm+residual", "tova+residual", "knorm+residual:3"),
     *("random+tokens", "h2o+verified, residual", "window+verified, residual:3", "tova+verified, tokens"),
     *("quantized:4+verified", "asymkv+verified", "snapkv+sketch+verified", "kvreviver+verified", "lowrank+verified"),
-    "expected-attention+verified, residual",
+    *("expected-attention+verified, residual", "endless"),
 )
 
 
