@@ -81,4 +81,8 @@ def test_keys_behind_the_last_group_have_their_scores() -> None:
     full = CodeBounds(4)
     full.extend(keys(63, 0))
     assert full.nbytes == code_bounds_bytes(6, DIM, 4, 63)
+    place = full.state()["bounds.keys"].data_ptr()
+    for _ in range(40):  # a key moves once, into a group
+        full.extend(keys(1, 0))
+        assert full.length % 32 == 0 or full.state()["bounds.keys"].data_ptr() == place
     assert CodeBounds(2).state() == {} and CodeBounds(2).nbytes == 0

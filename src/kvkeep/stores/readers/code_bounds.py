@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each
-from kvkeep.memory.meter import nbytes
 from kvkeep.memory.rows import Buffer, up
 from kvkeep.stores.evicted.coded import CodedKeys, encode
 from kvkeep.stores.evicted.groups import GROUP
@@ -34,8 +33,9 @@ class CodeBounds:
     def __init__(self, bits: int) -> None:
         self.bits, self.length = bits, 0
         self._parts = [Buffer(BLOCK) for _ in range(4)]  # by group: codes, scales, offsets, lengths of errors
-        self._keys: Tensor | None = None  # those behind the groups, (lanes, n, dim) float32
-        self._lengths: Tensor | None = None  # of their errors, (lanes, n) float16; 0 but for keys that had a code
+        # The keys behind the groups, (lanes, n, dim) float32, and the lengths of their errors, (lanes, n, 1) float16,
+        # which are 0 but for keys that had a code.
+        self._rest = [Buffer(GROUP), Buffer(GROUP)]
 
     @property
     def pages(self) -> int:
@@ -43,20 +43,28 @@ class CodeBounds:
 
     def extend(self, keys: Tensor) -> None:
         """Take the next keys, (lanes, n, dim)."""
-        keys, lengths = keys.float(), keys.new_zeros(keys.shape[:2], dtype=torch.float16)
-        if self._keys is not None and self._lengths is not None:
-            keys, lengths = torch.cat([self._keys, keys], 1), torch.cat([self._lengths, lengths], 1)
-        self.length += keys.shape[1] - (0 if self._keys is None else self._keys.shape[1])
-        coded = keys.shape[1] // GROUP * GROUP
-        if coded:
-            self._encode(keys[:, :coded].unflatten(1, (-1, GROUP)), lengths[:, :coded].unflatten(1, (-1, GROUP)))
-        self._keys, self._lengths = keys[:, coded:].clone(), lengths[:, coded:].clone()
+        new, self.length = (
+            [keys.float(), keys.new_zeros(*keys.shape[:2], 1, dtype=torch.float16)],
+            self.length + keys.shape[1],
+        )
+        waiting = self._rest[0].length
+        if waiting + keys.shape[1] >= GROUP:
+            if waiting:
+                new = [torch.cat([rows.view(), part], 1) for rows, part in zip(self._rest, new, strict=True)]
+            coded = new[0].shape[1] // GROUP * GROUP
+            self._encode(*(part[:, :coded].unflatten(1, (-1, GROUP)) for part in new))
+            new = [part[:, coded:] for part in new]
+            for rows in self._rest:
+                rows.truncate(0)
+        for rows, part in zip(self._rest, new, strict=True):
+            rows.append(part)
 
     def _encode(self, keys: Tensor, lengths: Tensor) -> None:
-        """Encode groups of keys, (lanes, groups, GROUP, dim), whose errors have ``lengths`` already."""
+        """Encode groups of keys, (lanes, groups, GROUP, dim), whose errors have ``lengths`` already, (lanes, groups,
+        GROUP, 1)."""
         codes, scales, offsets = encode(keys.transpose(2, 3), self.bits)
         decoded = CodedKeys(codes, scales, offsets, self.bits).dense(torch.float32).view_as(keys)
-        lengths = ((keys - decoded).norm(dim=-1) + lengths.float()) * UPWARDS
+        lengths = ((keys - decoded).norm(dim=-1) + lengths[..., 0].float()) * UPWARDS
         parts = codes.flatten(2), scales.flatten(2), offsets.flatten(2), lengths.half()
         for rows, part in zip(self._parts, parts, strict=True):
             rows.append(part)
@@ -72,54 +80,53 @@ class CodeBounds:
         """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with each key:
         (lanes, heads, queries, slots) float32."""
         rows = query.flatten(1, 2).float()
-        assert self._keys is not None and self._lengths is not None
-        scores, lengths = rows @ self._keys.transpose(1, 2), self._lengths
+        scores = rows @ self._rest[0].view().transpose(1, 2)
         if self._parts[0].length:
-            keys, of_codes = self._coded()
-            scores, lengths = torch.cat([keys.scores(rows), scores], 2), torch.cat([of_codes, lengths], 1)
-        bound = torch.baddbmm(scores, rows.norm(dim=2, keepdim=True), lengths.float()[:, None])
+            scores = torch.cat([self._coded()[0].scores(rows), scores], 2)
+        bound = torch.baddbmm(scores, rows.norm(dim=2, keepdim=True), self._lengths().float()[:, None])
         return bound.unflatten(1, query.shape[1:3])
+
+    def _lengths(self) -> Tensor:
+        """Return the lengths of all errors, (lanes, slots) float16."""
+        rest = self._rest[1].view()[..., 0]
+        return torch.cat([self._coded()[1], rest], 1) if self._parts[0].length else rest
 
     def slack(self, query: Tensor) -> Tensor:
         """Return how far a score may be below :meth:`upper`, in the same shape."""
-        assert self._lengths is not None
-        lengths = self._lengths if not self._parts[0].length else torch.cat([self._coded()[1], self._lengths], 1)
-        return 2 * query.float().norm(dim=3, keepdim=True) * lengths.float()[:, None, None]
+        return 2 * query.float().norm(dim=3, keepdim=True) * self._lengths().float()[:, None, None]
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. Of a group that is cut, the codes are decoded, and keep the lengths of
         their errors."""
         self.length = min(self.length, length)
-        if self._keys is None or self._lengths is None:
-            return
         groups, rest = divmod(self.length, GROUP)
         if groups < self._parts[0].length:
             keys, lengths = self._coded()
             cut = slice(groups * GROUP, groups * GROUP + rest)
-            self._keys, self._lengths = keys.dense(torch.float32)[:, cut].clone(), lengths[:, cut].clone()
-        else:
-            self._keys, self._lengths = self._keys[:, :rest].clone(), self._lengths[:, :rest].clone()
+            for rows, part in zip(self._rest, (keys.dense(torch.float32), lengths[..., None]), strict=True):
+                rows.truncate(0)
+                rows.append(part[:, cut])
+        for rows in self._rest:
+            rows.truncate(rest)
         for rows in self._parts:
             rows.truncate(groups)
 
     def select(self, lanes: Tensor) -> None:
-        for rows in self._parts:
+        for rows in (*self._parts, *self._rest):
             rows.select(lanes)
-        if self._keys is not None and self._lengths is not None:
-            index = lanes.to(self._keys.device)
-            self._keys, self._lengths = self._keys.index_select(0, index), self._lengths.index_select(0, index)
 
     def state(self) -> dict[str, Tensor]:
-        if self._keys is None or self._lengths is None:
+        if self._rest[0].data is None:
             return {}
-        saved = {"bounds.keys": self._keys, "bounds.lengths": self._lengths}
+        saved = {"bounds.keys": self._rest[0].view(), "bounds.lengths": self._rest[1].view()[..., 0]}
         parts = {f"bounds.{number}": rows.view() for number, rows in enumerate(self._parts) if rows.length}
         return saved | parts
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         if "bounds.keys" in state:
             self.length = length
-            self._keys, self._lengths = state["bounds.keys"], state["bounds.lengths"]
+            self._rest[0].append(state["bounds.keys"])
+            self._rest[1].append(state["bounds.lengths"][..., None])
             for number, rows in enumerate(self._parts):
                 if (part := state.get(f"bounds.{number}")) is not None:
                     rows.append(part)
@@ -128,10 +135,10 @@ class CodeBounds:
         groups, rest = divmod(extent.slots, GROUP)
         if self.length != extent.slots or {rows.length for rows in self._parts} != {groups}:
             raise ShapeError(f"bounds are not of {extent.slots} slots")
-        if self._keys is None or self._lengths is None:
+        if self._rest[0].data is None:
             return
-        fits("bounds", self._keys, (extent.lanes, rest, extent.key_dim), torch.float32)
-        fits("bounds", self._lengths, (extent.lanes, rest), torch.float16)
+        fits("bounds", self._rest[0].view(), (extent.lanes, rest, extent.key_dim), torch.float32)
+        fits("bounds", self._rest[1].view(), (extent.lanes, rest, 1), torch.float16)
         if groups:
             made = CodeBounds(self.bits)
             made.extend(torch.zeros(1, GROUP, extent.key_dim))
@@ -144,11 +151,10 @@ class CodeBounds:
 
     @property
     def nbytes(self) -> int:
-        return nbytes(*(rows.data for rows in self._parts), self._keys, self._lengths)
+        return sum(rows.nbytes for rows in (*self._parts, *self._rest))
 
 
 def code_bounds_bytes(heads: int, dim: int, bits: int, tokens: int) -> int:
     """Return the maximum bytes of the bounds of up to ``tokens`` keys of width ``dim`` in ``heads`` KV heads."""
-    groups, rest = tokens // GROUP, min(tokens, GROUP - 1)
     group = dim * (GROUP * bits // 8 + 4) + 2 * GROUP
-    return heads * (up(groups, BLOCK) * group + rest * (4 * dim + 2))
+    return heads * (up(tokens // GROUP, BLOCK) * group + GROUP * (4 * dim + 2))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import ClassVar, Protocol
 
@@ -184,6 +185,7 @@ class Selective(Backed):
         bounds += counts.log()[:, None, None]
         wanted: Tensor | None = None
 
+        @cache
         def slack() -> Tensor:
             return self.bounds.slack(step.query).mul_(step.scaling)
 
