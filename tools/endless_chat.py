@@ -122,7 +122,7 @@ def draw(found: Chat, exact: int, path: FilePath) -> None:
         axes.text(exact, found.turns[-1].tokens, " from here on not exact", va="top", fontsize=8, color="0.4")
         where, arrow = (found.turns[-1].tokens, found.place), {"arrowstyle": "->", "color": COLOURS[1]}
         axes.annotate(
-            f"'{found.fact.text}'", where, (0.4, 0.3), textcoords="axes fraction", fontsize=8, arrowprops=arrow
+            f"'{found.fact.text}'", where, (0.02, 0.6), textcoords="axes fraction", fontsize=8, arrowprops=arrow
         )
         axes.set_ylabel("token of the text")
         dress(axes, "", "tokens of the chat so far", y=0, legend=True)
