@@ -103,8 +103,13 @@ def test_one_budget_first_and_then_all(run: Run, data: Path, model_folder: Path,
     common = *chosen, "--store", str(tmp_path / "r.jsonl")
     code, _, err = run(*common, "--budget", "60%")
     assert code == 0 and "2 cells measured, 0 had results already" in " ".join(err.split())
-    code, _, err = run(*common, "-b", "60%", "-b", "40%")
+    code, _, err = run(*common)
     assert code == 0 and "2 cells measured, 2 had results already" in " ".join(err.split())
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    experiments = [row["experiment"] for row in map(json.loads, lines) if row["kind"] == "experiment"]
+    assert [one["budgets"] for one in experiments] == [["60%", "40%"]]  # a part of an experiment does not change it
+    code, _, err = run(*common, "-b", "10%")
+    assert code == 2 and "Unknown budget of experiment 'which-method' '10%'" in err
     code, _, err = run("lab", "run", "patching", "-b", "60%")
     assert code == 2 and "'patching' is a study, which has no budgets; leave --budget out" in err
 

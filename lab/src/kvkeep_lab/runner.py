@@ -141,6 +141,7 @@ def run(
     data: Path | None = None,
     *,
     only: Sequence[str] = (),
+    budgets: Sequence[str] = (),
     fresh: bool = False,
     device: str | None = None,
     workers: int | None = None,
@@ -152,7 +153,8 @@ def run(
 
     An experiment with a search (``tune``) runs the search first, in the same store, and then the chosen methods.
 
-    only: measure only these methods of a task. fresh: measure cells again that have results; a report uses the newest.
+    only: measure only these methods of a task. budgets: measure only these budgets, and methods without one. fresh:
+    measure cells again that have results; a report uses the newest.
     workers: number of processes that measure at the same time; None: only this process. ray: address of a Ray cluster,
     ``auto`` or ``local``. The workers then run there; ``workers`` None means one per GPU, or per machine without GPUs.
 
@@ -161,7 +163,15 @@ def run(
     """
     sources = tuple(experiment.sources(data))
     measure = partial(
-        _run, store, fresh=fresh, device=device, workers=workers, ray=ray, progress=progress, notify=notify
+        _run,
+        store,
+        budgets=budgets,
+        fresh=fresh,
+        device=device,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+        notify=notify,
     )
     if not isinstance(experiment, Experiment) or experiment.tune is None:
         return measure(experiment, sources, only)
@@ -186,6 +196,7 @@ def _run(
     sources: tuple[Path, ...],
     only: Sequence[str],
     *,
+    budgets: Sequence[str],
     fresh: bool,
     device: str | None,
     workers: int | None,
@@ -195,6 +206,7 @@ def _run(
 ) -> Tally:
     """Measure the cells with ``sources`` that ``store`` lacks."""
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
+    cells = [cell for cell in cells if not budgets or cell.budget in (None, *budgets)]
     store.refresh()
     if cells:
         store.define(cells[0].setting, experiment.model_dump(mode="json"))

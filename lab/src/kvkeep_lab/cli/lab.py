@@ -96,9 +96,7 @@ def run(
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(
-            "--budget", "-b", help="Budget to use in place of the experiment's; repeat the option for several."
-        ),
+        typer.Option("--budget", "-b", help="Measure only this budget of a task; repeat the option for several."),
     ] = None,
     store: Annotated[
         Path | None, typer.Option("--store", help="File of the results.", show_default=f"{FOLDER}/NAME.jsonl")
@@ -128,14 +126,17 @@ def run(
         chosen = chosen.with_(models=model) if model else chosen
         if budget and not isinstance(chosen, Experiment):
             raise UsageError(f"Experiment '{chosen.name}' is a study, which has no budgets; leave --budget out.")
-        chosen = chosen.with_(budgets=budget) if budget else chosen
+        for name in budget or []:
+            if isinstance(chosen, Experiment) and name not in chosen.budgets:
+                raise unknown(f"budget of experiment '{chosen.name}'", name, chosen.budgets)
         methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
         for name in set(only or []) - set(methods):
             raise unknown(f"method of experiment '{chosen.name}'", name, methods)
         results = ResultFile(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         with _progress() as progress:
             given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
-            tally = measure(chosen, results, data, only=only or [], progress=progress, notify=note, **given)
+            wanted: dict[str, Any] = {"only": only or [], "budgets": budget or []}
+            tally = measure(chosen, results, data, **wanted, progress=progress, notify=note, **given)
     except KeyboardInterrupt:
         raise Stopped("Stopped. The finished cells are saved; run the same command again to continue.") from None
     results.refresh()
