@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class SharedPass:
     """One pass over a text."""
 
     attended: list[Attended]
-    """What attention received, layer by layer."""
+    """What attention received, layer by layer, without its output."""
     logits: Tensor
     """Logits of the token after the text, (vocabulary,) float32."""
     seconds: float
@@ -26,7 +26,7 @@ class SharedPass:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(part.nbytes for one in self.attended for part in (one.query, one.key, one.value, one.output))
+        return sum(part.nbytes for one in self.attended for part in (one.query, one.key, one.value))
 
     @classmethod
     @torch.no_grad()
@@ -34,7 +34,7 @@ class SharedPass:
         """Read ``ids`` (1, tokens) by a ``model`` whose caches can take over a pass (:func:`takes_over`)."""
         start, attended = time.perf_counter(), list[Attended]()
         bind(model)
-        with watching(attended.append):
+        with watching(lambda one: attended.append(replace(one, output=one.output[:, :, :0].clone()))):  # unused
             logits = model(ids, use_cache=False, logits_to_keep=1).logits  # type: ignore[operator]
         return cls(attended, logits[0, -1].float().cpu(), time.perf_counter() - start)
 

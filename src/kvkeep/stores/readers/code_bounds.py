@@ -43,10 +43,8 @@ class CodeBounds:
 
     def extend(self, keys: Tensor) -> None:
         """Take the next keys, (lanes, n, dim)."""
-        new, self.length = (
-            [keys.float(), keys.new_zeros(*keys.shape[:2], 1, dtype=torch.float16)],
-            self.length + keys.shape[1],
-        )
+        new = [keys.float(), keys.new_zeros(*keys.shape[:2], 1, dtype=torch.float16)]
+        self.length += keys.shape[1]
         waiting = self._rest[0].length
         if waiting + keys.shape[1] >= GROUP:
             if waiting:
