@@ -142,9 +142,12 @@ def test_a_share_is_of_the_models_positions_at_most() -> None:
 
 def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:
     stdin = "the " * 600 + "\nthe of\n/reset\n/what\nwas it\n"
-    code, out, err = run("chat", "-m", str(model_folder), "-n", "3", "--json", stdin=stdin)
+    arguments = ("chat", "-m", str(model_folder), "-n", "3", "--json", "--at-end")
+    code, out, err = run(*arguments, "ask", stdin=stdin)
     assert code == 1 and ["error" in turn for turn in json.loads(out)["turns"]] == [True, False, True, False]
     assert "context only 512" in err and "forgotten" in err
+    code, out, err = run(*arguments, "endless", stdin=stdin)  # as by default: it is read beyond the positions
+    assert ["error" in turn for turn in json.loads(out)["turns"]] == [False, False, True, False]
 
 
 def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_folder: Path, text: str) -> None:
