@@ -5,6 +5,7 @@ Greedy decoding of one row is in the contract (``tests/test_contract.py``), for 
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.generation import StopStringCriteria
 import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.engine.lookup import Lookup
+from kvkeep.engine.margins import Margins
 from kvkeep.engine.pace import Pace
 from kvkeep.errors import BudgetError
 from kvkeep.stores.readers.round import RoundStatistics
@@ -206,6 +208,59 @@ def test_pace_follows_acceptance_and_costs() -> None:
         pace.copies.note(0, 24)
         pace.drafts.note(8, 8)
     assert not pace.prefers_copies(24, 8)
+
+
+def test_pace_knows_that_a_draft_that_is_not_sure_ends_a_run() -> None:
+    """Runs may be longer if they end by themselves before a wrong draft, and their cost is that of fewer drafts."""
+
+    def settled(unsure: bool) -> Pace:
+        pace = Pace()
+        for _ in range(40):
+            pace.drafts.note(6, 6 if unsure else 7, unsure)
+            pace.record(7, 7 * 0.05, 0.3)
+        return pace
+
+    ended, wrong = settled(True), settled(False)
+    assert ended.length(32) == 32 > wrong.length(32)
+    assert ended.drafts.tokens(32) == wrong.drafts.tokens(32)
+    assert ended.drafts.drafted(32) < 8 and wrong.drafts.drafted(32) > 29
+
+
+def test_a_run_of_drafts_ends_with_one_whose_margin_the_exact_pass_usually_changes_more() -> None:
+    cache = new_cache(KV, "llama")
+    seen: list[tuple[float, bool]] = []
+    note, learn = Margins.note, Margins.learn
+
+    def noted(margins: Margins, scores: torch.Tensor) -> None:
+        note(margins, scores)
+        best = scores.float().topk(2).values[0]
+        seen.append((float(best[0] - best[1]) - margins.usual, margins.sure_in([True])))
+
+    ends: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Margins, "note", noted)
+        patch.setattr(Margins, "learn", lambda *given: (ends.append(len(seen)), learn(*given)))
+        rounds("llama", cache, prompt(1, CASES[KV].length), prompt_lookup_num_tokens=0)
+    assert seen and all(sure == (margin >= 0) for margin, sure in seen)
+    assert {number + 1 for number, (_, sure) in enumerate(seen) if not sure} <= set(ends)
+
+
+def test_margins_learn_from_drafts_with_right_predecessors() -> None:
+    margins = Margins(logarithmic=False)
+    margins.begin()
+    for best, second in ((3.0, 1.0), (2.0, 1.5)):
+        margins.note(torch.tensor([[0.0, best, second], [0.0, best, second]]))
+    exact = torch.tensor([[[0.0, 3.0, 2.0], [0.0, 1.0, 1.5]], [[0.0, 3.5, 1.0], [0.0, 9.0, 1.0]]])
+    margins.learn(exact, [2, 1])  # changes: 1 and 1 in the first row, 0.5 in the second
+    assert margins.usual == pytest.approx(2.5 / 3)
+    margins.begin()
+    assert margins.sure_in([True, True])
+    margins.note(torch.tensor([[0.0, 1.0, 0.9], [0.0, 2.0, 0.0]]))
+    assert margins.sure_in([True, True]) and margins.sure_in([False, True]) and not margins.sure_in([True, False])
+    ratios = Margins(logarithmic=True)
+    ratios.note(torch.tensor([[4.0, 2.0, 0.0]]))
+    ratios.learn(torch.tensor([[[8.0, 2.0, 0.0]]]), [1])
+    assert ratios.usual == pytest.approx(math.log(2))
 
 
 def test_stop_strings_end_a_run_of_rounds() -> None:

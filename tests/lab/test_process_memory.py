@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
 from kvkeep_lab.timing import TimingCase
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.places import Disk
 from kvkeep.memory.process import current_process_memory
 from kvkeep.models.loading import load
@@ -103,6 +104,31 @@ def test_each_case_is_measured_in_a_separate_process(model_folder: Path, monkeyp
     (table,) = study.tables(found)
     assert len(table.rows) == 2 and "MADV_PAGEOUT" in " ".join(table.notes)
     assert study.plain(study.restored(study.plain(found))) == study.plain(found)
+
+
+def test_a_process_reads_the_beginning_of_a_text(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompts: list[list[int]] = []
+
+    def noted(loaded: Any, sequence: list[int], *rest: Any) -> Any:
+        prompts.append(sequence)
+        return written(loaded, sequence, *rest)
+
+    written = process_memory._written
+    monkeypatch.setattr(process_memory, "_written", noted)
+    loaded, file = load(str(model_folder), device="cpu"), tmp_path / "text.txt"
+    file.write_text("the house of many rooms " * 40)
+    ids = loaded.tokenizer(file.read_text()).input_ids
+    study = Bench(contexts=[80], budget="32", steps=2, process=True, only=["stock"])
+    study.check([file])
+    monkeypatch.setattr(process_memory, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    study.measure(Trial(loaded, sources=[file]))
+    assert prompts[0] == ids[:80]
+    with pytest.raises(UsageError, match="give one of at least 9,000"):
+        Bench(contexts=[9000], process=True).measure(Trial(loaded, sources=[file]))
+    with pytest.raises(UsageError, match="Only --process reads a text"):
+        Bench().check([file])
 
 
 def test_an_interrupt_or_a_fault_keeps_the_finished_processes(

@@ -94,10 +94,14 @@ def _stayed(rows: Sequence[InProcess]) -> str:
 
 
 def measure_each(
-    loaded: Loaded, listed: Sequence[TimingCase], steps: int, progress: Callable[[str, float, float], None]
+    loaded: Loaded,
+    listed: Sequence[TimingCase],
+    steps: int,
+    progress: Callable[[str, float, float], None],
+    text: list[int] | None = None,
 ) -> list[InProcess]:
-    """Measure every case in a new process, which loads the model by its name. An interrupt after the first case raises
-    :class:`Interruption` with the rows."""
+    """Measure every case in a new process, which loads the model by its name. text: ids whose beginning is the prompt;
+    None: random ids. An interrupt after the first case raises :class:`Interruption` with the rows."""
     about = loaded.name, weights_of(loaded), str(loaded.model.device), torch.get_num_threads()
     rows: list[InProcess] = []
     try:
@@ -105,7 +109,7 @@ def measure_each(
             progress(f"{case.label} at {case.length}", done, len(listed))
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 try:
-                    rows.append(pool.submit(measure, *about, case, steps).result())
+                    rows.append(pool.submit(measure, *about, case, steps, text).result())
                 except BrokenProcessPool:
                     rows.append(
                         InProcess(
@@ -122,11 +126,15 @@ def measure_each(
     return rows
 
 
-def measure(name: str, weights: str, device: str, threads: int, case: TimingCase, steps: int) -> InProcess:
+def measure(
+    name: str, weights: str, device: str, threads: int, case: TimingCase, steps: int, text: list[int] | None = None
+) -> InProcess:
     """Measure one case in this process, which must be new."""
     torch.set_num_threads(threads)
     loaded = load(name, weights=weights, device=device)
     ids = random_ids(loaded.model, case.length)
+    if text is not None:
+        ids = ids.new_tensor([text[: case.length]])
     with torch.inference_mode():
         loaded.model(ids[:, :WARM_UP], use_cache=False, logits_to_keep=1)
     before = current_process_memory()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.lookup import Lookup
+from kvkeep.engine.margins import Margins
 from kvkeep.engine.pace import Pace
 from kvkeep.engine.sampling import Sampler
 from kvkeep.stores.readers.round import RoundStatistics
@@ -79,7 +80,7 @@ class Rounds:
         self.lengths = [self.prompt] * self.rows
         self.finished = [False] * self.rows
         self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
-        self.pace, self.done = Pace(), RoundStatistics()
+        self.pace, self.done, self.margins = Pace(), RoundStatistics(), Margins(sampler.sampled)
         self.cache_round, cache.round.statistics = cache.round, self.done
         self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by index of the new token
         self.mask: Tensor | None = None  # (rows, slots); None without padding
@@ -92,7 +93,7 @@ class Rounds:
         self.mask = mask if padded else None
         counts = mask.sum(1) if padded and mask is not None else torch.full((self.rows,), self.cache.get_seq_length())
         self.positions = counts.to(device)
-        self._take(self._choose(logits[:, None], 0), [1] * self.rows, logits[:, None])
+        self._take(self._scores(logits[:, None], 0).argmax(-1), [1] * self.rows, logits[:, None])
 
     # -- a round ------------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class Rounds:
         """Draft a run, verify it, and keep the accepted tokens."""
         begin = time.perf_counter()
         self.cache_round.draft()
+        self.margins.begin()
         copied = self._copied_drafts()
         longest = self._max_drafts()
         wanted = self.pace.length(longest) if longest else 0
@@ -118,9 +120,11 @@ class Rounds:
         self.cache_round.verify()
         last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
         logits = yield self._input(torch.cat([last, drafts], 1), 0)
-        chosen = self._choose(logits, drafts.shape[1])
+        scores = self._scores(logits, drafts.shape[1])
+        chosen = scores.argmax(-1)
         right = (drafts == chosen[:, : drafts.shape[1]]).long().cumprod(1).sum(1).tolist()  # leading drafts that agree
         counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
+        self.margins.learn(scores, counts)
         if any(self.cache.is_sliding):  # sliding windows count slots, so rows advance together
             counts = [min(count for count in counts if count)] * self.rows
         active = [not done for done in self.finished]
@@ -143,15 +147,20 @@ class Rounds:
         return max(0, longest)
 
     def _draft(self, count: int) -> Generator[RoundInput, Tensor, Tensor]:
-        """Draft ``count`` tokens for each row from the resident entries."""
+        """Draft at most ``count`` tokens for each row from the resident entries, until every row has one that is not
+        sure."""
         rows = torch.arange(self.rows)
         last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
         drafts = last[:, :0]
         for number in range(count):
             logits = yield self._input(last, number)
-            last = self._choose(logits, 0, ahead=number)
+            scores = self._scores(logits, 0, ahead=number)
+            last = scores.argmax(-1)
             drafts = torch.cat([drafts, last], 1)
             self._note_drafts(drafts)
+            self.margins.note(scores[:, 0])
+            if not self.margins.sure_in([not done for done in self.finished]):
+                break
         return drafts
 
     def _copied_drafts(self) -> Tensor | None:
@@ -223,7 +232,8 @@ class Rounds:
         mean = sum(n for n, live in zip(right, active, strict=True) if live) // sum(active)
         self.pace.record(0 if copies else count, drafting_s, verifying_s)
         if not copies:
-            self.pace.drafts.note(mean, count)
+            ended = bool(count) and not self.margins.sure_in(active)
+            self.pace.drafts.note(min(mean, count - ended), count - ended, ended)
         if copied is not None:
             hits = [
                 _agreeing(copied[row].tolist(), self.tokens[row, length - kept[row] : length].tolist())
@@ -241,23 +251,24 @@ class Rounds:
 
     # -- choosing tokens ----------------------------------------------------------------------------
 
-    def _choose(self, logits: Tensor, drafts: int, ahead: int = 0) -> Tensor:
-        """Return the next token at each of the last ``drafts`` + 1 positions, (rows, positions).
+    def _scores(self, logits: Tensor, drafts: int, ahead: int = 0) -> Tensor:
+        """Return the scores (rows, positions, vocabulary) whose largest is the next token, at each of the last
+        ``drafts`` + 1 positions.
 
         logits: (rows, positions, vocabulary). ahead: the number of drafts before the first position.
         """
         if not self.sampler.processors and not self.sampler.sampled:
-            return logits.argmax(-1)
+            return logits
         columns = []
         for number in range(drafts + 1):
-            scores = self._scores(logits[:, number], ahead + number)
+            scores = self._processed(logits[:, number], ahead + number)
             if self.sampler.sampled:
                 probabilities = scores.softmax(-1)
                 scores = probabilities / self._noise(probabilities, ahead + number)
-            columns.append(scores.argmax(-1, keepdim=True))
-        return torch.cat(columns, 1)
+            columns.append(scores)
+        return torch.stack(columns, 1)
 
-    def _scores(self, logits: Tensor, ahead: int) -> Tensor:
+    def _processed(self, logits: Tensor, ahead: int) -> Tensor:
         """Return the processed logits, (rows, vocabulary)."""
         scores = logits.new_empty(logits.shape, dtype=torch.float32)
         for length in set(self.lengths):  # processors may depend on the whole batch

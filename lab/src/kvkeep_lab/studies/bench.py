@@ -23,7 +23,7 @@ from kvkeep_lab.partial import Interruption
 from kvkeep_lab.peers.engines import LlamaCpp, engine_of
 from kvkeep_lab.process_memory import InProcess, measure_each, process_table
 from kvkeep_lab.serving import Served, measure_servers, served_table
-from kvkeep_lab.studies.base import BUDGET, BudgetText, Count, Flag, OwnMethod, ServerName, Trial
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Count, Flag, OwnMethod, ServerName, Trial, first_tokens
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
@@ -75,6 +75,8 @@ class Bench(EngineStudy):
         "the weights, keys and values of a step, at the rate of reading 512 MB of memory in the same run."
     )
     found = Benched
+    text = "optional"
+    reads = "With --process: text file whose beginning is the prompt, in place of random ids."
     weights = "auto"
 
     peers: list[ServerName] | None = Field(
@@ -115,6 +117,8 @@ class Bench(EngineStudy):
     memory: str = Field("2GB", description="with --serve: memory for all sessions of kvkeep's server")
 
     def check(self, files: Sequence[Path]) -> None:
+        if files and (self.serve or not self.process):
+            raise UsageError("Only --process reads a text; add --process, or leave --file out.")
         if self.serve:
             if self.process or self.clock != "wall":
                 raise UsageError(
@@ -151,7 +155,8 @@ class Bench(EngineStudy):
         listed = self._wanted(listed)
         if self.process:
             try:
-                return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
+                text = self._text(trial) if trial.sources else None
+                return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress, text))
             except Interruption as stop:
                 raise Interruption(Benched([], processes=stop.found)) from None
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
@@ -163,6 +168,14 @@ class Bench(EngineStudy):
                 return Benched(run(trial.model, listed, progress=trial.progress, **options), *beside)
             except Interruption as stop:
                 raise Interruption(Benched(stop.found, *beside)) from None
+
+    def _text(self, trial: Trial) -> list[int]:
+        """Return the ids of the text's beginning. Raises UsageError if it is too short."""
+        longest = max(self.contexts)
+        ids: list[int] = first_tokens(trial.loaded, trial.sources, longest)[0].tolist()
+        if len(ids) < longest:
+            raise UsageError(f"The text has {len(ids):,} tokens; give one of at least {longest:,}, or less --contexts.")
+        return ids
 
     def _wanted(self, listed: list[TimingCase]) -> list[TimingCase]:
         """Return the cases that ``only`` and ``stock`` select."""
