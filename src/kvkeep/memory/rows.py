@@ -16,7 +16,7 @@ One test compares all of them with a plain tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -225,6 +225,22 @@ class Ring(_OneTensor):
         return _pick(self.data, lane, slot % self.capacity)
 
 
+def pick_each(stores: Sequence[PagedRows], lane: Tensor, slot: Tensor) -> list[Tensor]:
+    """Return the single rows of :meth:`Rows.pick` from each of several stores, whose pages begin at the same slots."""
+    pages, starts = stores[0].pages, stores[0].starts
+    lane, slot = lane.to(pages[0].device), slot.to(pages[0].device)
+    if len(pages) == 1:
+        return [_pick(rows.pages[0], lane, slot - starts[0]) for rows in stores]
+    picked = [rows.pages[0].new_empty(len(slot), rows.pages[0].shape[-1]) for rows in stores]
+    number_of = torch.bucketize(slot, torch.tensor(starts[1:], device=slot.device), right=True)
+    for number, start in enumerate(starts):
+        here = (number_of == number).nonzero().squeeze(1)
+        place = lane.index_select(0, here) * pages[number].shape[-2] + slot.index_select(0, here) - start
+        for rows, into in zip(stores, picked, strict=True):
+            into.index_copy_(0, here, rows.pages[number].flatten(0, -2).index_select(0, place))
+    return picked
+
+
 class PagedRows:
     """All rows, in pages that are allocated once and never moved. A page holds the appended rows, or an eighth of the
     rows allocated before, between ``smallest`` and ``largest``. So little memory is unused, and reads are long."""
@@ -317,14 +333,7 @@ class PagedRows:
                 yield low, page[..., low - origin : high - origin, :]
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        lane, slot = lane.to(self.pages[0].device), slot.to(self.pages[0].device)
-        if len(self.pages) == 1:
-            return _pick(self.pages[0], lane, slot)
-        picked = self.pages[0].new_empty(len(slot), self.pages[0].shape[-1])
-        for origin, page in zip(self.starts, self.pages, strict=True):
-            here = ((slot >= origin) & (slot < origin + page.shape[-2])).nonzero().squeeze(1)
-            picked.index_copy_(0, here, _pick(page, lane[here], slot[here] - origin))
-        return picked
+        return pick_each([self], lane, slot)[0]
 
     def blocks(self, numbers: Tensor, size: int) -> Tensor:
         """Return copies of blocks of ``size`` rows, (lanes, n, ``size``, width). ``numbers`` (lanes, n): the block of

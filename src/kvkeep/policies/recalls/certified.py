@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,10 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.recalls.selective import SelectiveRecall
 from kvkeep.stores.readers.code_bounds import CodeBounds, code_bounds_bytes
+
+
+BINS = 128
+"""Bins of entries by the logarithm of what each of them can have."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,6 @@ class Certified(SelectiveRecall):
     label: ClassVar[str] = "entries, until little is left out for certain"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
 
-    repeats: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise UsageError(
@@ -44,19 +46,17 @@ class Certified(SelectiveRecall):
     def bounds(self) -> CodeBounds:
         return CodeBounds(self.bits)
 
-    def choose(self, excess: Tensor, slack: Callable[[], Tensor]) -> Tensor:
-        """Choose entries in falling order until the others can have at most :attr:`share` of the attention of every
-        query. The chosen ones are taken to have what their codes say, midway between the bounds. If they have less, the
-        others are chosen from again; none is chosen where the certificate holds."""
-        highest = excess.amax(3, keepdim=True).clamp(min=0)
-        upper = excess - highest
-        order = upper.amax((1, 2)).argsort(dim=1, descending=True)
-        index = order[:, None, None].expand_as(excess)
-        likely = (upper - slack() / 2).exp_().gather(3, index)
-        before = likely.cumsum(3).sub_(likely).add_((-highest).exp())  # what has the attention if this one has none
-        rest = upper.exp_().gather(3, index).flip(3).cumsum(3).flip(3)  # this entry and all after it
-        recalled = (rest > before * (self.share / (1 - self.share))).any(2).any(1)
-        return torch.zeros_like(recalled).scatter_(1, order, recalled)
+    def choose(self, excess: Tensor) -> Tensor:
+        """Choose the entries whose largest bound is above a threshold: the lowest one at which the others can have at
+        most :attr:`share` of the attention of every query, whatever the chosen ones have."""
+        if not self.share:
+            return torch.ones_like(excess[:, 0, 0], dtype=torch.bool)
+        parts = (excess - math.log(self.share / (1 - self.share))).clamp_(max=1.0).exp_()  # 1: all that may be left out
+        ranks = parts.amax((1, 2)).log_().mul_(-BINS / math.log(2 * parts.shape[3])).clamp_(-1, BINS - 1)
+        bins = ranks.add_(1).long()  # 0: an entry that has more by itself
+        sums = parts.new_zeros(*parts.shape[:3], BINS + 1).scatter_add_(3, bins[:, None, None].expand_as(parts), parts)
+        full = sums.flip(3).cumsum(3).flip(3).gt_(1).amax((1, 2))  # of a bin and all behind it
+        return bins < full.sum(1, keepdim=True)
 
     def bound_bytes(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int) -> int:
         return code_bounds_bytes(layer.kv_heads, layer.key_dim, self.bits, tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +22,6 @@ class SelectiveRecall(Recall):
     exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
     reads_single: ClassVar[bool] = True
     fetches: ClassVar[bool] = False
-    repeats: ClassVar[bool] = False
 
     def reader(self, site: Site, shared: Any) -> Reader:
         return Selective(site, self, self.bounds())  # type: ignore[arg-type]
@@ -32,7 +30,7 @@ class SelectiveRecall(Recall):
         """Return the bounds of a layer without entries."""
         return Bounds()
 
-    def choose(self, excess: Tensor, slack: Callable[[], Tensor]) -> Tensor | None:
+    def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 

@@ -12,7 +12,7 @@ from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.recent_pages import RecentPages
-from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated
+from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated, pick_each
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -105,8 +105,12 @@ class EntryCheckpoint(Checkpoint):
             rows.advance()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
-        return keys, values
+        keys, values = self._rows[layer]
+        if isinstance(keys, PagedRows) and isinstance(values, PagedRows):
+            picked = pick_each([keys, values], lane, slot)
+        else:
+            picked = [rows.pick(lane, slot) for rows in (keys, values)]
+        return picked[0].to(self.device), picked[1].to(self.device)
 
     def between(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, dim) of the entries ``start`` to ``stop``: views where they lie in one page

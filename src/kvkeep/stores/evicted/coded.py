@@ -105,7 +105,7 @@ class CodedKeys(Codes):
         query = query.float()
         folded = query[:, None] * self.scale.float().transpose(2, 3)  # (lanes, groups, rows, dim)
         products = multiplied(folded, self.codes, self.bits)
-        products += query[:, None] @ self.offset.float()
+        products += (self.offset[..., 0].float() @ query.transpose(1, 2))[..., None]
         return products.transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -71,11 +71,6 @@ class Bounds:
         bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
 
-    def slack(self, query: Tensor) -> Tensor:
-        """Return how far a score may be below :meth:`upper`, in the same shape."""
-        spread = query.flatten(1, 2).float().abs() @ (self.high.float() - self.low.float()).transpose(1, 2)
-        return spread.unflatten(1, query.shape[1:3])
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. The last page keeps its bounds, which then are wider than necessary."""
         self.length = min(self.length, length)

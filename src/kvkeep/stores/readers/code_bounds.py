@@ -89,10 +89,6 @@ class CodeBounds:
         rest = self._rest[1].view()[..., 0]
         return torch.cat([self._coded()[1], rest], 1) if self._parts[0].length else rest
 
-    def slack(self, query: Tensor) -> Tensor:
-        """Return how far a score may be below :meth:`upper`, in the same shape."""
-        return 2 * query.float().norm(dim=3, keepdim=True) * self._lengths().float()[:, None, None]
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. Of a group that is cut, the codes are decoded, and keep the lengths of
         their errors."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from typing import ClassVar, Protocol
 
@@ -57,9 +56,6 @@ class ScoreBounds(Protocol):
         """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with the keys of
         each page: (lanes, heads, queries, pages) float32."""
 
-    def slack(self, query: Tensor) -> Tensor:
-        """Return how far a score may be below :meth:`upper`, in the same shape."""
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
 
@@ -81,13 +77,10 @@ class PageChoice(Protocol):
 
     fetches: ClassVar[bool]
     """After a step, entries become resident again (:meth:`fetch`)."""
-    repeats: ClassVar[bool]
-    """A step chooses again from the pages that were not chosen, until it chooses none."""
 
-    def choose(self, excess: Tensor, slack: Callable[[], Tensor]) -> Tensor | None:
+    def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
-        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1.
-        slack: returns how far below that the logarithm of what it adds may be."""
+        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
@@ -184,19 +177,11 @@ class Selective(Backed):
         bounds = self.bounds.upper(step.query).mul_(step.scaling)
         bounds += counts.log()[:, None, None]
         wanted: Tensor | None = None
-
-        @cache
-        def slack() -> Tensor:
-            return self.bounds.slack(step.query).mul_(step.scaling)
-
-        while (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None], slack)) is not None:
-            more = (away & taken.repeat_interleave(self.bounds.page, 1))[:, : layer.length]
-            wanted = more if wanted is None else wanted | more
-            if more.any():
-                output, lse = attend(step.query, self._recall(layer, step, more), step.scaling, (output, lse))
+        if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None])) is not None:
+            wanted = (away & taken.repeat_interleave(self.bounds.page, 1))[:, : layer.length]
+            if wanted.any():
+                output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
             bounds.masked_fill_(taken[:, None, None], float("-inf"))
-            if not self.choice.repeats or not more.any():
-                break
         left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
         if step.brings_entries:
@@ -237,7 +222,7 @@ class Selective(Backed):
             yield from self.segments(layer, step, wanted)
             return
         slots = compact(wanted)
-        keys, values = self.picked(slots)
+        keys, values = self.picked(slots.clamp(min=self.first))  # a row with fewer has others, which are masked
         with self.meter.holding(keys, values):
             yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
 
