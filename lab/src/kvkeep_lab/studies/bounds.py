@@ -17,18 +17,24 @@ from statistics import fmean
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.recalls.certified import Certified
-from kvkeep.stores.readers.code_bounds import CodeBounds
+from kvkeep.stores.evicted.groups import GROUP
+from kvkeep.stores.readers.code_bounds import CodeBounds, group_of_codes
 from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Share, TextStudy, Trial, rising
 from kvkeep_lab.tables import Table, fixed, percent
+from kvkeep_lab.timing import TimingCase, run
+
+Width = Annotated[Literal[2, 4, 8], BeforeValidator(int)]
+"""Bits of a code."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,19 @@ class Looseness:
     """Share of the attention above which a page counts."""
     rows: list[BoundsRow]
     recalled: list[RecalledRow]
+    code_bytes: dict[int, float]
+    """By the bits of a code, the bytes of the codes of all keys as a share of the bytes of all entries."""
+    key_products: float
+    """The products of scores as a share of all products of attention."""
+    steps_ms: list[float]
+    """Median milliseconds of a step of kv-direct with :data:`LEAST` and with :attr:`tokens` entries; empty: not
+    measured."""
+
+    @property
+    def attending(self) -> float:
+        """The share of a step of kv-direct that grows with the number of old entries."""
+        few, many = self.steps_ms
+        return max(0.0, 1 - few / many)
 
     @property
     def bits(self) -> list[int]:
@@ -99,7 +118,7 @@ class BoundsStudy(TextStudy):
         "The model reads a passage once. For its last queries, the minimum and the maximum of each channel bound "
         "the score of every page of earlier keys. The study compares this bound with the largest score of the "
         "page, and the attention that the page may have with the attention that it has. Codes of these keys bound "
-        "the score of every entry. The study counts the entries that certified recalls until the others provably "
+        "the score of every entry. The study counts the entries that certified recalls so that the others provably "
         "have at most the share, and those that the true scores call for. Figures are means over full layers, "
         "heads, queries and pages."
     )
@@ -109,9 +128,14 @@ class BoundsStudy(TextStudy):
         2048, ge=LEAST, description="number of tokens to read from the text"
     )
     pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
-    bits: list[Literal[2, 4, 8]] = Field([2, 4, 8], min_length=1, description="bits of a code of a key")
+    bits: list[Width] = Field([2, 4, 8], min_length=1, description="bits of a code of a key")
     queries: int = Field(64, ge=1, description="number of queries, taken from the last tokens")
     share: Share = Field(0.01, description="share of the attention above which a page counts")
+    steps: int = Field(
+        0,
+        ge=0,
+        description="steps of kv-direct to time with few and with all tokens, for the most that certified saves",
+    )
 
     def measure(self, trial: Trial) -> Looseness:
         """Measure every full layer in one pass over the passage. Raises UsageError if a page is longer than the
@@ -132,7 +156,20 @@ class BoundsStudy(TextStudy):
                 recalled.append(RecalledRow(attended.layer, bits, certified(attended, self.queries, bits, self.share)))
 
         watch(trial.model, ids, observe, trial.progress)
-        return Looseness(tokens, self.queries, self.share, rows, recalled)
+        config, itemsize = trial.model.config, next(trial.model.parameters()).dtype.itemsize
+        geometry = ModelGeometry.from_config(config, itemsize)
+        layer = geometry.full_layers[0]
+        entry_bytes = layer.entry_elements * itemsize * GROUP
+        coded = {bits: layer.kv_heads * group_of_codes(layer.key_dim, bits) / entry_bytes for bits in self.bits}
+        key_products = layer.key_dim / (layer.key_dim + layer.value_dim)
+        steps_ms = self._timed(trial, tokens) if self.steps else []
+        return Looseness(tokens, self.queries, self.share, rows, recalled, coded, key_products, steps_ms)
+
+    def _timed(self, trial: Trial, tokens: int) -> list[float]:
+        clock = "processor" if trial.model.device.type == "cpu" else "wall"
+        cases = [TimingCase(f"{count}", count, "kv-direct", {"budget": LEAST}) for count in (LEAST, tokens)]
+        found = run(trial.model, cases, rounds=2, steps=self.steps + 1, clock=clock, progress=trial.progress)
+        return [row.step_ms for row in found if row.step_ms]
 
     def tables(self, found: Looseness) -> list[Table]:
         counts = f"more than {100 * found.share:g} % of the attention"
@@ -152,7 +189,25 @@ class BoundsStudy(TextStudy):
             count = found.entries(bits)
             by = f"codes of {bits} bits" if bits else "oracle"
             entries.rows.append([by, fixed(count, 0), percent(count / past), fixed(count / oracle, 2)])
-        return [table, entries]
+        return [table, entries, *([self._saved(found)] if found.steps_ms else [])]
+
+    def _saved(self, found: Looseness) -> Table:
+        few, many = found.steps_ms
+        table = Table(
+            f"The most that certified can save of a step of kv-direct at {found.tokens:,} tokens",
+            ["chosen by", "bytes of all", "saved", "products of all", "saved"],
+            notes=[
+                f"A step takes {few:.1f} ms with {LEAST} tokens and {many:.1f} ms with {found.tokens:,}: attention to "
+                f"old entries is {percent(found.attending)} of it. Codes of all keys are read and multiplied in "
+                "addition to the entries. Choosing and gathering entries is not counted."
+            ],
+        )
+        for bits in found.bits:
+            share = found.entries(bits) / (found.tokens - found.queries)
+            costs = (share + found.code_bytes[bits], share + found.key_products) if bits else (share, share)
+            cells = (percent(part) for cost in costs for part in (cost, (1 - cost) * found.attending))
+            table.rows.append([f"codes of {bits} bits" if bits else "oracle", *cells])
+        return table
 
     def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
         """Draw the excess of the bounds (thin lines: layers), and the pages that they cannot exclude."""
@@ -192,15 +247,29 @@ def certified(attended: Attended, queries: int, bits: int, share: float) -> floa
     keys, last_queries, scores = scored(attended, queries)
     past = scores.shape[2] - queries
     near = scores[..., past:].logsumexp(-1, keepdim=True)
-    upper, slack = scores[..., :past], torch.zeros_like(scores[..., :past])
+
+    def by_step(part: Tensor) -> Tensor:
+        return part.unflatten(1, (-1, queries)).transpose(1, 2).flatten(0, 1)[:, :, None]
+
     if bits:
         bounds = CodeBounds(bits)
         bounds.extend(keys[:, :past])
         upper, slack = (part(last_queries[:, None])[:, 0] * attended.scaling for part in (bounds.upper, bounds.slack))
-    steps = [
-        part.unflatten(1, (-1, queries)).transpose(1, 2).flatten(0, 1)[:, :, None] for part in (upper - near, slack)
-    ]
-    return float(Certified(share).choose(steps[0], lambda: steps[1]).sum(1).float().mean())
+        recalled = Certified(share).choose(by_step(upper - near), by_step(slack))
+    else:
+        recalled = fewest(by_step(scores[..., :past] - near), share)
+    return float(recalled.sum(1).float().mean())
+
+
+def fewest(excess: Tensor, share: float) -> Tensor:
+    """Return which entries an oracle recalls, (lanes, entries) bool: in falling order of their attention until the
+    others have at most ``share`` of the attention of every query. excess: (lanes, heads, 1, entries), the logarithms of
+    what entries add to the attention of the resident ones, which counts as 1."""
+    total = torch.nn.functional.pad(excess, (0, 1)).logsumexp(3, keepdim=True)  # 1 is exp(0)
+    parts = (excess - total).exp()
+    order = parts.amax((1, 2)).argsort(dim=1)
+    left = parts.gather(3, order[:, None, None].expand_as(parts)).cumsum(3)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(1, order, (left > share).any(2).any(1))
 
 
 def scored(attended: Attended, queries: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Pages(SelectiveRecall):
             )
         return cls(ALL if value == "all" else int(value or cls.count))
 
-    def choose(self, excess: Tensor) -> Tensor:
+    def choose(self, excess: Tensor, slack: Tensor) -> Tensor:
         highest = excess.amax((1, 2))
         best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
         return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)

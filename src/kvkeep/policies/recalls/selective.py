@@ -30,7 +30,7 @@ class SelectiveRecall(Recall):
         """Return the bounds of a layer without entries."""
         return Bounds()
 
-    def choose(self, excess: Tensor) -> Tensor | None:
+    def choose(self, excess: Tensor, slack: Tensor) -> Tensor | None:
         """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 

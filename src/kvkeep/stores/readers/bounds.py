@@ -71,6 +71,10 @@ class Bounds:
         bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
 
+    def slack(self, query: Tensor) -> Tensor:
+        """Return inf for each query, (lanes, heads, queries, 1): the extremes of channels say little of any one key."""
+        return query.new_full((*query.shape[:3], 1), float("inf"))
+
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. The last page keeps its bounds, which then are wider than necessary."""
         self.length = min(self.length, length)

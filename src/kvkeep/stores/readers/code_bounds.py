@@ -89,6 +89,11 @@ class CodeBounds:
         rest = self._rest[1].view()[..., 0]
         return torch.cat([self._coded()[1], rest], 1) if self._parts[0].length else rest
 
+    def slack(self, query: Tensor) -> Tensor:
+        """Return how far any score of a query may be below :meth:`upper`: (lanes, heads, queries, 1) float32."""
+        longest = self._lengths().amax(1).float()[:, None, None, None]
+        return 2 * longest * query.float().norm(dim=3, keepdim=True)
+
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. Of a group that is cut, the codes are decoded, and keep the lengths of
         their errors."""
@@ -150,5 +155,9 @@ class CodeBounds:
 
 def code_bounds_bytes(heads: int, dim: int, bits: int, tokens: int) -> int:
     """Return the maximum bytes of the bounds of up to ``tokens`` keys of width ``dim`` in ``heads`` KV heads."""
-    group = dim * (GROUP * bits // 8 + 4) + 2 * GROUP
-    return heads * (up(tokens // GROUP, BLOCK) * group + GROUP * (4 * dim + 2))
+    return heads * (up(tokens // GROUP, BLOCK) * group_of_codes(dim, bits) + GROUP * (4 * dim + 2))
+
+
+def group_of_codes(dim: int, bits: int) -> int:
+    """Return the bytes of the bounds of one group of keys of width ``dim``."""
+    return dim * (GROUP * bits // 8 + 4) + 2 * GROUP

@@ -56,6 +56,9 @@ class ScoreBounds(Protocol):
         """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with the keys of
         each page: (lanes, heads, queries, pages) float32."""
 
+    def slack(self, query: Tensor) -> Tensor:
+        """Return how far any score of a query may be below :meth:`upper`, (lanes, heads, queries, 1); inf: unknown."""
+
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
 
@@ -78,9 +81,10 @@ class PageChoice(Protocol):
     fetches: ClassVar[bool]
     """After a step, entries become resident again (:meth:`fetch`)."""
 
-    def choose(self, excess: Tensor) -> Tensor | None:
+    def choose(self, excess: Tensor, slack: Tensor) -> Tensor | None:
         """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
-        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1."""
+        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1.
+        slack: how far below that the logarithm of what it adds may be, (lanes, heads, queries, 1)."""
 
     def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
         """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
@@ -176,8 +180,9 @@ class Selective(Backed):
         counts = away.unflatten(1, (-1, self.bounds.page)).sum(2)
         bounds = self.bounds.upper(step.query).mul_(step.scaling)
         bounds += counts.log()[:, None, None]
+        slack = self.bounds.slack(step.query).mul_(step.scaling)
         wanted: Tensor | None = None
-        if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None])) is not None:
+        if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None], slack)) is not None:
             wanted = (away & taken.repeat_interleave(self.bounds.page, 1))[:, : layer.length]
             if wanted.any():
                 output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
