@@ -13,7 +13,7 @@ import torch
 from families import VOCABULARY, tiny
 from helpers import allocated, assert_near, counted, expected, generate, padded, prompt, step, stock
 
-from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
+from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
 from kvkeep.memory.places import Disk
 from kvkeep.models.binding import digest_text
 from kvkeep.policies.request import Options
@@ -272,3 +272,18 @@ def test_a_cache_cannot_be_pickled() -> None:
     step("llama", cache, prompt(1, 20))
     with pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(cache)
+
+
+def test_freed_memory_is_returned_while_a_long_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(stream, "TRIM_TOKENS", 32)
+    monkeypatch.setattr(stream, "trim_memory", lambda: lengths.append(cache.get_seq_length()))
+    model = tiny("llama")
+    cache = KeepCache(model, "kv-direct", 64)
+    with torch.no_grad():
+        for part in prompt(1, 80).split(20, dim=1):
+            model(part, cache=cache, use_cache=True)
+        assert lengths == [40, 80]
+        cache.crop(-50)
+        model(prompt(1, 34), cache=cache, use_cache=True)
+    assert lengths == [40, 80, 64]

@@ -20,6 +20,7 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK
+from kvkeep.native.library import trim_memory
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.step import native
@@ -28,6 +29,9 @@ from kvkeep.stores.layer_group import LayerGroup
 
 REREAD_POSITIONS = 64
 """The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
+TRIM_TOKENS = 2048
+"""Tokens after which freed memory is returned to the system. Data in use lies between it, so a process that reads a
+long text would otherwise grow by as many bytes as the unbounded cache."""
 
 
 class CacheStream:
@@ -86,7 +90,7 @@ class CacheStream:
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
         self._groups: list[LayerGroup] = []  # layers that are ranked together
-        self._known = self._pending_bytes = 0
+        self._known = self._pending_bytes = self._trimmed = 0
         self._masked = False  # whether the caller's mask masks more than padding
 
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
@@ -370,6 +374,10 @@ class CacheStream:
         if self.round is not None:
             self.round.after_forward()
         length = self._processed()
+        self._trimmed = min(self._trimmed, length)
+        if length >= self._trimmed + TRIM_TOKENS:
+            trim_memory()
+            self._trimmed = length
         if self.on_progress is not None:
             self.on_progress(length)
         if self.on_block is not None and not length % BLOCK and not (self.round is not None and self.round.open):
