@@ -90,7 +90,7 @@ class CacheStream:
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
         self._groups: list[LayerGroup] = []  # layers that are ranked together
-        self._known = self._pending_bytes = self._trimmed = 0
+        self._known = self._pending_bytes = self._read = 0
         self._masked = False  # whether the caller's mask masks more than padding
 
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
@@ -374,10 +374,10 @@ class CacheStream:
         if self.round is not None:
             self.round.after_forward()
         length = self._processed()
-        self._trimmed = min(self._trimmed, length)
-        if length >= self._trimmed + TRIM_TOKENS:
+        self._read += max(0, length - self._known)  # since memory was trimmed
+        if self._read >= TRIM_TOKENS:
             trim_memory()
-            self._trimmed = length
+            self._read = 0
         if self.on_progress is not None:
             self.on_progress(length)
         if self.on_block is not None and not length % BLOCK and not (self.round is not None and self.round.open):
