@@ -218,11 +218,11 @@ def _scores(named: str) -> Iterator[str]:
     assert isinstance(group, TaskGroup)
     budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
     results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
-    percent = group.metric(name).percent
-    form, factor = ("{:.1f}", 100) if percent else ("{:.2f}", 1)
+    metric = group.metric(name)
+    form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
     words = [budget.replace("%", " %") for budget in budgets]
     columns = (f"{word}{less}" for word in words for less in ("", f", `{method}` less it"))
-    yield _line(f"{name}{', %' if percent else ''}", *columns)
+    yield _line(titled(metric), *columns)
     yield _line("---", *["---:"] * 2 * len(budgets))
     for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
