@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from families import FAMILIES, REFUSES, tiny
@@ -67,7 +68,7 @@ class Case:
     holds: bool = True
     families: tuple[str, ...] = ALL
 
-    @property
+    @cached_property
     def method(self) -> Method:
         """The method of this name."""
         return resolve(self.spec)
@@ -145,16 +146,16 @@ EXACT: dict[str, Case] = {
     "paged": _exact("paged", None, becomes=EntryState.RESIDENT),
     "kv-0": _exact("kv-direct", 0, chunk=7, checkpoint="kv", where="host"),
     "kv": _exact("kv-direct", checkpoint="kv", where="disk"),
-    "residual": _exact("kv-direct", chunk=5, checkpoint="residual", where="host", page=6),
-    "residual:3": _exact("kv-direct", checkpoint="residual:3", where="host", page=6),
-    "tokens": _exact("kv-direct", chunk=11, checkpoint="tokens", where="device", page=6),
+    "residual": _exact("kv-direct", chunk=5, checkpoint="residual", where="host", page=17),
+    "residual:3": _exact("kv-direct", checkpoint="residual:3", where="host", page=17),
+    "tokens": _exact("kv-direct", chunk=11, checkpoint="tokens", where="device", page=17),
     # Any selector with checkpoints is exact.
     "window+kv": _exact("window+checkpoint:kv", where="disk"),
-    "streaming-llm+residual": _exact("streaming-llm+checkpoint:residual", where="host", page=6),
+    "streaming-llm+residual": _exact("streaming-llm+checkpoint:residual", where="host", page=17),
     "h2o+kv": _exact("h2o+checkpoint:kv", where="host"),
     "h2o+kv-0": _exact("h2o+checkpoint:kv", 0, chunk=7, where="host"),
     "snapkv+kv": _exact("snapkv:window=4,kernel=3+checkpoint:kv", 17, chunk=9, where="device"),
-    "tova+residual": _exact("tova+checkpoint:residual", where="host", page=6),
+    "tova+residual": _exact("tova+checkpoint:residual", where="host", page=17),
     "adakv+kv": _exact("adakv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
     "pyramidkv+kv": _exact("pyramidkv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
     "expected-attention+kv": _exact(
@@ -162,8 +163,8 @@ EXACT: dict[str, Case] = {
     ),
     "kvzip+kv": _exact("kvzip:sinks=2+checkpoint:kv", where="host"),
     "keydiff+kv": _exact("keydiff+checkpoint:kv", where="host"),
-    "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
-    "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
+    "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=17),
+    "random+tokens": _exact("random+checkpoint:tokens", where="device", page=17),
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
     # What is recalled is all that could matter.
     "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
@@ -171,7 +172,7 @@ EXACT: dict[str, Case] = {
     "h2o+certified:0": _exact("h2o+certified:0", promise="reversible", checkpoint="kv", where="host"),
     "snapkv+residual+pages:all": _exact(
         "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
-        17, promise="reversible", chunk=9, where="host", page=6,
+        17, promise="reversible", chunk=9, where="host", page=17,
     ),
     "duo-attention+pages:all": _exact(
         "duo-attention:sinks=2+pages:all", promise="reversible", checkpoint="kv", where="disk"
@@ -195,9 +196,9 @@ EXACT: dict[str, Case] = {
 
 DRAFTING: dict[str, Case] = {
     "snapkv+verified, kv": _exact("snapkv:window=4,kernel=3+verified:5", chunk=9, checkpoint="kv", where="disk"),
-    "h2o+verified, residual": _exact("h2o+verified:3", checkpoint="residual", where="host", page=6),
+    "h2o+verified, residual": _exact("h2o+verified:3", checkpoint="residual", where="host", page=17),
     "window+verified, residual:3": _exact("window+verified:7", 18, checkpoint="residual:3", where="host"),
-    "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
+    "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=17),
     "adakv+verified, kv": _exact("adakv:window=4,kernel=3+verified:4", 20, checkpoint="kv", where="host"),
     "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),

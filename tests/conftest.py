@@ -100,6 +100,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _few_tokens_tell_what_layers_are_worth() -> Iterator[None]:
+    """``h2o-fisher`` has a model write texts before it divides a budget: 127 steps of each family otherwise."""
+    from kvkeep.policies import fisher
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fisher, "TOKENS", 12)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     """Nothing a test writes lands in the user's folders, except that real models are taken from there."""

@@ -18,7 +18,7 @@ from kvkeep import KeepCache
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.resident.newest import Newest
 
-PROMPT, NEW = 45, 6
+PROMPT, NEW = 45, 4
 
 
 # -- texts --------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from cases import (
     LOSSY,
     ONE_WAY,
     RECURRENT,
+    UNLIKE,
     Case,
     handed_on,
     new_cache,
@@ -199,9 +200,9 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
 
 # -- a text, and rows of a batch --------------------------------------------------------------------------
 
-# One of each way to keep, rebuild, choose, merge and recall, which meets every family.
-EVERYWHERE = ("full", "kv", "residual", "residual:3", "tokens", "h2o+kv", "h2o+verified, residual", "snapkv")
-EVERYWHERE += ("kvslimmer",)
+# One of each way to keep, rebuild, choose, merge and recall, which meets every family. What comes back as it was kept
+# ("kv") and what is rebuilt over several layers ("residual:3") do so where a step is taken again.
+EVERYWHERE = ("full", "residual", "tokens", "h2o+verified, residual", "snapkv", "kvslimmer")
 
 
 @pytest.mark.parametrize(("name", "family"), pairs(0, everywhere=EVERYWHERE))
@@ -225,12 +226,12 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
         conversation = torch.cat([answers[-1].sequences, prompt(1, 7)], 1)
     cache.reset()
     assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
-    for place in range(1 if case.drafts else 3):
+    for place in range(1 if case.drafts else 2):
         tokens = conversation[:, case.length + place - 1 : case.length + place] if place else prompt(1, case.length)
         assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o", "h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
+@pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
     case, cache = CASES[name], new_cache(name, family)
@@ -267,16 +268,17 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.drafts])
 def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
-    """Two rows, one of them padded, of which the states hold nothing."""
+    """Two rows, one of them padded, of which the states hold nothing. What differs from the unbounded cache meets two
+    of the four families in every other test; here it meets the two others."""
     case = CASES[name]
-    ids, mask = padded([case.length + 2, case.length - 6])
+    ids, mask = padded([case.length + 1, case.length - 7])
     for family in RECURRENT:
-        if not taken(name, family):
+        if not taken(name, family) or (family in UNLIKE and not case.equals):
             continue
         cache = new_cache(name, family)
-        ours = read(family, cache, ids, mask, 2)
+        ours = read(family, cache, ids, mask, 1)
         if case.equals:
-            assert_near(ours, expected(family, ids, mask)[:, -3:])
+            assert_near(ours, expected(family, ids, mask)[:, -2:])
         assert_accounts(cache, case, [0, 8])
         states = [state.state() for state in cache.made.states.values()]
         assert sum(one.nbytes for state in states for one in state.values()) == 2 * cache.geometry.recurrent_bytes()
@@ -310,13 +312,13 @@ def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: st
     order = torch.tensor([2, 0, 1, 1])
     one, other = new_cache(name, family), new_cache(name, family)
     watched(one, case)
-    read(family, one, ids, mask, 3)
-    read(family, other, ids[order], mask[order], 3)
+    read(family, one, ids, mask, 1)
+    read(family, other, ids[order], mask[order], 1)
     one.reorder_cache(torch.tensor([2, 0, 1]))
     one.batch_repeat_interleave(2)
     one.batch_select_indices(torch.tensor([True, False, True, False, True, True]))
     mask, tokens = mask[order], tokens[order]
-    for low, high in ((0, 36), (36, 37), (37, 38), (38, 39)):
+    for low, high in ((0, 37), (37, 38), (38, 39)):
         mask = torch.cat([mask, mask.new_ones(4, high - low)], 1)
         assert_near(*(step(family, each, tokens[:, low:high], mask) for each in (one, other)), 1e-3)
     for mine, yours in zip(bounded(one), bounded(other), strict=True):
@@ -388,7 +390,7 @@ def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> No
             assert now == kept or (case.becomes == EntryState.MERGED and set(now) <= set(kept))
         now, then = cache.entry_states()[layer.index], states[layer.index][..., :left]
         assert now.shape[2] == left and ((now == then) | (now == EntryState.DROPPED)).all()
-    for low, high in ((0, 13), (13, 16), *((at, at + 1) for at in range(16, 20))):
+    for low, high in ((0, 17), (17, 18), (18, 19), (19, 20)):
         assert step(family, cache, ids[:, left + low : left + high]).isfinite().all()
     save_session(tmp_path / "s", Session(cache, ids[:, : left + 20].tolist()))
     again = load_session(tmp_path / "s", tiny(family)).cache
@@ -472,7 +474,7 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     saved goes on as if it had never been."""
     case, cache, model = CASES[name], new_cache(name, family), tiny(family)
     ids, mask = padded([case.length, case.length - 8])
-    read(family, cache, ids, mask, 3)
+    read(family, cache, ids, mask, 1)
     save_session(tmp_path / "s", Session(cache, ids.tolist(), {"who": "me"}))
     session = load_session(tmp_path / "s", model)
     fork, twin = cache.fork(), copy.deepcopy(cache)
@@ -527,7 +529,7 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
     assert_near(step(family, cache, ids[:, 50:51])[:, -1], expected(family, ids)[:, 50])
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(9, streams))
+@pytest.mark.parametrize(("name", "family"), pairs(9, streams, everywhere=("kv", "residual:3")))
 def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family: str) -> None:
     case, cache = CASES[name], new_cache(name, family)
     ids = prompt(2, case.length)

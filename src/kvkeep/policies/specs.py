@@ -6,6 +6,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from kvkeep.errors import UsageError, unknown
@@ -30,7 +31,7 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]], *, files: bool 
         if not files:
             _check_files(name, made, [one for one in names if getattr(read, one)])
         return read
-    types = typing.get_type_hints(made)
+    types = _types(made)
     given: dict[str, Any] = {}
     for number, part in enumerate(part for part in rest.split(",") if part):
         key, equals, value = part.partition("=")
@@ -63,6 +64,12 @@ def parameters(made: type[Any]) -> dict[str, Any]:
 def required(made: type[Any]) -> list[str]:
     """Return the parameters that have no default."""
     return [name for name, default in parameters(made).items() if default is MISSING]
+
+
+@cache
+def _types(made: type[Any]) -> dict[str, Any]:
+    """Return the type of each parameter. Annotations are text, which would be compiled at each call."""
+    return typing.get_type_hints(made)
 
 
 def _check_files(name: str, made: Any, given: Sequence[str]) -> None:
