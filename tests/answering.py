@@ -95,7 +95,7 @@ def mixed(family: str, dice: random.Random, count: int) -> list[tuple[str, list[
     names = [name for name in CASES if taken(name, family) and not any(part in name for part in ROUNDING)]
     names = dice.sample(names, min(count, len(names)))
     return [
-        (name, text(CASES[name].length - number % 10, number), dice.randint(2, 12), kind(name))
+        (name, text(CASES[name].length - number % 10, number), dice.randint(2, 8), kind(name))
         for number, name in enumerate(names)
     ]
 

@@ -15,15 +15,14 @@ from kvkeep import KeepCache, generate, load
 from kvkeep.stock import new_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-NEW = 20
+NEW = 12
 
 
 @pytest.fixture(scope="module")
 def ids(smollm2: Any) -> list[int]:
     from kvkeep.decode.prompt import encode, question
 
-    text = TEXT + "\n\n" + TEXT.replace("library", "museum").replace("book", "picture")
-    return encode(smollm2.tokenizer, question(text, "What does the librarian do in the evening?"))
+    return encode(smollm2.tokenizer, question(TEXT, "What does the librarian do in the evening?"))
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +34,29 @@ def expected(smollm2: Any, ids: list[int]) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"budget": "4MB", "checkpoint": "kv", "where": "disk"},
+        {"budget": "2MB", "checkpoint": "kv", "where": "disk"},
         {"budget": "12.5%", "checkpoint": "residual:5", "where": "host"},
-        {"budget": 128, "checkpoint": "tokens", "where": "device"},
+        {"budget": 64, "checkpoint": "tokens", "where": "device"},
         {"budget": 0, "checkpoint": "residual", "where": "disk"},
     ],
 )
 def test_token_for_token(smollm2: Any, ids: list[int], expected: Any, options: dict[str, Any]) -> None:
-    assert len(ids) > 550
-    new = 6 if options.get("checkpoint") in ("tokens", "residual:5") else NEW
+    assert len(ids) > 250
+    new = 4 if options.get("checkpoint") in ("tokens", "residual:5") else NEW
     cache = KeepCache(smollm2.model, "kv-direct", context=len(ids) + new, **options)
     result = generate(smollm2.model, smollm2.tokenizer, ids, cache, max_new_tokens=new)
     assert result.tokens == expected.tokens[:new]
     assert cache.entries is not None
     assert result.memory.resident_bytes <= cache.entries * cache.geometry.kv_bytes_per_token
-    assert expected.memory.resident_bytes > 4 * result.memory.resident_bytes or options["budget"] == 128
+    assert expected.memory.resident_bytes > 4 * result.memory.resident_bytes or options["budget"] == 64
 
 
 def test_kvzip_finds_what_nobody_had_asked_for_yet(smollm2: Any) -> None:
     """A context is read and compressed by itself; the question comes when three quarters of it are gone."""
     from kvkeep.decode.prompt import encode, question
 
-    other = TEXT.replace("library", "museum").replace("book", "picture")
-    text = f"{TEXT} The special magic number for Oslo is 48213. {other}"
+    half = TEXT.index(". ", len(TEXT) // 2) + 1
+    text = f"{TEXT[:half]} The special magic number for Oslo is 48213.{TEXT[half:]}"
     asked = encode(smollm2.tokenizer, question(text, "What is the special magic number for Oslo?"))
     alone = smollm2.tokenizer(text, add_special_tokens=False).input_ids
     context = asked[: len(alone)]  # the question begins behind it
@@ -76,7 +75,7 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     """In bfloat16 sums in another order may decide a near tie otherwise: a token may differ only where the stock
     model's own two best logits are closer than bfloat16 resolves."""
     model, text = load("smollm2", weights="bfloat16").model, torch.tensor([ids])
-    cache, options = KeepCache(model, budget=64, checkpoint="residual", where="host"), {"max_new_tokens": 24}
+    cache, options = KeepCache(model, budget=64, checkpoint="residual", where="host"), {"max_new_tokens": NEW}
     stock = model.generate(text, do_sample=False, return_dict_in_generate=True, output_logits=True, **options)
     ours = model.generate(text, do_sample=False, cache=cache, **options)
     for step, logits in enumerate(stock.logits):

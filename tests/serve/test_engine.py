@@ -35,7 +35,7 @@ def serving(family: str = "llama", memory: int = PLENTY, **options: Any) -> Engi
 def test_sessions_of_any_method_answer_as_alone(family: str) -> None:
     """They join one after the other, so that prompts are read beside answers."""
     dice = random.Random(family)
-    asked = mixed(family, dice, 10)
+    asked = mixed(family, dice, 6)
     engine = serving(family)
     clients = []
     for _, ids, new, cache in asked:
