@@ -80,14 +80,16 @@ REFUSES: dict[str, tuple[str, ...]] = dict.fromkeys(
 
 
 @cache
-def tiny(family: str, layers: int | None = None, positions: int | None = None) -> Any:
+def tiny(family: str, layers: int | None = None, positions: int | None = None, vocabulary: int | None = None) -> Any:
     """Return the tiny model of ``family``, the same for every call: float32, eval mode, larger-than-usual weights
-    so that attention is not flat. ``layers``: of full attention, so many, and ``positions`` so many."""
+    so that attention is not flat. ``layers``: of full attention, so many; ``positions`` and tokens of the
+    ``vocabulary``, so many."""
     torch.manual_seed(0)
     config = (FAMILIES | HYBRIDS)[family]()
     if layers is not None:
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     config.max_position_embeddings = positions or config.max_position_embeddings
+    config.vocab_size = vocabulary or config.vocab_size
     model = hf.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

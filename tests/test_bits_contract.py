@@ -144,7 +144,7 @@ def test_answers_in_rounds_have_the_same_bits(packed: Any, single: Any) -> None:
 # -- every combination whose class is exact ---------------------------------------------------------------
 
 KINDS = ("kv", "residual", "residual:3", "tokens")
-SHORT, NEW = TEXT[:, :150], 6
+SHORT, NEW = TEXT[:, :150], 4
 STEPS = (90, 40, 15, 1, 1, 1)
 """Tokens of the short text that are read at once, before the last two."""
 

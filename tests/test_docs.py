@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import saved
+from families import tiny
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "kvkeep"
@@ -29,6 +31,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
 
 
+README = ROOT / "README.md"
+EXAMPLES = [page for page in PAGES if page != README and blocks(page, "python")]
+
+
 def commands() -> Iterator[str]:
     """Every kvkeep line of every page, once."""
     lines = (
@@ -38,25 +44,36 @@ def commands() -> Iterator[str]:
     yield from dict.fromkeys(line for line in lines if line.startswith("kvkeep "))
 
 
-@pytest.mark.real
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_examples(
-    page: Path, smollm2: Any, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def run_examples(page: Path, model: Any, tokenizer: Any) -> None:
+    """Run the Python blocks of a page, one after the other, with the names that they expect."""
     import kvkeep
 
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {
-        "kvkeep": kvkeep, "model": smollm2.model, "tokenizer": smollm2.tokenizer,
-        "system_prompt_ids": smollm2.tokenizer("You are kind.", return_tensors="pt").input_ids,
-    }  # fmt: skip
+    prompt = tokenizer("You are kind.", return_tensors="pt").input_ids
+    names: dict[str, Any] = {"kvkeep": kvkeep, "model": model, "tokenizer": tokenizer, "system_prompt_ids": prompt}
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec", dont_inherit=True), names)
-    if page.name == "README.md":
-        printed = capsys.readouterr().out
-        assert "Paris" in printed and "resident_bytes" in printed and "Rome" in printed
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_python_examples_of_the_readme_print_what_they_should(
+    smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_examples(README, smollm2.model, smollm2.tokenizer)
+    printed = capsys.readouterr().out
+    assert "Paris" in printed and "resident_bytes" in printed and "Rome" in printed
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_python_examples_run(
+    page: Path, smollm2: Any, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model with the vocabulary of the embedded one, where a page does not load a model itself."""
+    monkeypatch.chdir(tmp_path)
+    run_examples(page, tiny("llama", positions=8192, vocabulary=len(smollm2.tokenizer)), smollm2.tokenizer)
 
 
 def test_files_that_pages_name_are_there() -> None:
@@ -110,6 +127,8 @@ def test_cheap_commands_run(
     for word in (*arguments, given.strip()):
         if word.endswith(".txt"):
             (tmp_path / word).write_text(words)
+    if "smollm2" in arguments:
+        arguments[arguments.index("smollm2")] = str(saved(tiny("llama", positions=8192), tmp_path / "tiny"))
     own = ["-m", str(model_folder)] if arguments[0] not in ("methods", "models") and "-m" not in arguments else []
     code, out, err = run(*arguments, *own, stdin=words if given else "")
     assert code == 0 and "Traceback" not in err, err

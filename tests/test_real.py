@@ -86,19 +86,19 @@ def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
 
 
 def test_a_chat_beyond_the_exact_tokens_answers_from_its_second_turn(smollm2: Any) -> None:
-    """Beyond 1,024 tokens with 512 resident entries; the fact is neither in the first block nor among the newest."""
+    """Beyond 512 tokens with 384 resident entries; the fact is neither in the first block nor among the newest."""
     endless_chat = tool("endless_chat")
     text = f"{TEXT} {TEXT.replace('library', 'museum').replace('book', 'picture')}"
     fact = endless_chat.Fact(
         "The special magic number for Oslo is 48213.", "What is the special magic number for Oslo?", "48213"
     )
-    cache = KeepCache(smollm2.model, "endless+blocks:exact=1024", 512)
-    found = endless_chat.chat(smollm2.model, smollm2.tokenizer, cache, text, 2600, fact, after=1)
+    cache = KeepCache(smollm2.model, "endless+blocks:exact=512", 384)
+    found = endless_chat.chat(smollm2.model, smollm2.tokenizer, cache, text, 1300, fact, after=1)
     last = found.turns[-1]
-    assert last.tokens > 2600 and cache.exactness == "reversible" and 128 < found.place < 1024
+    assert last.tokens > 1300 and cache.exactness == "reversible" and 128 < found.place < 512
     assert any(low <= found.place + 20 < high for low, high in last.attended)
     assert found.found, found.answer
-    assert cache.memory().resident_bytes <= 512 * cache.geometry.kv_bytes_per_token
+    assert cache.memory().resident_bytes <= 384 * cache.geometry.kv_bytes_per_token
 
 
 def test_needles_far_beyond_the_exact_tokens_are_chosen_and_read(smollm2: Any, tmp_path: Path) -> None:

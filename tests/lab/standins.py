@@ -67,10 +67,10 @@ def job(folder: Path, cells: Sequence[StandIn], workers: int = 2, make: Any = No
     return WorkerJob(make or partial(Measures, folder), (), some, workers=workers)
 
 
-def main(folder: str) -> None:
+def main(folder: str, workers: int = 2) -> None:
     """Measure what hangs, until somebody ends it."""
     cells = [StandIn("quick"), StandIn("hangs"), StandIn("hangs too", 1)]
-    work_in_processes(job(Path(folder), cells), ResultFile(Path(folder) / "r.jsonl"), lambda: None)
+    work_in_processes(job(Path(folder), cells, workers), ResultFile(Path(folder) / "r.jsonl"), lambda: None)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ from standins import Measures, StandIn, job
 from kvkeep.errors import KvkeepError, ModelError, UsageError
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that import nothing anew; the drivers below, and ``test_runner.py``, start interpreters."""
+    monkeypatch.setattr("kvkeep_lab.workers._SPAWN", multiprocessing.get_context("fork"))
+
+
 def of_groups(*sizes: int) -> list[StandIn]:
     return [StandIn(f"{group}.{number}", group) for group, size in enumerate(sizes) for number in range(size)]
 
@@ -61,6 +67,7 @@ def records(folder: Path) -> dict[str, StudyRecord]:
     return found
 
 
+@pytest.mark.usefixtures("forked")
 def test_killed_processes_lose_no_cell_and_leave_nothing_behind(tmp_path: Path) -> None:
     cells = [*of_groups(2, 2), StandIn("kills once", 1), StandIn("kills always", 2)]
     found, seen = work(tmp_path, cells)
@@ -72,6 +79,7 @@ def test_killed_processes_lose_no_cell_and_leave_nothing_behind(tmp_path: Path) 
     assert len(processes) >= 2 and os.getpid() not in processes
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_of_a_worker_is_raised_in_the_driver(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^There is no such model\.$"):
         work(tmp_path, [StandIn("quick"), StandIn("raises"), StandIn("hangs", 1)])
@@ -96,7 +104,7 @@ def test_a_job_that_cannot_be_pickled_or_imported_is_reported(tmp_path: Path, mo
 def test_a_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nimport standins\n")
-    script.write_text(script.read_text() + f"standins.main({str(tmp_path / 'out')!r})\n")
+    script.write_text(script.read_text() + f"standins.main({str(tmp_path / 'out')!r}, workers=1)\n")
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
     assert ended.stderr.strip().splitlines()[-1].startswith("kvkeep.errors.KvkeepError: A worker could not be started.")

@@ -343,7 +343,7 @@ def test_every_selector_keeps_what_its_reference_keeps(
     cache = KeepCache(model(), method, budget)
     cache.stream.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
     steps = watched(cache)
-    read(cache, [*chunks, *[1] * 12], seed, rows)
+    read(cache, [*chunks, *[1] * 8], seed, rows)
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
@@ -351,9 +351,9 @@ def test_every_selector_keeps_what_its_reference_keeps(
     ("recall", "lengths", "taken"),
     [
         # A first chunk that fits, one that overflows, decoding, a second turn, and decoding again.
-        ("", [5, 30, *[1] * 15, 9, 2, *[1] * 6], [5, 14, 16, *[1] * 15, 9, 2, *[1] * 6]),
+        ("", [5, 30, *[1] * 8, 9, 2, *[1] * 4], [5, 14, 16, *[1] * 8, 9, 2, *[1] * 4]),
         # All of a prompt is attended, whatever the budget, and all its entries compete once; so in a second turn.
-        ("+oneshot", [70, *[1] * 10, 40, *[1] * 5], [70, *[1] * 10, 40, *[1] * 5]),
+        ("+oneshot", [50, *[1] * 6, 40, *[1] * 3], [50, *[1] * 6, 40, *[1] * 3]),
     ],
     ids=["chunks", "oneshot"],
 )

@@ -41,7 +41,7 @@ def test_requests_between_turns_take_nothing_from_the_conversation(
 ) -> None:
     engine = Engine(small(positions=4096), 10**8, store=Store(tmp_path) if stored else None, **kind)
     system = {"role": "system", "content": words(40, 3)}
-    messages: list[Any] = [system, {"role": "user", "content": words(300, 5)}]
+    messages: list[Any] = [system, {"role": "user", "content": words(120, 5)}]
     with serving(engine=engine) as (address, _):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEYS[0], max_retries=0)
 

@@ -86,10 +86,10 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""
     dice = random.Random(0)
     engine = serving(folder=tmp_path)
-    engine.arbiter.total = int(3.5 * peak_bytes(KeepCache(engine.model, "full"), 1400))
-    stems, asked = [text(1300, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
+    engine.arbiter.total = int(3.5 * peak_bytes(KeepCache(engine.model, "full"), 700))
+    stems, asked = [text(600, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
     for number in range(24):
-        ids = [*dice.choice(stems)[: dice.choice([40, 300, 1300])], *text(dice.randint(1, 40), 10 + number)]
+        ids = [*dice.choice(stems)[: dice.choice([40, 300, 600])], *text(dice.randint(1, 40), 10 + number)]
         if asked and dice.random() < 0.4:
             before, known, _ = dice.choice(asked)
             ids = [*known, *(t for e in before.events for t in getattr(e, "tokens", ())), *text(7, 10 + number)]
@@ -97,8 +97,8 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
         name: dict[str, Any] = (
             {"name": ("me", f"s{dice.randint(0, 2)}-{kind['method']}")} if dice.random() < 0.3 else {}
         )
-        client = Client(engine, ids[:1400], dice.randint(1, 12), owner=dice.choice(["me", "you"]), **kind, **name)
-        asked.append((client, ids[:1400], kind))
+        client = Client(engine, ids[:700], dice.randint(1, 12), owner=dice.choice(["me", "you"]), **kind, **name)
+        asked.append((client, ids[:700], kind))
         for _ in range(dice.randint(0, 12)):
             engine.step()
             assert memory_use(engine).memory <= engine.arbiter.total
@@ -116,16 +116,16 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
 def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
     """A session that goes on with a shorter prompt keeps its buffers; a copy is of nothing that was cut off."""
     engine = serving(folder=tmp_path)
-    Client(engine, text(1500, 0), NEW, name=("me", "a"), method="full")
+    Client(engine, text(700, 0), NEW, name=("me", "a"), method="full")
     run(engine)
     session = engine.sessions.memory["me", "a"]
     client = Client(engine, text(40, 0), 40, name=("me", "a"))
     engine.step()
     assert client.job.granted >= session.memory_bytes == memory_use(engine).memory
     for kind in KINDS[1:]:
-        Client(engine, text(1500, 0), NEW, owner="me", **kind)
+        Client(engine, text(700, 0), NEW, owner="me", **kind)
         run(engine)
-        short = Client(engine, [*text(1500, 0)[:40], 5], NEW, owner="me", **kind)
+        short = Client(engine, [*text(700, 0)[:40], 5], NEW, owner="me", **kind)
         engine.step()
         assert short.job.session is not None and short.job.granted >= short.job.session.memory_bytes
         run(engine)

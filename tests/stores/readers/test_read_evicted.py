@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import FAMILIES, tiny
-from helpers import assert_near, bounded, expected, padded, prompt, read, step
+from helpers import NEW, assert_near, bounded, expected, padded, prompt, read, step
 from single import attended, layer_of
 from torch import Tensor
 
@@ -129,7 +129,7 @@ def test_all_attention_of_every_family_is_counted(family: str) -> None:
         return own(module, query, *args)
 
     cache.stream.attend = attend
-    assert_near(read(family, cache, ids), expected(family, ids)[:, -7:])
+    assert_near(read(family, cache, ids), expected(family, ids)[:, -NEW - 1 :])
     layers = bounded(cache)
     assert sum(layer.evicted.brought for layer in layers)
     for layer in layers:
