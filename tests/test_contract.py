@@ -25,7 +25,6 @@ from cases import (
     LOSSY,
     ONE_WAY,
     RECURRENT,
-    UNLIKE,
     Case,
     handed_on,
     new_cache,
@@ -201,7 +200,7 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
 # -- a text, and rows of a batch --------------------------------------------------------------------------
 
 # One of each way to keep, rebuild, choose, merge and recall, which meets every family. What comes back as it was kept
-# ("kv") and what is rebuilt over several layers ("residual:3") do so where a step is taken again.
+# ("kv", "h2o+kv") and what is rebuilt over several layers ("residual:3") do so where a step is taken again.
 EVERYWHERE = ("full", "residual", "tokens", "h2o+verified, residual", "snapkv", "kvslimmer")
 
 
@@ -231,7 +230,7 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
         assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
+@pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o", "h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
     case, cache = CASES[name], new_cache(name, family)
@@ -268,12 +267,11 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.drafts])
 def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
-    """Two rows, one of them padded, of which the states hold nothing. What differs from the unbounded cache meets two
-    of the four families in every other test; here it meets the two others."""
+    """Two rows, one of them padded, of which the states hold nothing."""
     case = CASES[name]
     ids, mask = padded([case.length + 1, case.length - 7])
     for family in RECURRENT:
-        if not taken(name, family) or (family in UNLIKE and not case.equals):
+        if not taken(name, family):
             continue
         cache = new_cache(name, family)
         ours = read(family, cache, ids, mask, 1)
@@ -529,7 +527,7 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
     assert_near(step(family, cache, ids[:, 50:51])[:, -1], expected(family, ids)[:, 50])
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(9, streams, everywhere=("kv", "residual:3")))
+@pytest.mark.parametrize(("name", "family"), pairs(9, streams, everywhere=("kv", "residual:3", "h2o+kv")))
 def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family: str) -> None:
     case, cache = CASES[name], new_cache(name, family)
     ids = prompt(2, case.length)

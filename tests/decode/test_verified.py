@@ -98,7 +98,7 @@ def test_logits_processors_see_what_stock_shows_them(name: str, family: str) -> 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_rows_that_end_earlier(family: str) -> None:
     """An end of text in mid-run ends its row there, pads it, and lets the others go on."""
-    end = int(generated(family, (45, 36, 27)).sequences[1, PROMPT + 4])  # a token that some row comes upon
+    end = int(generated(family, (45, 36, 27)).sequences[1, PROMPT + 1])  # a token that some row comes upon
     theirs = generated(family, (45, 36, 27), eos_token_id=end)
     ours = rounds(family, new_cache(KV, family), *padded([45, 36, 27]), eos_token_id=end)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
@@ -112,7 +112,7 @@ def test_an_interrupt_in_a_round_leaves_what_was_kept(monkeypatch: pytest.Monkey
     def interrupting(*arguments: Any) -> Any:
         if cache.round.drafting:
             calls.append(1)
-            if len(calls) == 5:
+            if len(calls) == 2:
                 raise KeyboardInterrupt
         return original(*arguments)
 

@@ -172,7 +172,7 @@ QUOTA = 64 + 1024 + 256
 def _quota(text: Tensor, capacity: int | None, where: str = "disk") -> KeepCache:
     """Return a cache that has read ``text`` in pieces of 80 tokens, and one token more by itself."""
     model = tiny("llama", positions=4096)
-    cache = KeepCache(model, SPEC, 40, chunk=40, where=where, capacity=capacity)
+    cache = KeepCache(model, SPEC, 32, chunk=32, where=where, capacity=capacity)
     with torch.no_grad():
         for part in text.split(80, 1):
             model(part, cache=cache)
@@ -182,7 +182,7 @@ def _quota(text: Tensor, capacity: int | None, where: str = "disk") -> KeepCache
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_a_full_checkpoint_drops_its_oldest_blocks_and_stays_within_the_capacity(where: str) -> None:
     model, ids, question = tiny("llama", positions=4096), _ids(2800), torch.tensor([[91, 92, 93, 94]])
-    cache = KeepCache(model, SPEC, 40, chunk=40, where=where, capacity=QUOTA)
+    cache = KeepCache(model, SPEC, 32, chunk=32, where=where, capacity=QUOTA)
     most, resident, lost = QUOTA * cache.geometry.full_bytes_per_token, set[int](), [0]
     with torch.no_grad():
         for number, part in enumerate(ids.split(80, 1)):
