@@ -31,7 +31,7 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]], *, files: bool 
         if not files:
             _check_files(name, made, [one for one in names if getattr(read, one)])
         return read
-    types = _types(made)
+    types = _types(typing.cast(Any, made))
     given: dict[str, Any] = {}
     for number, part in enumerate(part for part in rest.split(",") if part):
         key, equals, value = part.partition("=")
