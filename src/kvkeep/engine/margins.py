@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -51,10 +53,9 @@ class Margins:
         count = len(self._rivals)
         exact = self._margin(scores[:, :count].gather(-1, torch.stack(self._rivals, 1)))
         compared = torch.arange(count, device=exact.device) < exact.new_tensor(comparable)[:, None]
-        changes = (exact - torch.stack(self._margins, 1)).abs()[compared]
-        changes = changes[changes.isfinite()]  # processors exclude tokens by -inf
-        if len(changes):
-            mean = float(changes.mean())
+        changes = (exact - torch.stack(self._margins, 1)).abs()[compared].tolist()
+        if changes := [change for change in changes if isfinite(change)]:  # processors exclude tokens by -inf
+            mean = fmean(changes)
             self.usual = FORGET * self.usual + (1 - FORGET) * mean if self.usual else mean
 
     def _margin(self, pair: Tensor) -> Tensor:

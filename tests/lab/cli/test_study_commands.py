@@ -78,7 +78,7 @@ def call(run: Run, model_folder: Path, text: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvkeep_lab.buffers.COPY_BYTES", 1 << 16)
 
     def called(name: str, *options: str) -> tuple[int, str, str]:
-        reads = study_of(name).text != "none" and not {"-f", "-p"} & set(options)
+        reads = study_of(name).text != "none" and name != "bench" and not {"-f", "-p"} & set(options)
         return run(*name.split(), "-m", str(model_folder), *(("-f", text) if reads else ()), *options)
 
     return called

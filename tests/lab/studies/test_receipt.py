@@ -35,8 +35,8 @@ PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
 MOVING = """
     _to_copy _unsafe_view alias cat clone contiguous copy detach empty empty_like empty_strided expand fill flatten
     from_file full gather index index_copy index_put index_select lift_fresh masked_fill narrow new_empty new_full
-    new_zeros reshape scalar_tensor scatter select slice split split_with_sizes squeeze stack to transpose unbind
-    unsqueeze view where zero zeros
+    new_zeros reshape resolve_conj resolve_neg scalar_tensor scatter select slice split split_with_sizes squeeze stack
+    to transpose unbind unsqueeze view where zero zeros
 """
 """Operations of torch that make, move or convert floats."""
 ROUNDING = """
