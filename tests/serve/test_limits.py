@@ -135,7 +135,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
             late = threading.Thread(target=lambda: answers.append(post(address, BODY)))
             answers: list[httpx.Response] = []
             late.start()
-            time.sleep(0.7)
+            assert within(5, lambda: engine.waiting == 1)
+            time.sleep(0.6)
         late.join(10)
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "timeout"
         counted = {name for name in figures(address) if name.startswith(("kvkeep_requests_ended_total", REJECTED))}
