@@ -15,6 +15,7 @@ from helpers import allocated, assert_near, counted, expected, generate, padded,
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
 from kvkeep.memory.places import Disk
+from kvkeep.memory.rows import PagedRows
 from kvkeep.models.binding import digest_text
 from kvkeep.policies.request import Options
 from kvkeep.stock import requested
@@ -287,3 +288,32 @@ def test_freed_memory_is_returned_while_a_long_text_is_read(monkeypatch: pytest.
         cache.crop(-50)
         model(prompt(1, 34), cache=cache, use_cache=True)
     assert lengths == [40, 80, 64]
+
+
+@pytest.mark.parametrize("method", ["kv-direct", "endless+blocks:count=2,size=32,exact=128"])
+def test_a_fork_shares_whole_blocks_of_a_checkpoint_on_disk_until_one_cache_changes_them(method: str) -> None:
+    model, ids = tiny("llama"), prompt(1, 440)
+    with torch.no_grad():
+
+        def read(cache: KeepCache, *tokens: torch.Tensor) -> torch.Tensor:
+            return torch.cat([model(one, cache=cache, use_cache=True).logits[:, -1] for one in tokens])
+
+        cache = KeepCache(model, method, 32, where="disk")
+        read(cache, ids)
+        fork, alone = cache.fork(), KeepCache(model, method, 32, where="disk")
+        read(alone, ids)
+        rows = [dict(one.checkpoint_rows()) for one in (cache, fork)]
+        for name, mine in rows[0].items():
+            assert isinstance(mine, PagedRows) and isinstance(rows[1][name], PagedRows)
+            stop = mine.length // mine.smallest * mine.smallest
+            shared = sum(page.shape[-2] for page in rows[1][name].pages[: rows[1][name]._adopted])
+            assert shared == stop > 0
+        if method == "kv-direct":
+            for one in (cache, alone):
+                one.crop(-70)
+        more = prompt(1, 9, seed=3)
+        assert torch.equal(read(cache, more, more[:, :1]), read(alone, more, more[:, :1]))
+        cache.reset()
+        intact = KeepCache(model, method, 32, where="disk")
+        read(intact, ids)
+        assert torch.equal(read(fork, more, more[:, :1]), read(intact, more, more[:, :1]))

@@ -13,7 +13,7 @@ from kvkeep.errors import NotCarried, UsageError
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
-from kvkeep.memory.rows import Rows, concatenated
+from kvkeep.memory.rows import PagedRows, Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
 from kvkeep.stores.recurrent import STATE, RecurrentState
@@ -132,7 +132,8 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
 
 
 def copied(cache: Any) -> Any:
-    """Return a copy of a cache in separate memory; one tensor is copied at a time."""
+    """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
+    checkpoint on disk where they lie."""
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
@@ -141,7 +142,10 @@ def copied(cache: Any) -> Any:
     restore(twin, others, lambda name: _tensor(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
     copies = dict(twin.checkpoint_rows())
     for name, rows in cache.checkpoint_rows():
-        for _, piece in rows.read(rows.first, rows.length):
+        if isinstance(rows, PagedRows) and rows.lends:
+            for block in rows.freeze(rows.length):
+                copies[name].adopt(block)
+        for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
             copies[name].append(piece)
     return twin
 

@@ -174,7 +174,9 @@ class Bench(EngineStudy):
         longest = max(self.contexts)
         ids: list[int] = first_tokens(trial.loaded, trial.sources, longest)[0].tolist()
         if len(ids) < longest:
-            raise UsageError(f"The text has {len(ids):,} tokens; give one of at least {longest:,}, or smaller --contexts.")
+            raise UsageError(
+                f"The text has {len(ids):,} tokens; give one of at least {longest:,}, or smaller --contexts."
+            )
         return ids
 
     def _wanted(self, listed: list[TimingCase]) -> list[TimingCase]:
