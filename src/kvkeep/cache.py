@@ -294,8 +294,9 @@ class KeepCache(Cache):
         """Return a second, independent cache that has read the same text.
 
         Without arguments it has the same method and options. "paged" shares blocks until one cache writes to them, and
-        caches share whole blocks of a checkpoint of entries on disk; all else is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache`, the entries move
-        into a cache with those options, as if it had read the text itself. Raises UsageError if that is impossible.
+        caches share whole blocks of a checkpoint on disk; all else is copied. With ``method``, ``budget`` or other
+        options of a :class:`KeepCache`, the entries move into a cache with those options, as if it had read the text
+        itself. Raises UsageError if that is impossible.
         ids: the token ids of the text, which a method may need and this cache may not keep.
         """
         kind = None if method is None and budget is None and not options else (method, budget, options)
