@@ -102,7 +102,7 @@ def test_a_chat_beyond_the_exact_tokens_answers_from_its_second_turn(smollm2: An
 
 
 def test_needles_far_beyond_the_exact_tokens_are_chosen_and_read(smollm2: Any, tmp_path: Path) -> None:
-    """Twenty-two blocks, of which a question recalls at most eight. A guess among ten digits has ln p = -2.3 a token."""
+    """22 blocks, of which a question recalls at most eight. A guess among ten digits has ln p = -2.3 a token."""
     (tmp_path / "unused.txt").write_text(TEXT)
     point = {"length": 2900, "kind": "noise", "question": "unseen"}
     samples = Needles(length=[2900], kind=["noise"]).prepare(smollm2.tokenizer, [tmp_path / "unused.txt"], point, 0)
