@@ -30,8 +30,8 @@ from kvkeep.stores.layer_group import LayerGroup
 REREAD_POSITIONS = 64
 """The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
 TRIM_TOKENS = 2048
-"""Tokens after which freed memory is returned to the system. Data in use lies between it, so a process that reads a
-long text would otherwise grow by as many bytes as the unbounded cache."""
+"""Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
+grow with the text."""
 
 
 class CacheStream:

@@ -34,7 +34,7 @@ class Margins:
 
     def note(self, scores: Tensor) -> None:
         """Record the ``scores`` (rows, vocabulary) of the run's next draft."""
-        best = scores.topk(2, -1)
+        best = scores.topk(2, -1)  # not for the token: of equal scores it takes others than argmax
         margin = self._margin(best.values)
         sure = margin >= self.usual
         self._sure = sure if self._sure is None else self._sure & sure
