@@ -51,6 +51,10 @@ class Measures:
             raise ModelError("There is no such model.")
         if cell.key == "breaks":
             raise ZeroDivisionError("by zero")
+        if cell.key.startswith("meets"):
+            last = time.monotonic() + 60
+            while len(list(self.folder.glob("meets*"))) < 2 and time.monotonic() < last:
+                time.sleep(0.05)
         time.sleep(600 if cell.key.startswith("hangs") else 0.05)
         return self._record(cell, status="done", machine={"process": os.getpid(), "workers": self.workers})
 
