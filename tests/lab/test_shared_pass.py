@@ -78,3 +78,24 @@ def test_no_more_is_shared_than_the_memory_allows(monkeypatch: pytest.MonkeyPatc
     first, second = one.examine(IDS, RIGHT, 4), one.examine(IDS[1:], RIGHT, 4)
     assert [found.shared_pass is None for found in one.readings.values()] == [False, True]
     assert (first.tokens, second.tokens) == (one.write(IDS, 4).tokens, one.write(IDS[1:], 4).tokens)
+
+
+def test_a_pass_continues_one_over_the_same_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, record = [], SharedPass.of
+    monkeypatch.setattr(SharedPass, "of", lambda *some: given.append(some[3]) or record(*some))
+    one = subject("snapkv", "50%").at_once()
+    for ids in (IDS, [*IDS[:150], 7, 8, 9], [*IDS, 5]):
+        kept = one.examine(ids, RIGHT, 4)
+        assert kept.logs == pytest.approx(replace(one, readings={}, _read=None).examine(ids, RIGHT, 4).logs, abs=1e-4)
+    assert given == [0, 0, 150, 0, 200, 0]
+
+
+def test_a_continued_pass_is_the_pass_over_the_whole_text() -> None:
+    model, ids = subject(family="qwen2").loaded.model, torch.tensor([IDS])
+    whole = SharedPass.of(model, ids)
+    continued = SharedPass.of(model, ids, SharedPass.of(model, ids[:, :160]), 150)
+    torch.testing.assert_close(continued.logits, whole.logits, atol=1e-4, rtol=1e-4)
+    for one, other in zip(continued.attended, whole.attended, strict=True):
+        for mine, its in ((one.query, other.query), (one.key, other.key), (one.value, other.value)):
+            torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+    assert continued.nbytes == whole.nbytes

@@ -155,10 +155,22 @@ def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings, re
         passes = (known.shared_pass for known in readings.values())
         if sum(known.nbytes for known in passes if known is not None) >= _SHARED:
             return ReadCache(cache, *_step(model, ids, cache))
-        shared.shared_pass = one = SharedPass.of(model, ids)
+        shared.shared_pass = one = SharedPass.of(model, ids, *_begun(ids, readings))
     start = time.perf_counter()
     one.hand_over(ids, cache)
     return ReadCache(cache, one.logits, one.seconds + time.perf_counter() - start)
+
+
+def _begun(ids: Tensor, readings: Readings) -> tuple[SharedPass | None, int]:
+    """Return the pass over a text that has the most first tokens of ``ids`` (1, tokens), and their number. At least
+    the last token is not among them."""
+    row, best, most = ids[0, :-1].tolist(), None, 0
+    for text, known in readings.items():
+        common = next((place for place, (one, other) in enumerate(zip(row, text, strict=False)) if one != other), None)
+        common = min(len(row), len(text)) if common is None else common
+        if known.shared_pass is not None and common > most:
+            best, most = known.shared_pass, common
+    return best, most
 
 
 def copied(cache: Cache) -> Cache:

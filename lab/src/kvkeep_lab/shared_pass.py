@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class SharedPass:
     logits: Tensor
     """Logits of the token after the text, (vocabulary,) float32."""
     seconds: float
+    """Seconds of the pass, and of the pass that it continues."""
 
     @property
     def nbytes(self) -> int:
@@ -30,13 +32,17 @@ class SharedPass:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: object, ids: Tensor) -> SharedPass:
-        """Read ``ids`` (1, tokens) by a ``model`` whose caches can take over a pass (:func:`takes_over`)."""
+    def of(cls, model: Any, ids: Tensor, begun: SharedPass | None = None, common: int = 0) -> SharedPass:
+        """Read ``ids`` (1, tokens) by a ``model`` whose caches can take over a pass (:func:`takes_over`). The first
+        ``common`` tokens are not read again: ``begun`` is a pass over a text that begins with them."""
         start, attended = time.perf_counter(), list[Attended]()
+        before = [] if begun is None else [one.first(common) for one in begun.attended]
+        positions = torch.arange(common, ids.shape[1], device=ids.device)[None]
         bind(model)
-        with watching(lambda one: attended.append(replace(one, output=one.output[:, :, :0].clone()))):  # unused
-            logits = model(ids, use_cache=False, logits_to_keep=1).logits  # type: ignore[operator]
-        return cls(attended, logits[0, -1].float().cpu(), time.perf_counter() - start)
+        with watching(lambda one: attended.append(replace(one, output=one.output[:, :, :0].clone())), before):  # unused
+            logits = model(ids[:, common:], position_ids=positions, use_cache=False, logits_to_keep=1).logits
+        earlier = 0.0 if begun is None else begun.seconds
+        return cls(attended, logits[0, -1].float().cpu(), earlier + time.perf_counter() - start)
 
     @torch.no_grad()
     def hand_over(self, ids: Tensor, cache: KeepCache) -> None:
