@@ -114,6 +114,22 @@ def test_one_budget_first_and_then_all(run: Run, data: Path, model_folder: Path,
     assert code == 2 and "'patching' is a study, which has no budgets; leave --budget out" in err
 
 
+def test_one_point_first_and_then_all(run: Run, data: Path, model_folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "r.jsonl"
+    chosen = "lab", "run", "which-method", "--smoke", "-m", str(model_folder), "--data", str(data), "--only", "snapkv"
+    common = *chosen, "--store", str(store)
+    code, _, err = run(*common, "--at", "question=seen", "--at", "seed=0")
+    assert code == 0 and "2 cells measured, 0 had results already" in " ".join(err.split())
+    cells = [row for row in map(json.loads, store.read_text().splitlines()) if row["kind"] == "cell"]
+    assert [cell["point"]["question"] for cell in cells] == ["seen", "seen"]
+    code, _, err = run(*common)
+    assert code == 0 and "2 cells measured, 2 had results already" in " ".join(err.split())
+    code, _, err = run(*common, "--at", "asked=seen")
+    assert code == 2 and "Unknown axis of experiment 'which-method' 'asked'" in err
+    code, _, err = run(*common, "--at", "question=heard")
+    assert code == 2 and "Unknown question of experiment 'which-method' 'heard'" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

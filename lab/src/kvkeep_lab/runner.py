@@ -6,11 +6,12 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ def run(
     *,
     only: Sequence[str] = (),
     budgets: Sequence[str] = (),
+    at: Mapping[str, Sequence[str]] = MappingProxyType({}),
     fresh: bool = False,
     device: str | None = None,
     workers: int | None = None,
@@ -153,8 +155,9 @@ def run(
 
     An experiment with a search (``tune``) runs the search first, in the same store, and then the chosen methods.
 
-    only: measure only these methods of a task. budgets: measure only these budgets, and methods without one. fresh:
-    measure cells again that have results; a report uses the newest.
+    only: measure only these methods of a task. budgets: measure only these budgets, and methods without one. at:
+    measure only these values of these axes, and only these seeds (``seed``). fresh: measure cells again that have
+    results; a report uses the newest.
     workers: number of processes that measure at the same time; None: only this process. ray: address of a Ray cluster,
     ``auto`` or ``local``. The workers then run there; ``workers`` None means one per GPU, or per machine without GPUs.
 
@@ -166,6 +169,7 @@ def run(
         _run,
         store,
         budgets=budgets,
+        at=at,
         fresh=fresh,
         device=device,
         workers=workers,
@@ -197,6 +201,7 @@ def _run(
     only: Sequence[str],
     *,
     budgets: Sequence[str],
+    at: Mapping[str, Sequence[str]],
     fresh: bool,
     device: str | None,
     workers: int | None,
@@ -207,6 +212,8 @@ def _run(
     """Measure the cells with ``sources`` that ``store`` lacks."""
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
     cells = [cell for cell in cells if not budgets or cell.budget in (None, *budgets)]
+    for axis, values in at.items():
+        cells = [cell for cell in cells if str({**cell.point, "seed": cell.seed}[axis]) in values]
     store.refresh()
     if cells:
         store.define(cells[0].setting, experiment.model_dump(mode="json"))

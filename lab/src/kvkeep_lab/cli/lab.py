@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
 from kvkeep_lab.cli.fleet import fleet
 
 if TYPE_CHECKING:
+    from kvkeep_lab.cell import Cell
     from kvkeep_lab.runner import Tally
     from kvkeep_lab.store import ResultFile
     from kvkeep_lab.studies import Study
@@ -98,6 +99,14 @@ def run(
         list[str] | None,
         typer.Option("--budget", "-b", help="Measure only this budget of a task; repeat the option for several."),
     ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="AXIS=VALUE",
+            help="Measure only this value of an axis of the task (question=seen) or this seed (seed=0); repeat the "
+            "option for several.",
+        ),
+    ] = None,
     store: Annotated[
         Path | None, typer.Option("--store", help="File of the results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
@@ -129,19 +138,36 @@ def run(
         for name in budget or []:
             if isinstance(chosen, Experiment) and name not in chosen.budgets:
                 raise unknown(f"budget of experiment '{chosen.name}'", name, chosen.budgets)
-        methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
+        cells = chosen.cells("")
+        methods = list(dict.fromkeys(cell.method for cell in cells))
         for name in set(only or []) - set(methods):
             raise unknown(f"method of experiment '{chosen.name}'", name, methods)
         results = ResultFile(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         with _progress() as progress:
             given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
-            wanted: dict[str, Any] = {"only": only or [], "budgets": budget or []}
+            wanted: dict[str, Any] = {"only": only or [], "budgets": budget or [], "at": _axes(chosen.name, at, cells)}
             tally = measure(chosen, results, data, **wanted, progress=progress, notify=note, **given)
     except KeyboardInterrupt:
         raise Stopped("Stopped. The finished cells are saved; run the same command again to continue.") from None
     results.refresh()
     _note_torn(results)
     _print_tally(chosen.name, results.path, tally, json)
+
+
+def _axes(name: str, given: Sequence[str] | None, cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """Return the values by axis of texts like "question=seen". Raises UsageError if no cell has an axis or a value."""
+    known, wanted = dict[str, list[str]](), dict[str, list[str]]()
+    for cell in cells:
+        for axis, value in {**cell.point, "seed": cell.seed}.items():
+            known.setdefault(axis, []).append(str(value))
+    for text in given or ():
+        axis, _, value = text.partition("=")
+        if axis not in known:
+            raise unknown(f"axis of experiment '{name}'", axis, list(known))
+        if value not in known[axis]:
+            raise unknown(f"{axis} of experiment '{name}'", value, list(dict.fromkeys(known[axis])))
+        wanted.setdefault(axis, []).append(value)
+    return wanted
 
 
 @contextmanager
