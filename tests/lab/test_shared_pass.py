@@ -11,6 +11,8 @@ from kvkeep_lab.shared_pass import SharedPass, takes_over
 from kvkeep_lab.subject import Subject, SubjectAnswer
 from measuring import subject
 
+from kvkeep.decode.generate import generate
+
 IDS = [(11 * number + 5) % 97 for number in range(200)]
 RIGHT = [4, 9, 2]
 METHODS = [
@@ -80,6 +82,15 @@ def test_no_more_is_shared_than_the_memory_allows(monkeypatch: pytest.MonkeyPatc
     assert (first.tokens, second.tokens) == (one.write(IDS, 4).tokens, one.write(IDS[1:], 4).tokens)
 
 
+def test_methods_write_after_a_shared_pass_what_they_write_alone() -> None:
+    first = subject("snapkv+oneshot", "50%")
+    for method in ("snapkv+oneshot", "kvslimmer+oneshot", "kvzip", "full", "snapkv", "kv-direct"):
+        one = replace(first, method=method, budget=None if method == "full" else "50%")
+        alone = generate(one.loaded.model, one.tokenizer, IDS, one._cache(len(IDS) + 6), max_new_tokens=6)
+        assert one.write(IDS, 6).tokens == alone.tokens
+    assert [known.shared_pass is not None for known in first.readings.values()] == [True]
+
+
 def test_a_pass_continues_one_over_the_same_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     given, record = [], SharedPass.of
     monkeypatch.setattr(SharedPass, "of", lambda *some: given.append(some[3]) or record(*some))
@@ -95,7 +106,7 @@ def test_a_continued_pass_is_the_pass_over_the_whole_text() -> None:
     whole = SharedPass.of(model, ids)
     continued = SharedPass.of(model, ids, SharedPass.of(model, ids[:, :160]), 150)
     torch.testing.assert_close(continued.logits, whole.logits, atol=1e-4, rtol=1e-4)
-    for one, other in zip(continued.attended, whole.attended, strict=True):
-        for mine, its in ((one.query, other.query), (one.key, other.key), (one.value, other.value)):
+    for one, other in zip(continued.layers, whole.layers, strict=True):
+        for mine, its in zip(one.parts, other.parts, strict=True):
             torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
     assert continued.nbytes == whole.nbytes

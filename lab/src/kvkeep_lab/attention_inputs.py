@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,6 @@ class Attended:
     module: Any = None
     """The layer's attention module; None of vectors that come from no model."""
 
-    def first(self, tokens: int) -> Attended:
-        """Return the attention of the first ``tokens`` tokens of a causal text, without a copy."""
-        query, key, value, output = (part[:, :, :tokens] for part in (self.query, self.key, self.value, self.output))
-        return replace(self, query=query, key=key, value=value, output=output)
-
     def visible(self, queries: Tensor) -> Tensor:
         """Return the mask of the queries (positions, int64): (batch or 1, 1, queries, n) bool."""
         if self.mask is None:
@@ -58,12 +53,10 @@ def grouped(entries: Tensor, heads: int) -> Tensor:
 
 
 class _Watcher:
-    """Computes stock attention and passes its inputs and output to ``see``, together with those of the tokens
-    ``before``."""
+    """Computes stock attention and passes its inputs and output to ``see``."""
 
-    def __init__(self, see: Callable[[Attended], None], before: Sequence[Attended]) -> None:
+    def __init__(self, see: Callable[[Attended], None]) -> None:
         self.see = see
-        self.before = {one.layer: one for one in before}
 
     def attends(self, layer_idx: int) -> bool:
         return True
@@ -71,26 +64,18 @@ class _Watcher:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        heads, layer = query.shape[1], cast("int", module.layer_idx)
-        before, asking, visible = self.before.get(layer), query, mask
-        if before is not None:
-            assert mask is None
-            query, key, value = (
-                torch.cat(parts, 2) for parts in ((before.query, query), (before.key, key), (before.value, value))
-            )
-            new, tokens = asking.shape[2], query.shape[2]
-            visible = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
+        heads = query.shape[1]
         output = F.scaled_dot_product_attention(
-            asking, grouped(key, heads), grouped(value, heads), visible, is_causal=visible is None, scale=scaling
+            query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling
         )
+        layer: Any = module.layer_idx
         self.see(Attended(layer, query, key, value, mask, scaling, output, module))
         return output
 
 
 @contextmanager
-def watching(see: Callable[[Attended], None], before: Sequence[Attended] = ()) -> Iterator[None]:
+def watching(see: Callable[[Attended], None]) -> Iterator[None]:
     """Call ``see`` within the block with the attention of every layer, in order, of a bound model that runs without a
-    cache. before: the attention, in each full layer, of the tokens before those that the model runs; ``see`` then
-    receives all but the output of both."""
-    with attending(_Watcher(see, before)), probing(lambda *_: None):
+    cache."""
+    with attending(_Watcher(see)), probing(lambda *_: None):
         yield

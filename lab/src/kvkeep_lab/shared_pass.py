@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.cache import KeepCache
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.models.binding import bind
-from kvkeep_lab.attention_inputs import Attended, watching
+from kvkeep.models.forward import attending, probing
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.backing import attended_exactly
+from kvkeep.stores.readers.read_evicted import ReadEvicted
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """The attention of one layer over a complete text. Queries and keys include norms and rotation."""
+
+    module: Any
+    """The layer's attention module."""
+    scaling: float
+    query: Tensor
+    """(1, heads, tokens, key_dim)."""
+    key: Tensor
+    """(1, kv_heads, tokens, key_dim)."""
+    value: Tensor
+    """(1, kv_heads, tokens, value_dim)."""
+    lse: Tensor
+    """The log-sum-exp of each query's scores, (1, heads, tokens) float32."""
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its tensors, with the tokens in the third dimension."""
+        return self.query, self.key, self.value, self.lse
+
+    def first(self, tokens: int) -> LayerPass:
+        """Return the pass over the first ``tokens`` tokens, without a copy."""
+        return LayerPass(self.module, self.scaling, *(part[:, :, :tokens] for part in self.parts))
 
 
 @dataclass(frozen=True)
 class SharedPass:
     """One pass over a text."""
 
-    attended: list[Attended]
-    """What attention received, layer by layer, without its output."""
+    layers: list[LayerPass]
     logits: Tensor
     """Logits of the token after the text, (vocabulary,) float32."""
     seconds: float
@@ -28,31 +61,32 @@ class SharedPass:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(part.nbytes for one in self.attended for part in (one.query, one.key, one.value))
+        return sum(part.nbytes for layer in self.layers for part in layer.parts)
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, ids: Tensor, begun: SharedPass | None = None, common: int = 0) -> SharedPass:
         """Read ``ids`` (1, tokens) by a ``model`` whose caches can take over a pass (:func:`takes_over`). The first
         ``common`` tokens are not read again: ``begun`` is a pass over a text that begins with them."""
-        start, attended = time.perf_counter(), list[Attended]()
-        before = [] if begun is None else [one.first(common) for one in begun.attended]
+        start = time.perf_counter()
+        recorder = _Recorder([] if begun is None or not common else [layer.first(common) for layer in begun.layers])
         positions = torch.arange(common, ids.shape[1], device=ids.device)[None]
         bind(model)
-        with watching(lambda one: attended.append(replace(one, output=one.output[:, :, :0].clone())), before):  # unused
+        with attending(recorder), probing(lambda *_: None):
             logits = model(ids[:, common:], position_ids=positions, use_cache=False, logits_to_keep=1).logits
         earlier = 0.0 if begun is None else begun.seconds
-        return cls(attended, logits[0, -1].float().cpu(), earlier + time.perf_counter() - start)
+        return cls(recorder.layers, logits[0, -1].float().cpu(), earlier + time.perf_counter() - start)
 
     @torch.no_grad()
     def hand_over(self, ids: Tensor, cache: KeepCache) -> None:
-        """Let the empty ``cache`` take over the pass over ``ids`` as if it had made it, with its own attention."""
+        """Let the empty ``cache`` take over the pass over ``ids`` as if it had made it."""
         hooks = cache.hooks
         hooks.begin_forward(ids, None, None, None)
-        for one in self.attended:
-            keys, values = cache.update(one.key, one.value, one.layer)
-            if cache.stream.attends(one.layer):
-                hooks.attend(one.module, one.query, keys, values, None, one.scaling)
+        with _taking_over(cache, self.layers):
+            for index, layer in enumerate(self.layers):
+                keys, values = cache.update(layer.key, layer.value, index)
+                if cache.stream.streamed(index):
+                    hooks.attend(layer.module, layer.query, keys, values, None, layer.scaling)
         hooks.end_forward(completed=True)
 
 
@@ -66,5 +100,61 @@ def takes_over(cache: object, tokens: int) -> bool:
         return False
     if len(geometry.full_layers) < len(geometry.layers):
         return False
+    if stream.streams and any(type(layer.reader) is not ReadEvicted for layer in stream.bounded):
+        return False
     first = cache.reading and cache.entries is not None and cache.entries >= tokens  # of two readings
     return first or stream.method.oneshot or stream.method.selector.keeps_all
+
+
+class _Recorder:
+    """Attends in a pass without a cache, and records each layer. before: the layers of the tokens before the pass."""
+
+    def __init__(self, before: Sequence[LayerPass]) -> None:
+        self.before, self.layers = before, list[LayerPass]()
+
+    def attends(self, layer_idx: int) -> bool:
+        return True
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        assert mask is None and cast("int", module.layer_idx) == len(self.layers)
+        new = Segment(key, value, causal=True)
+        if not self.before:
+            output, lse = attend(query, [new], scaling)
+            self.layers.append(LayerPass(module, scaling, query, key, value, lse))
+            return output
+        before = self.before[len(self.layers)]
+        output, lse = attend(query, [Segment(before.key, before.value), new], scaling)
+        joined = (torch.cat(pair, 2) for pair in zip(before.parts, (query, key, value, lse), strict=True))
+        self.layers.append(LayerPass(module, scaling, *joined))
+        return output
+
+
+class _TakeOver(ReadEvicted):
+    """Lets the selector and the store learn a pass whose attention is known. lse: (1, heads, tokens)."""
+
+    def __init__(self, lse: Tensor) -> None:
+        self.lse = lse
+
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        lse, output = self.lse.view(step.query.shape[:3]), torch.empty(*step.query.shape[:3], step.value.shape[3])
+        if type(layer.evicted).attended is not EvictedStore.attended:  # the store reads it
+            output = attend(step.query, [step.arriving()], step.scaling, origin=layer.origin)[0]
+        attended_exactly(layer, step, output, lse)
+        layer.finish()
+        return output
+
+
+@contextmanager
+def _taking_over(cache: KeepCache, layers: Sequence[LayerPass]) -> Iterator[None]:
+    """Within the block, each streamed layer of the cache learns what ``layers`` recorded."""
+    bounded = cache.stream.bounded if cache.stream.streams else []
+    before = [layer.reader for layer in bounded]
+    for layer, its in zip(bounded, layers, strict=bool(bounded)):
+        layer.reader = _TakeOver(its.lse)
+    try:
+        yield
+    finally:
+        for layer, reader in zip(bounded, before, strict=True):
+            layer.reader = reader

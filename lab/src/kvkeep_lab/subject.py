@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
 from kvkeep.errors import BudgetError, UsageError
@@ -32,6 +33,7 @@ from kvkeep_lab.reading import (
     whole_bytes,
 )
 from kvkeep_lab.reference import ReferenceAnswer, ReferenceCase, ReferenceRow
+from kvkeep_lab.shared_pass import takes_over
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,15 @@ class Subject:
 
     def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> SubjectAnswer:
         """Read a prompt and generate greedily up to ``new`` tokens. An end of text ends the answer, and so does
-        ``ended``, which is called with the text so far. Methods that draft generate in rounds."""
+        ``ended``, which is called with the text so far. Methods that draft generate in rounds. Methods share the
+        readings of a prompt that they can."""
         context = len(ids) + new
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
             return self._written(cache, ids, new, ended)
+        if takes_over(cache, len(ids)) or (isinstance(cache, KeepCache) and cache.reading):
+            first = read_text(self.loaded.model, self._tensor(ids), cache, self.readings)
+            return self._written(first.cache, ids, new, ended, first)
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps = len(made.tokens) - 1
         seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
