@@ -164,13 +164,13 @@ def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings, re
 def _begun(ids: Tensor, readings: Readings) -> tuple[SharedPass | None, int]:
     """Return the pass over a text that has the most first tokens of ``ids`` (1, tokens), and their number. At least
     the last token is not among them."""
-    row, best, most = ids[0, :-1].tolist(), None, 0
+    row, best, shared = ids[0, :-1].tolist(), None, 0
     for text, known in readings.items():
         common = next((place for place, (one, other) in enumerate(zip(row, text, strict=False)) if one != other), None)
         common = min(len(row), len(text)) if common is None else common
-        if known.shared_pass is not None and common > most:
-            best, most = known.shared_pass, common
-    return best, most
+        if known.shared_pass is not None and common > shared:
+            best, shared = known.shared_pass, common
+    return best, shared
 
 
 def copied(cache: Cache) -> Cache:
