@@ -18,6 +18,7 @@ from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
+from kvkeep.plan.estimate import host_bytes
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
@@ -27,7 +28,7 @@ from kvkeep_lab.shared_pass import SharedPass, takes_over
 
 _AT_ONCE = 128
 """Positions whose logits are in memory at the same time."""
-_SHARED = 4 << 30
+_SHARED = host_bytes() // 3
 """Bytes of passes from which on no more are shared: each method then reads the text itself."""
 
 
