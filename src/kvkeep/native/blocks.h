@@ -44,6 +44,12 @@ static Span seen_by_rows(const KvAttention& a, int64_t lane, int64_t row, int64_
   return {low, (high + TILE_ENTRIES - 1) / TILE_ENTRIES * TILE_ENTRIES};
 }
 
+// What the last queries among some rows see, as above; nothing if none of the rows is one of them.
+static Span received_from(const KvAttention& a, int64_t lane, int64_t row, int64_t rows, int64_t last, int64_t base) {
+  if (row % a.queries + rows <= a.queries - last) return {0, 0};
+  return seen_by_rows(a, lane, row, rows, base);
+}
+
 // Sets the scores from .. to of a block to -inf where the query of a row does not see the entry.
 static void mask_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t base, int64_t from, int64_t to,
                         float* scores) {
@@ -186,20 +192,28 @@ class BlockAttention {
   }
 
   // Adds what `entries` entries from `first` on received from the last queries to `into`; with `reduce_max` takes the
-  // maximum of both.
+  // maximum of both. A tile of rows that sees none of them, or has no such query, adds nothing.
   void receive(int64_t first, int64_t entries, const float* lse, int64_t last, bool reduce_max, float* into) {
-    Reader reader(a, KEYS, lane);
     base = first;
-    for (int64_t place = 0; place < entries; place += TILE_ENTRIES) {
+    Span span{entries, 0};
+    for (int64_t t = 0; t < tiles; t++) {
+      spans[t] = received_from(a, lane, row + t * tile_height, rows_of(t), last, base);
+      if (spans[t].low < spans[t].high) span = {min64(span.low, spans[t].low), max64(span.high, spans[t].high)};
+    }
+    Reader reader(a, KEYS, lane);
+    for (int64_t place = span.low; place < span.high; place += TILE_ENTRIES) {
       const int64_t end = min64(entries, place + TILE_ENTRIES);
       const bf16* ahead = write_keys(reader, base + place, keys);
       for (int64_t t = 0; t < tiles; t++) {
+        if (place < spans[t].low || place >= spans[t].high) continue;
         with_rows(rows_of(t), [&](auto r) {
           score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + place);
         });
         ahead = ZEROS;
       }
       for (int64_t r = 0; r < rows; r++) {
+        const Span seen = spans[r / tile_height];
+        if (place < seen.low || place >= seen.high) continue;
         if ((row + r) % a.queries < a.queries - last || lse[r] == MINUS_INFINITY) continue;
         float* received = scores + r * SCORE_ROW;
         const vf minus = vset(lse[r]);
