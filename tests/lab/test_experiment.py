@@ -10,8 +10,8 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, digest, load_expe
 from kvkeep.errors import UsageError
 
 OURS = (  # beside no paper
-    "beyond-32768", "beyond-the-window", "bounded", "locomo", "locomo-beyond", "match-by-budget", "novel",
-    "other-author", "peers", "revive-parts", "which-method", "xsum",
+    "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond", "match-by-budget",
+    "novel", "other-author", "peers", "revive-parts", "which-method", "xsum",
 )  # fmt: skip
 SMALL = """
 title = "Small"

@@ -17,7 +17,7 @@ from kvkeep_lab.tasks import TASKS, rows
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needle import FORMS, Needle, contains, hidden, share
 from kvkeep_lab.tasks.summary import FORMS as SUMMARIES
-from kvkeep_lab.tasks.summary import HUBS, Summary, articles, rouge
+from kvkeep_lab.tasks.summary import HUBS, Article, Summary, articles, rouge
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 from measuring import subject
 
@@ -150,9 +150,9 @@ def test_articles_are_read_in_every_form_and_drawn_by_seed(tmp_path: Path) -> No
     for text in (json.dumps(given), "\n".join(map(json.dumps, given))):
         path.write_text(text)
         assert articles(path) == [
-            (given[0]["article"], "Rain."),
-            ("It rained.\n\nSummarize the above article in 3 sentences.", "Rain.\nMuch."),
-            ("It rained.\n\nSummarize the above article in 1 sentence.", "Rain."),
+            Article("It rained.", given[0]["article"], "Rain."),
+            Article("It rained.", "It rained.\n\nSummarize the above article in 3 sentences.", "Rain.\nMuch."),
+            Article("It rained.", "It rained.\n\nSummarize the above article in 1 sentence.", "Rain."),
         ]
     given = [{"article": f"###\nArticle: the {word} of\n", "summary_gt": word} for word in WORDS[:6]]
     path.write_text("\n".join(map(json.dumps, given)))
@@ -171,6 +171,21 @@ def test_articles_are_read_in_every_form_and_drawn_by_seed(tmp_path: Path) -> No
     path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
     with pytest.raises(UsageError, match="Row 2 of .* is not an article with a summary; such have 'article' and"):
         articles(path)
+
+
+@pytest.mark.skipif(find_spec("rouge_score") is None, reason="rouge-score is not installed")
+def test_the_row_of_the_full_cache_has_floors(tmp_path: Path) -> None:
+    words = [WORDS[:9], WORDS[9:18]]
+    given = [{"document": " ".join(some), "summary": " ".join(some[:4])} for some in words]
+    (tmp_path / "xsum.jsonl").write_text("\n".join(map(json.dumps, given)))
+    task = Summary(file="xsum.jsonl", samples=2, new=4)
+    full = subject("full", None)
+    samples = task.prepare(full.tokenizer, task.sources(tmp_path), {}, 0)
+    found = [task.measure(full, sample).scores for sample in samples]
+    assert [one["lead"] for one in found] == [1.0, 1.0]  # the first four words are the summary
+    blind = full.write(samples[0].facts["blind"], 4).text
+    assert [one["blind"] for one in found] == [rouge(one["summary"], blind)["rouge1"] for one in given]
+    assert set(task.measure(subject("snapkv", "90%"), samples[0]).scores) == {"rouge1", "rouge2", "rougeL"}
 
 
 @pytest.mark.parametrize("file", HUBS)

@@ -105,6 +105,8 @@ class Subject:
     """Answers of the unbounded cache, shared with later subjects."""
     readings: Readings = field(default_factory=dict)
     """Texts that methods have read twice, shared with later subjects."""
+    _texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """What was written once, by prompt."""
     _read: tuple[ReadText, dict[str, tuple[Any, ...]]] | None = None
     """The text that was read last, and what was made of it, by method. An episodic method is a method for each
     episode."""
@@ -135,6 +137,13 @@ class Subject:
         steps = len(made.tokens) - 1
         seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
         return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
+
+    def written_once(self, ids: Sequence[int], new: int) -> str:
+        """Return the text that :meth:`write` writes after a prompt; a repeated prompt is not read again."""
+        key = (*ids, new)
+        if key not in self._texts:
+            self._texts[key] = self.write(ids, new).text
+        return self._texts[key]
 
     def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> SubjectAnswer:
         """Return ln p of each token of a ``right`` answer to a prompt, and the answer generated without it.

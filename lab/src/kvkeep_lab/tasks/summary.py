@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -50,12 +52,16 @@ class Summary(Task):
     about = "summaries of articles (XSum, CNN/DM), by ROUGE"
     protocol = (
         "Each article with HELM's instruction is one user's message in the model's chat template, read in chunks under "
-        "the budget; the summary is written greedily. ROUGE-1, -2 and -L: F1 with stemming (rouge-score), times 100."
+        "the budget; the summary is written greedily. ROUGE-1, -2 and -L: F1 with stemming (rouge-score), times 100. "
+        "Floors, in the row of the full cache: ROUGE-1 of the article's first words, as many as a mean summary has, "
+        "and of what the model writes without the article."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("rouge1", "ROUGE-1"),
         Metric("rouge2", "ROUGE-2"),
         Metric("rougeL", "ROUGE-L"),
+        Metric("lead", "ROUGE-1 of the first words"),
+        Metric("blind", "ROUGE-1 without the article"),
     )
     relative = ("rouge1", "rougeL")
 
@@ -70,33 +76,52 @@ class Summary(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Return articles of the file: the first ones for seed 0, else a random draw."""
+        read = articles(sources[0])
+        words = round(fmean(len(one.summary.split()) for one in read))
         found = [
-            Sample(ids, {"summary": summary})
-            for article, summary in articles(sources[0])
-            if len(ids := _prompt(tokenizer, article)) >= self.least
+            Sample(ids, {"summary": one.summary, "lead": " ".join(one.text.split()[:words]), "blind": blind})
+            for one in read
+            if len(ids := _prompt(tokenizer, one.prompt)) >= self.least
+            for blind in (_prompt(tokenizer, one.prompt.replace(one.text, "").strip() or FORMS[-1].instruction),)
         ]
         there = f"'{sources[0]}' has {len(found)} articles of {self.least} tokens or more"
         return drawn(found, self.samples, seed, there)
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
-        answer = subject.write(sample.ids, self.new)
-        return TaskOutcome(rouge(sample.facts["summary"], answer.text), answer.cost)
+        answer, expected = subject.write(sample.ids, self.new), sample.facts["summary"]
+        scores = rouge(expected, answer.text)
+        if subject.method == "full":
+            floors = {"lead": sample.facts["lead"], "blind": subject.written_once(sample.facts["blind"], self.new)}
+            scores |= {name: rouge(expected, text)["rouge1"] for name, text in floors.items()}
+        return TaskOutcome(scores, answer.cost)
 
 
 def _prompt(tokenizer: Any, article: str) -> list[int]:
     return encode(tokenizer, question(article.removeprefix("###").strip(), None))
 
 
-def articles(path: Path) -> list[tuple[str, str]]:
-    """Return (article with its instruction, summary) of every row. Raises UsageError for a row of an unknown form."""
+@dataclass(frozen=True)
+class Article:
+    """An article of a data set, with its summary."""
+
+    text: str
+    prompt: str
+    """The article with the instruction."""
+    summary: str
+
+
+def articles(path: Path) -> list[Article]:
+    """Return the article of every row. Raises UsageError for a row of an unknown form."""
     found = []
     for number, row in enumerate(rows(path), start=1):
         form = next((form for form in FORMS if form.article in row and form.summary in row), None)
         if form is None:
             known = ", ".join(f"'{form.article}' and '{form.summary}'" for form in FORMS)
             raise UsageError(f"Row {number} of '{path}' is not an article with a summary; such have {known}.")
-        article = "\n\n".join(part for part in (str(row[form.article]), form.instruction) if part)
-        found.append((article, str(row[form.summary])))
+        given = str(row[form.article])
+        prompt = "\n\n".join(part for part in (given, form.instruction) if part)
+        text = _HELM.fullmatch(given)
+        found.append(Article(given.strip() if text is None else text[1], prompt, str(row[form.summary])))
     return found
 
 
@@ -104,6 +129,10 @@ def rouge(expected: str, text: str) -> dict[str, float]:
     """Return the F1 of ROUGE-1, -2 and -L of stemmed words, from 0 to 1."""
     scores = _scorer().score(expected, text)
     return {kind: float(scores[kind].fmeasure) for kind in _KINDS}
+
+
+_HELM = re.compile(r"###\s*Article:\s*(.*?)\s*\n\nSummarize[^\n]*\n?", re.DOTALL)
+"""An article in HELM's files."""
 
 
 @cache
