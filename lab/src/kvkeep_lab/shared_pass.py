@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -119,16 +119,16 @@ class _Recorder:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         assert mask is None and cast("int", module.layer_idx) == len(self.layers)
-        new = Segment(key, value, causal=True)
-        if not self.before:
-            output, lse = attend(query, [new], scaling)
-            self.layers.append(LayerPass(module, scaling, query, key, value, lse))
-            return output
-        before = self.before[len(self.layers)]
-        output, lse = attend(query, [Segment(before.key, before.value), new], scaling)
-        joined = (torch.cat(pair, 2) for pair in zip(before.parts, (query, key, value, lse), strict=True))
-        self.layers.append(LayerPass(module, scaling, *joined))
-        return output
+        step = AttentionInputs.of(module, query, key, value, None, scaling, key.shape[1], True, True)
+        segments, before = [step.arriving()], self.before[len(self.layers)] if self.before else None
+        if before is not None:
+            segments = [Segment(before.key.transpose(0, 1), before.value.transpose(0, 1)), *segments]
+        output, lse = attend(step.query, segments, scaling)
+        parts: Iterable[Tensor] = (query, key, value, lse.reshape(query.shape[:3]))
+        if before is not None:
+            parts = (torch.cat(pair, 2) for pair in zip(before.parts, parts, strict=True))
+        self.layers.append(LayerPass(module, scaling, *parts))
+        return step.unfolded(output)
 
 
 class _TakeOver(ReadEvicted):
