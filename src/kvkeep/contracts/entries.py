@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvkeep.memory.rows import JoinedRows, Rows, concatenated
+from kvkeep.step.plan import JoinedSpans
 
 
 class EntryState(IntEnum):
@@ -46,6 +47,22 @@ class Piece(NamedTuple):
     """All rows of the batch share one copy, (kv_heads, 1, n, dim)."""
     formed: bool = False
     """Keys and values are temporary."""
+
+    def between(self, start: int, stop: int) -> Piece | None:
+        """Return the entries of the slots from ``start`` to ``stop``, without a copy; None where there are none. Only
+        for a piece without :attr:`slots` whose entries are not coded."""
+        assert self.slots is None
+        count = self.keys.shape[2]
+        low, high = max(start - self.first, 0), min(stop - self.first, count)
+        if low >= high:
+            return None
+        if isinstance(self.keys, JoinedSpans):
+            keys: Any = self.keys.narrowed(low, high)
+            values: Any = keys.values
+        else:
+            keys, values = self.keys[:, :, low:high], self.values[:, :, low:high]
+        extra = None if self.extra is None else self.extra[:, low:high]
+        return self._replace(keys=keys, values=values, first=self.first + low, extra=extra)
 
 
 class EvictedEntries(NamedTuple):

@@ -102,6 +102,16 @@ class JoinedSpans:
         rows: Tensor = getattr(self.spans[0], self._name)
         return len(rows), 1, sum(span.entries for span in self.spans), rows.shape[-1]
 
+    def narrowed(self, first: int, stop: int) -> JoinedSpans:
+        """Return the entries from ``first`` to ``stop``, without a copy."""
+        spans, place = list[Span](), 0
+        for span in self.spans:
+            low, high = max(first - place, 0), min(stop - place, span.entries)
+            if low < high:
+                spans.append(Span(span.keys, span.values, span.start + low, span.start + high))
+            place += span.entries
+        return JoinedSpans(spans, self._name)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the keys, or the values, as one tensor (lanes, entries, dim)."""
         return torch.cat([getattr(one, self._name)[:, one.start : one.stop] for one in self.spans], 1).to(dtype)

@@ -13,7 +13,7 @@ and heads. The attention is normalised over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -64,12 +64,15 @@ class ReconstructionReader(Rehearsal):
         if self.kind == "rms":
             self.scores.div_(self._counts).sqrt_()
 
-    def _past(self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
-        """Yield all entries, or those marked in ``keep`` (1, slots) bool."""
+    def _past(
+        self, layer: Layer, step: AttentionInputs, spans: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Piece, Segment]]:
+        """Yield all entries, or those of the slots in ``spans``."""
         wide = step.wide(layer.length)
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         for piece in chain(evicted, layer.resident.pieces()):
-            yield piece, layer.segment(piece, step, wide, keep)
+            parts = [piece] if spans is None else [piece.between(*span) for span in spans]
+            yield from ((part, layer.segment(part, step, wide)) for part in parts if part is not None)
 
     def _add_squares(self, layer: Layer, step: AttentionInputs) -> None:
         _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
@@ -81,16 +84,15 @@ class ReconstructionReader(Rehearsal):
             self.scores[:, piece.first : piece.first + squares.shape[1]] += squares
 
     def _raise_to_max(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        (start, stop), keep = self.piece, None
+        (start, stop), spans = self.piece, None
         if self.kind == "max of text":
             _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
         elif start or stop < layer.length:
-            keep = torch.zeros(1, layer.length, dtype=torch.bool, device=layer.device)
-            keep[:, : min(self.sinks, start)] = keep[:, start:stop] = True
-            compared = (segment for _, segment in self._past(layer, step, keep))
+            spans = [(0, min(self.sinks, start)), self.piece]
+            compared = (segment for _, segment in self._past(layer, step, spans))
             _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
         lse = layer.ledger.unpadded(lse, layer.heads)
-        for piece, segment in self._past(layer, step, keep):
+        for piece, segment in self._past(layer, step, spans):
             low, high = max(piece.first, start), min(piece.first + piece.keys.shape[2], stop)
             if low < high:
                 weights = received(step.query, segment, lse, step.scaling, None, "max")
