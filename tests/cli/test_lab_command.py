@@ -128,6 +128,8 @@ def test_one_point_first_and_then_all(run: Run, data: Path, model_folder: Path, 
     assert code == 2 and "Unknown axis of experiment 'which-method' 'asked'" in err
     code, _, err = run(*common, "--at", "question=heard")
     assert code == 2 and "Unknown question of experiment 'which-method' 'heard'" in err
+    code, _, err = run(*common, "--at", "question")
+    assert code == 2 and "--at takes an axis and a value, such as seed=0, not 'question'" in err
 
 
 @pytest.mark.parametrize(

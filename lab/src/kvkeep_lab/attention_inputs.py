@@ -30,8 +30,6 @@ class Attended:
     scaling: float
     output: Tensor
     """(batch, heads, n, value_dim), in the graph of the pass."""
-    module: Any = None
-    """The layer's attention module; None of vectors that come from no model."""
 
     def visible(self, queries: Tensor) -> Tensor:
         """Return the mask of the queries (positions, int64): (batch or 1, 1, queries, n) bool."""
@@ -69,7 +67,7 @@ class _Watcher:
             query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling
         )
         layer: Any = module.layer_idx
-        self.see(Attended(layer, query, key, value, mask, scaling, output, module))
+        self.see(Attended(layer, query, key, value, mask, scaling, output))
         return output
 
 

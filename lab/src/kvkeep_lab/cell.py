@@ -23,6 +23,11 @@ class Cell:
     point: Point = field(default_factory=dict)
 
     @property
+    def place(self) -> dict[str, str]:
+        """Its values of the task's axes, and its seed, as text."""
+        return {axis: named(value) for axis, value in self.point.items()} | {"seed": str(self.seed)}
+
+    @property
     def label(self) -> str:
         """The cell as text for people."""
         place = ", ".join(f"{name} {named(value)}" for name, value in self.point.items())

@@ -18,7 +18,7 @@ from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.plan.estimate import host_bytes
+from kvkeep.plan.estimate import device_bytes
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
@@ -28,8 +28,9 @@ from kvkeep_lab.shared_pass import SharedPass, takes_over
 
 _AT_ONCE = 128
 """Positions whose logits are in memory at the same time."""
-_SHARED = host_bytes() // 3
-"""Bytes of passes from which on no more are shared: each method then reads the text itself."""
+_SHARED = 0.25
+"""Share of the memory of the model's device, from which on no more passes are shared: each method then reads the text
+itself."""
 
 
 def takes(method: str) -> tuple[str, ...]:
@@ -154,15 +155,15 @@ def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings, re
         return ReadCache(cache, *_step(model, ids, cache))
     if (one := shared.shared_pass) is None:
         passes = (known.shared_pass for known in readings.values())
-        if sum(known.nbytes for known in passes if known is not None) >= _SHARED:
+        if sum(known.nbytes for known in passes if known is not None) >= _SHARED * device_bytes(str(ids.device)):
             return ReadCache(cache, *_step(model, ids, cache))
-        shared.shared_pass = one = SharedPass.of(model, ids, *_begun(ids, readings))
+        shared.shared_pass = one = SharedPass.of(model, ids, *_longest_beginning(ids, readings))
     start = time.perf_counter()
     one.hand_over(ids, cache)
     return ReadCache(cache, one.logits, one.seconds + time.perf_counter() - start)
 
 
-def _begun(ids: Tensor, readings: Readings) -> tuple[SharedPass | None, int]:
+def _longest_beginning(ids: Tensor, readings: Readings) -> tuple[SharedPass | None, int]:
     """Return the pass over a text that has the most first tokens of ``ids`` (1, tokens), and their number. At least
     the last token is not among them."""
     row, best, shared = ids[0, :-1].tolist(), None, 0

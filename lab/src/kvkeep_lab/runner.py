@@ -169,7 +169,6 @@ def run(
         _run,
         store,
         budgets=budgets,
-        at=at,
         fresh=fresh,
         device=device,
         workers=workers,
@@ -178,10 +177,10 @@ def run(
         notify=notify,
     )
     if not isinstance(experiment, Experiment) or experiment.tune is None:
-        return measure(experiment, sources, only)
+        return measure(experiment, sources, only, at=at)
     passages, first = experiment.tune.passages(data), Tally()
     if tried := experiment.tune.tried(only or experiment.methods):
-        first = measure(experiment.tuning(), passages, [experiment.baseline, *tried])
+        first = measure(experiment.tuning(), passages, [experiment.baseline, *tried], at={})
     if first.elsewhere:
         raise KvkeepError(
             f"Another run is tuning the parameters of '{experiment.name}'; start this one again when it has finished."
@@ -190,7 +189,7 @@ def run(
     experiment = experiment.tuned(store, digest(passages))
     chosen = (one for model in experiment.chosen.values() for at in model.values() for one in at.items())
     only = [*only, *(one for name, one in chosen if name in only)]
-    then = measure(experiment, tuple(one for one in sources if one not in passages), only)
+    then = measure(experiment, tuple(one for one in sources if one not in passages), only, at=at)
     return replace(then, failed=first.failed + then.failed, searched=first.done)
 
 
@@ -213,7 +212,7 @@ def _run(
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
     cells = [cell for cell in cells if not budgets or cell.budget in (None, *budgets)]
     for axis, values in at.items():
-        cells = [cell for cell in cells if str({**cell.point, "seed": cell.seed}[axis]) in values]
+        cells = [cell for cell in cells if cell.place[axis] in values]
     store.refresh()
     if cells:
         store.define(cells[0].setting, experiment.model_dump(mode="json"))

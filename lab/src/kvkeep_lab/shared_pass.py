@@ -17,9 +17,13 @@ from kvkeep.cache import KeepCache
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
+from kvkeep.step import native
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import attended_exactly
 from kvkeep.stores.readers.read_evicted import ReadEvicted
+
+_QUERIES = 512
+"""Queries that attend at a time without the native library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,12 @@ class SharedPass:
     logits: Tensor
     """Logits of the token after the text, (vocabulary,) float32."""
     seconds: float
-    """Seconds of the pass, and of the pass that it continues."""
+    """Seconds of the pass, with their share of the pass that it continues."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text."""
+        return self.layers[0].key.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -74,15 +83,17 @@ class SharedPass:
         bind(model)
         with attending(recorder), probing(lambda *_: None):
             logits = model(ids[:, common:], position_ids=positions, use_cache=False, logits_to_keep=1).logits
-        earlier = 0.0 if begun is None else begun.seconds
-        return cls(recorder.layers, logits[0, -1].float().cpu(), earlier + time.perf_counter() - start)
+        share = 0.0 if begun is None else begun.seconds * common / begun.tokens
+        return cls(recorder.layers, logits[0, -1].float().cpu(), share + time.perf_counter() - start)
 
     @torch.no_grad()
     def hand_over(self, ids: Tensor, cache: KeepCache) -> None:
-        """Let the empty ``cache`` take over the pass over ``ids`` as if it had made it."""
+        """Let the empty ``cache`` take over the pass over ``ids`` as if it had made it. Raises UsageError if there are
+        more than the model's positions."""
+        cache.stream.admit(ids.shape[1])
         hooks = cache.hooks
         hooks.begin_forward(ids, None, None, None)
-        with _taking_over(cache, self.layers):
+        with _known_attention(cache, self.layers):
             for index, layer in enumerate(self.layers):
                 keys, values = cache.update(layer.key, layer.value, index)
                 if cache.stream.streamed(index):
@@ -98,7 +109,7 @@ def takes_over(cache: object, tokens: int) -> bool:
     stream, geometry = cache.stream, cache.geometry
     if stream.pass_hooks or stream.round is not None or stream.wants_residuals:
         return False
-    if len(geometry.full_layers) < len(geometry.layers):
+    if len(geometry.full_layers) < len(geometry.layers) or geometry.recurrent_layers or not geometry.steady(tokens):
         return False
     if stream.streams and any(type(layer.reader) is not ReadEvicted for layer in stream.bounded):
         return False
@@ -120,10 +131,8 @@ class _Recorder:
     ) -> Tensor:
         assert mask is None and cast("int", module.layer_idx) == len(self.layers)
         step = AttentionInputs.of(module, query, key, value, None, scaling, key.shape[1], True, True)
-        segments, before = [step.arriving()], self.before[len(self.layers)] if self.before else None
-        if before is not None:
-            segments = [Segment(before.key.transpose(0, 1), before.value.transpose(0, 1)), *segments]
-        output, lse = attend(step.query, segments, scaling)
+        before = self.before[len(self.layers)] if self.before else None
+        output, lse = _attended(step, before)
         parts: Iterable[Tensor] = (query, key, value, lse.reshape(query.shape[:3]))
         if before is not None:
             parts = (torch.cat(pair, 2) for pair in zip(before.parts, parts, strict=True))
@@ -131,7 +140,21 @@ class _Recorder:
         return step.unfolded(output)
 
 
-class _TakeOver(ReadEvicted):
+def _attended(step: AttentionInputs, before: LayerPass | None) -> tuple[Tensor, Tensor]:
+    """Return attention of new tokens over those ``before`` and themselves, and the log-sum-exp of its scores."""
+    past = [] if before is None else [Segment(before.key.transpose(0, 1), before.value.transpose(0, 1))]
+    if native.can_attend(step.query, step.key, step.value):
+        return attend(step.query, [*past, step.arriving()], step.scaling)
+    found = []  # without the kernel, scores take memory
+    for start in range(0, step.new, _QUERIES):
+        query, key, value = (part[:, :, start : start + _QUERIES] for part in (step.query, step.key, step.value))
+        earlier = Segment(step.key[:, :, :start], step.value[:, :, :start])
+        found.append(attend(query, [*past, earlier, Segment(key, value, causal=True)], step.scaling))
+    outputs, sums = zip(*found, strict=True)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+class _KnownAttention(ReadEvicted):
     """Lets the selector and the store learn a pass whose attention is known. lse: (1, heads, tokens)."""
 
     def __init__(self, lse: Tensor) -> None:
@@ -147,12 +170,12 @@ class _TakeOver(ReadEvicted):
 
 
 @contextmanager
-def _taking_over(cache: KeepCache, layers: Sequence[LayerPass]) -> Iterator[None]:
+def _known_attention(cache: KeepCache, layers: Sequence[LayerPass]) -> Iterator[None]:
     """Within the block, each streamed layer of the cache learns what ``layers`` recorded."""
     bounded = cache.stream.bounded if cache.stream.streams else []
     before = [layer.reader for layer in bounded]
     for layer, its in zip(bounded, layers, strict=bool(bounded)):
-        layer.reader = _TakeOver(its.lse)
+        layer.reader = _KnownAttention(its.lse)
     try:
         yield
     finally:

@@ -104,9 +104,9 @@ class Subject:
     references: dict[tuple[int, ...], ReferenceAnswer] = field(default_factory=dict)
     """Answers of the unbounded cache, shared with later subjects."""
     readings: Readings = field(default_factory=dict)
-    """Texts that methods have read twice, shared with later subjects."""
-    _texts: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """What was written once, by prompt."""
+    """What methods share of reading texts, shared with later subjects."""
+    _texts: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    """What :meth:`written_once` wrote."""
     _read: tuple[ReadText, dict[str, tuple[Any, ...]]] | None = None
     """The text that was read last, and what was made of it, by method. An episodic method is a method for each
     episode."""
@@ -122,25 +122,33 @@ class Subject:
         peer = peer_of(self.method)
         return {} if peer is None else peer.versions
 
-    def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> SubjectAnswer:
+    def write(
+        self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None, shared: bool = False
+    ) -> SubjectAnswer:
         """Read a prompt and generate greedily up to ``new`` tokens. An end of text ends the answer, and so does
-        ``ended``, which is called with the text so far. Methods that draft generate in rounds. Methods share the
-        readings of a prompt that they can."""
+        ``ended``, which is called with the text so far. Methods that draft generate in rounds.
+
+        shared: methods share what they can of reading the prompt, which stays in :attr:`readings`; only those that
+        draft then follow the model's generation config."""
         context = len(ids) + new
         cache = self._cache(context)
         if isinstance(cache, PeerReader):
             return self._written(cache, ids, new, ended)
-        if takes_over(cache, len(ids)) or (isinstance(cache, KeepCache) and cache.reading):
+        if not shared or (isinstance(cache, KeepCache) and cache.method.recall.drafts):
+            made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
+            steps = len(made.tokens) - 1
+            seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
+            return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
+        first = None
+        twice = isinstance(cache, KeepCache) and cache.reading and cache.entries is not None
+        if takes_over(cache, len(ids)) or (twice and cache.entries < len(ids)):
             first = read_text(self.loaded.model, self._tensor(ids), cache, self.readings)
-            return self._written(first.cache, ids, new, ended, first)
-        made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
-        steps = len(made.tokens) - 1
-        seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
-        return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
+            cache = first.cache
+        return self._written(cache, ids, new, ended, first)
 
     def written_once(self, ids: Sequence[int], new: int) -> str:
         """Return the text that :meth:`write` writes after a prompt; a repeated prompt is not read again."""
-        key = (*ids, new)
+        key = (self.method, self.budget, new, *ids)
         if key not in self._texts:
             self._texts[key] = self.write(ids, new).text
         return self._texts[key]

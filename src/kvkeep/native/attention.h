@@ -183,7 +183,7 @@ static void receive_block(const KvAttention& a, const float* lse, int64_t last, 
   for (int64_t i = 0; i < entries; i++) into[i] = 0.0f;
   for (int64_t row = 0; row < rows; row += PART_ROWS) {
     const int64_t count = min64(PART_ROWS, rows - row);
-    const Span span = received_from(a, lane, row, count, last, base);
+    const Span span = seen_by_last_queries(a, lane, row, count, last, base);
     if (span.low >= span.high) continue;
     BlockAttention part_rows(a, lane, row, count);
     part_rows.receive(base, entries, lse + lane * rows + row, last, reduce_max, into);

@@ -45,7 +45,8 @@ static Span seen_by_rows(const KvAttention& a, int64_t lane, int64_t row, int64_
 }
 
 // What the last queries among some rows see, as above; nothing if none of the rows is one of them.
-static Span received_from(const KvAttention& a, int64_t lane, int64_t row, int64_t rows, int64_t last, int64_t base) {
+static Span seen_by_last_queries(const KvAttention& a, int64_t lane, int64_t row, int64_t rows, int64_t last,
+                                 int64_t base) {
   if (row % a.queries + rows <= a.queries - last) return {0, 0};
   return seen_by_rows(a, lane, row, rows, base);
 }
@@ -197,7 +198,7 @@ class BlockAttention {
     base = first;
     Span span{entries, 0};
     for (int64_t t = 0; t < tiles; t++) {
-      spans[t] = received_from(a, lane, row + t * tile_height, rows_of(t), last, base);
+      spans[t] = seen_by_last_queries(a, lane, row + t * tile_height, rows_of(t), last, base);
       if (spans[t].low < spans[t].high) span = {min64(span.low, spans[t].low), max64(span.high, spans[t].high)};
     }
     Reader reader(a, KEYS, lane);

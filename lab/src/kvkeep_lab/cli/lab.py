@@ -158,10 +158,12 @@ def _axes(name: str, given: Sequence[str] | None, cells: Sequence[Cell]) -> dict
     """Return the values by axis of texts like "question=seen". Raises UsageError if no cell has an axis or a value."""
     known, wanted = dict[str, list[str]](), dict[str, list[str]]()
     for cell in cells:
-        for axis, value in {**cell.point, "seed": cell.seed}.items():
-            known.setdefault(axis, []).append(str(value))
+        for axis, value in cell.place.items():
+            known.setdefault(axis, []).append(value)
     for text in given or ():
-        axis, _, value = text.partition("=")
+        axis, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--at takes an axis and a value, such as seed=0, not '{text}'.")
         if axis not in known:
             raise unknown(f"axis of experiment '{name}'", axis, list(known))
         if value not in known[axis]:

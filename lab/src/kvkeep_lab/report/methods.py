@@ -82,7 +82,7 @@ class MethodResult:
         return [
             mine - theirs
             for place, scores in self.samples.items()
-            if place in other and metric in scores and metric in other[place]
+            if place in other and scores.get(metric) and other[place].get(metric)
             for mine, theirs in zip(scores[metric], other[place][metric], strict=True)
         ]
 

@@ -77,18 +77,18 @@ class Summary(Task):
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Return articles of the file: the first ones for seed 0, else a random draw."""
         read = articles(sources[0])
-        words = round(fmean(len(one.summary.split()) for one in read))
-        found = [
-            Sample(ids, {"summary": one.summary, "lead": " ".join(one.text.split()[:words]), "blind": blind})
-            for one in read
-            if len(ids := _prompt(tokenizer, one.prompt)) >= self.least
-            for blind in (_prompt(tokenizer, one.prompt.replace(one.text, "").strip() or FORMS[-1].instruction),)
-        ]
+        found = [(ids, one) for one in read if len(ids := _prompt(tokenizer, one.prompt)) >= self.least]
         there = f"'{sources[0]}' has {len(found)} articles of {self.least} tokens or more"
-        return drawn(found, self.samples, seed, there)
+        words = round(fmean(len(one.summary.split()) for one in read)) if read else 0
+        samples = []
+        for ids, one in drawn(found, self.samples, seed, there):
+            blind = _prompt(tokenizer, one.prompt.replace(one.text, "").strip() or FORMS[-1].instruction)
+            lead = " ".join(one.text.split()[:words])
+            samples.append(Sample(ids, {"summary": one.summary, "lead": lead, "blind": blind}))
+        return samples
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
-        answer, expected = subject.write(sample.ids, self.new), sample.facts["summary"]
+        answer, expected = subject.write(sample.ids, self.new, shared=True), sample.facts["summary"]
         scores = rouge(expected, answer.text)
         if subject.method == "full":
             floors = {"lead": sample.facts["lead"], "blind": subject.written_once(sample.facts["blind"], self.new)}
@@ -96,8 +96,8 @@ class Summary(Task):
         return TaskOutcome(scores, answer.cost)
 
 
-def _prompt(tokenizer: Any, article: str) -> list[int]:
-    return encode(tokenizer, question(article.removeprefix("###").strip(), None))
+def _prompt(tokenizer: Any, text: str) -> list[int]:
+    return encode(tokenizer, question(text.removeprefix("###").strip(), None))
 
 
 @dataclass(frozen=True)

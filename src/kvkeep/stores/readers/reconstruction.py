@@ -84,17 +84,14 @@ class ReconstructionReader(Rehearsal):
             self.scores[:, piece.first : piece.first + squares.shape[1]] += squares
 
     def _raise_to_max(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        (start, stop), spans = self.piece, None
+        start, stop = self.piece
         if self.kind == "max of text":
             _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
         elif start or stop < layer.length:
-            spans = [(0, min(self.sinks, start)), self.piece]
-            compared = (segment for _, segment in self._past(layer, step, spans))
+            compared = (segment for _, segment in self._past(layer, step, [(0, min(self.sinks, start)), self.piece]))
             _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
         lse = layer.ledger.unpadded(lse, layer.heads)
-        for piece, segment in self._past(layer, step, spans):
-            low, high = max(piece.first, start), min(piece.first + piece.keys.shape[2], stop)
-            if low < high:
-                weights = received(step.query, segment, lse, step.scaling, None, "max")
-                scores = self.scores[:, low:high]
-                torch.maximum(scores, weights[:, low - piece.first : high - piece.first], out=scores)
+        for piece, segment in self._past(layer, step, [self.piece]):
+            weights = received(step.query, segment, lse, step.scaling, None, "max")
+            scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
+            torch.maximum(scores, weights, out=scores)
