@@ -49,7 +49,9 @@ def main() -> None:
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     TABLE.write_text(json.dumps(about | {"rows": []}, indent=1).replace("[]", f"[\n  {lines}\n ]") + "\n", "utf-8")
     draw_depths(group, STORE.parent / "which-method-depths.png")
-    draw_quality(group, STORE.parent / "which-method-quality.png")
+    unseen = [record for record in common if record.point["question"] == "unseen"]
+    titled = group.experiment.with_(title="Which method? Needles whose question is unseen")
+    draw_quality(replace(group, records=unseen, experiment=titled), STORE.parent / "which-method-quality.png")
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
 
 

@@ -179,10 +179,10 @@ _TENTHS = range(0, 100, 10)
 
 def draw_depths(group: DrawnGroup, path: FilePath) -> None:
     """Draw the task's last metric by the depth of the answer in its text: a row for each method and a column for each
-    tenth of the text, in a panel for each name on the task's axes (all kinds of needles together, if the question is
-    seen and if it is unseen). Raises StoreError if the file cannot be written."""
+    tenth of the text, in a panel for each name on the last axis with names (all kinds of needles together, if the
+    question is seen and if it is unseen). Raises StoreError if the file cannot be written."""
     metric, results = group.task.metrics[-1], group.measured
-    axis = next((name for name in group.task.axes if isinstance(group.places(name)[0], str)), None)
+    axis = next((name for name in reversed(group.task.axes) if isinstance(group.places(name)[0], str)), None)
     panels = [None] if axis is None else group.places(axis)
     maps = [_by_depth(group, metric, axis, panel) for panel in panels]
     with _figure(group, path, 1.4 + 0.27 * len(results)) as figure:
