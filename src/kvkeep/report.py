@@ -129,16 +129,21 @@ def memory(made: Assembly) -> Memory:
     made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}
     shared = (made.table, made.positions)
-    bookkeeping = made.ledger.bookkeeping_bytes + sum(one.bookkeeping_bytes for one in holdings)
+    ledger = made.ledger
+    bookkeeping = ledger.padding_bytes + sum(one.bookkeeping_bytes for one in holdings)
     bookkeeping += sum(one.nbytes for one in shared if one is not None)
     if made.checkpoint is not None:
         places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
         places["disk"] += sum(getattr(rows, "mapped_bytes", 0) for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
-    if made.checkpoint is not None and made.checkpoint.reads_ids:
-        places["device"] += made.ledger.ids.nbytes
-    else:
-        bookkeeping += made.ledger.ids.nbytes
+    rebuilds = made.checkpoint is not None and made.checkpoint.reads_ids
+    for rows, checkpointed in ((ledger.ids, rebuilds), (ledger.positions, False)):
+        if ledger.home is not None:
+            places[ledger.home.name] += rows.nbytes
+        elif checkpointed:
+            places["device"] += rows.nbytes
+        else:
+            bookkeeping += rows.nbytes
     return Memory(
         resident_bytes=resident,
         compressed_bytes=compressed,

@@ -25,6 +25,7 @@ OPERATIONS = st.lists(
 def stores(home: Place) -> dict[str, Rows]:
     return {
         "buffer": Buffer(block=5),
+        "buffer in a place": Buffer(block=5, home=home),
         "pages": PagedRows(home, smallest=4, largest=9),
         "ring": Ring(11, home, block=4),
         "ring of none": Ring(0, home),

@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Buffer
 
 
 class Ledger:
     """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    If ``records`` is False, it records only their number, for caches that rebuild no entries.
+    If ``records`` is False, it records only their number, for caches that rebuild no entries. home: where they lie, by
+    default with the tokens.
     """
 
-    def __init__(self, records: bool = True) -> None:
-        self.records = records
-        self.ids = Buffer()
-        self.positions = Buffer()
+    def __init__(self, records: bool = True, home: Place | None = None) -> None:
+        self.records, self.home = records, home
+        self.ids = Buffer(home=home)
+        self.positions = Buffer(home=home)
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
         self.device = torch.device("cpu")  # device of the last tokens
@@ -131,10 +133,7 @@ class Ledger:
         self._see(visible)
 
     @property
-    def bookkeeping_bytes(self) -> int:
+    def padding_bytes(self) -> int:
+        """Bytes of the state of padding."""
         masks = (self.visible, self.first, *self._by_lane.values())
-        return self.positions.nbytes + sum(mask.nbytes for mask in masks if mask is not None)
-
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.positions.nbytes
+        return sum(mask.nbytes for mask in masks if mask is not None)

@@ -224,7 +224,10 @@ class _Builder:
         self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
         # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
-        self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
+        home, spec = None, self.spec
+        if spec is not None and spec.where == "disk" and self.method.recall.endless and self.device.type == "cpu":
+            home = place("disk", self.device, spec.folder)
+        self.ledger = Ledger(records or (spec is not None and spec.kind != "kv"), home)
         self.meter = Meter() if before is None else before.made.meter
         self.shared = fate.shared(geometry, self.ledger)
         self.entries = entries

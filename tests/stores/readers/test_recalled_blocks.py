@@ -39,6 +39,18 @@ def test_all_entries_or_all_blocks_are_full_attention(family: str, spec: str) ->
     assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_memory_does_not_grow_with_the_text_beside_a_checkpoint_on_disk(where: str) -> None:
+    model, found, kept = tiny("llama"), [], []
+    for count in (600, 2400):
+        cache, ids = KeepCache(model, SPEC, 24, chunk=16, where=where), _ids(count)
+        _logits(model, cache, ids)
+        memory = cache.memory()
+        found.append(memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes)
+        kept.append(torch.equal(cache.ledger.span(0, count - 1)[0], ids[:, :-1].int()))
+    assert all(kept) and (found[0] == found[1]) == (where == "disk")
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotating the keys of the copies is rotating the query back, block by block."""
