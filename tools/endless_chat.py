@@ -125,7 +125,8 @@ def draw(found: Chat, exact: int, path: FilePath) -> None:
             f"'{found.fact.text}'", where, (0.02, 0.6), textcoords="axes fraction", fontsize=8, arrowprops=arrow
         )
         axes.set_ylabel("token of the text")
-        dress(axes, "", "tokens of the chat so far", y=0, legend=True)
+        dress(axes, "", "tokens of the chat so far", y=0)
+        axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
 
 def main() -> None:

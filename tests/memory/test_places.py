@@ -57,6 +57,16 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_with_too_many_mappings_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **options: object) -> None:
+        raise RuntimeError("unable to mmap 128 bytes from file </dev/fd/3>: Cannot allocate memory (12)")
+
+    disk = Disk(tmp_path)
+    monkeypatch.setattr(torch, "from_file", full)
+    with pytest.raises(StoreError, match="has as many mappings as the system allows, .* raise vm.max_map_count"):
+        disk.allocate((1, 64), torch.float32)
+
+
 def test_an_unknown_place_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean disk"):
         place("dsk", CPU)

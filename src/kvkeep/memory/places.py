@@ -78,6 +78,11 @@ class Disk:
                 mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=elements, dtype=dtype)
         except OSError as error:
             raise self._refusal(error) from error
+        except RuntimeError as error:  # of torch, where the system maps no more files
+            raise StoreError(
+                f"A file in '{self.folder}' cannot be mapped: the process has as many mappings as the system allows, "
+                "or too little address space. Use fewer or shorter texts at a time, or raise vm.max_map_count."
+            ) from error
         return mapped.view(shape)
 
     def _refusal(self, error: OSError) -> StoreError:

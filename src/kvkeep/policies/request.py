@@ -91,6 +91,10 @@ class Request:
                 f"Method '{spec}' needs a checkpoint of kind 'kv', because it keeps the entries of its first pass; "
                 f"leave checkpoint '{self.checkpoint}' out."
             )
+        if self.method.kind and checkpoint not in (None, self.method.kind):
+            raise UsageError(
+                f"The checkpoint of method '{spec}' is of kind '{self.method.kind}'; leave '{checkpoint}' out."
+            )
         if self.method.checkpoints:
             where = self.where or ("disk" if self.folder is not None else "host")
             CheckpointSpec.parse(self.checkpoint or "kv", where, capacity=self.capacity, folder=self.folder)

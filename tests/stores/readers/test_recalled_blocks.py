@@ -269,3 +269,14 @@ def test_a_capacity_that_is_too_small_is_refused() -> None:
         KeepCache(model, SPEC, 24, chunk=16, capacity=QUOTA - 1)
     with pytest.raises(UsageError, match="give at least 5,376"):
         KeepCache(model, "endless", 24, chunk=16, capacity=4096)
+    with pytest.raises(UsageError, match=r"give at least 5,376, or fewer exact tokens .*:exact=3220\)\.$"):
+        KeepCache(model, "endless", 24, chunk=16, capacity=4500)
+
+
+def test_another_kind_of_checkpoint_and_more_exact_tokens_than_positions_are_refused() -> None:
+    model = tiny("llama", positions=512)
+    with pytest.raises(UsageError, match="The checkpoint of method 'endless' is of kind 'kv'; leave 'residual' out"):
+        KeepCache(model, "endless", 24, checkpoint="residual")
+    KeepCache(model, SPEC, 24, checkpoint="kv", chunk=16)
+    with pytest.raises(UsageError, match="exact up to the model's 512 positions at most, not up to 513 tokens"):
+        KeepCache(model, "endless+blocks:count=3,size=16,exact=513", 24, chunk=16)

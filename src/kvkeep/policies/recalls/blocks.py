@@ -60,6 +60,11 @@ class PromisingBlocks(Recall):
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "blocks at other positions", "use kv-direct")
         limit, needed = geometry.max_positions, entries + chunk + (self.count + 1) * self.size
+        if limit is not None and self.exact > limit:
+            raise UsageError(
+                f"'endless' is exact up to the model's {limit:,} positions at most, not up to {self.exact:,} tokens; "
+                "give fewer exact tokens, or 0."
+            )
         if limit is not None and needed > limit:
             raise BudgetError(
                 f"{entries} entries, a chunk of {chunk} and {self.count} blocks of {self.size} need {needed} "
@@ -81,9 +86,11 @@ class PromisingBlocks(Recall):
             )
         least = max(exact, newest) + MAX_PAGE_ROWS + BLOCK
         if capacity < least:
+            fewer = capacity - MAX_PAGE_ROWS - BLOCK
+            hint = f", or fewer exact tokens (endless+blocks:exact={fewer})" if fewer >= max(newest, 1) else ""
             raise UsageError(
                 f"A capacity of {capacity:,} entries is too small for 'endless', which attends to all of the first "
-                f"{exact:,} tokens; give at least {least:,}, or fewer exact tokens (endless+blocks:exact=2048)."
+                f"{exact:,} tokens; give at least {least:,}{hint}."
             )
 
     def shared(self, ledger: Ledger) -> BlockChoice:
