@@ -57,11 +57,18 @@ def test_the_model_reads_a_prompt_once_for_all_methods(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("method", "family"),
-    [("snapkv", "llama"), ("kv-direct", "llama"), ("snapkv+oneshot", "gemma3"), ("stock", "llama")],
-    ids=["chunks", "checkpoint", "windows", "stock"],
+    [
+        ("snapkv", "llama"),
+        ("kv-direct", "llama"),
+        ("snapkv+oneshot", "gemma3"),
+        ("stock", "llama"),
+        ("full", "deepseek_v3"),
+        ("full", "qwen3_next"),
+    ],
+    ids=["chunks", "checkpoint", "windows", "stock", "latent", "recurrent"],
 )
 def test_a_cache_whose_pass_differs_reads_by_itself(method: str, family: str) -> None:
-    one = subject(method, None if method == "stock" else "50%", family)
+    one = subject(method, None if method in ("stock", "full") else "50%", family)
     assert not takes_over(cache_for(one.loaded.model, one.method, one.budget, len(IDS) + 4), len(IDS))
     assert one.examine(IDS, RIGHT, 4).logs == pytest.approx(read_alone(one).logs, abs=1e-4)
 

@@ -15,6 +15,7 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.store import EvictedStore
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
 from kvkeep.step import native
@@ -110,6 +111,11 @@ def takes_over(cache: object, tokens: int) -> bool:
     if stream.pass_hooks or stream.round is not None or stream.wants_residuals:
         return False
     if len(geometry.full_layers) < len(geometry.layers) or geometry.recurrent_layers or not geometry.steady(tokens):
+        return False
+    try:
+        if bind(cache.model).latent:
+            return False
+    except UnsupportedModelError:  # transformers attends
         return False
     if stream.streams and any(type(layer.reader) is not ReadEvicted for layer in stream.bounded):
         return False
