@@ -137,13 +137,9 @@ def memory(made: Assembly) -> Memory:
         places["disk"] += sum(getattr(rows, "mapped_bytes", 0) for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
     rebuilds = made.checkpoint is not None and made.checkpoint.reads_ids
-    for rows, checkpointed in ((ledger.ids, rebuilds), (ledger.positions, False)):
-        if ledger.home is not None:
-            places[ledger.home.name] += rows.nbytes
-        elif checkpointed:
-            places["device"] += rows.nbytes
-        else:
-            bookkeeping += rows.nbytes
+    if ledger.home is None:  # elsewhere they take no memory
+        bookkeeping += ledger.positions.nbytes + (0 if rebuilds else ledger.ids.nbytes)
+        places["device"] += ledger.ids.nbytes if rebuilds else 0
     return Memory(
         resident_bytes=resident,
         compressed_bytes=compressed,

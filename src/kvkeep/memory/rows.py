@@ -127,7 +127,7 @@ class Buffer(_OneTensor):
         self.length = stop
 
     def _grow(self, rows: Tensor, needed: int) -> None:
-        least = needed if self.home is None else max(needed, 3 * self.length // 2)
+        least = needed if self.home is None else max(needed, 3 * self.length // 2, 1)
         capacity = self.limit if self.limit is not None else up(least, self.block)
         shape = *rows.shape[:-2], capacity, rows.shape[-1]
         with torch.inference_mode(False):  # tensors created in it are read-only outside
