@@ -161,8 +161,8 @@ def slots_of(layer: Layer) -> list[list[int]]:
 
 
 def allocated(cache: KeepCache) -> int:
-    """Bytes of all tensors that can be reached from a cache, each storage once; not those of models and requests, nor of
-    a ledger on disk."""
+    """Bytes of all tensors that can be reached from a cache, each storage once; not those of models and requests, nor
+    of a ledger on disk."""
     sizes: dict[int, int] = {}
     seen: dict[int, Any] = {}
     walk = [cache]
@@ -177,7 +177,9 @@ def allocated(cache: KeepCache) -> int:
             walk += value.values()
         elif isinstance(value, list | tuple):
             walk += value
-        elif type(value).__name__ in ("Adapter", "Request", "ModelGeometry") or (isinstance(value, Buffer) and isinstance(value.home, Disk)):
+        elif type(value).__name__ in ("Adapter", "Request", "ModelGeometry") or (
+            isinstance(value, Buffer) and isinstance(value.home, Disk)
+        ):
             continue
         elif type(value).__module__.startswith(("kvkeep", "transformers.cache_utils")):
             walk.append(dict(vars(value)))
