@@ -34,6 +34,8 @@ def main() -> None:
     for asked, need in NEEDS.items():
         for budget in group.experiment.budgets:
             found = _common([r for r in records if r.point["question"] == asked and r.budget in (None, budget)])
+            if not any(record.budget for mine in found.values() for record in mine):
+                continue  # the full cache alone
             rows += [{"need": need, "budget": budget, "method": one, **_numbers(mine)} for one, mine in found.items()]
             common += [record for mine in found.values() for record in mine if record not in common]
     group = replace(group, records=common)

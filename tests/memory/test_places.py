@@ -63,7 +63,7 @@ def test_a_process_with_too_many_mappings_is_told_so(tmp_path: Path, monkeypatch
 
     disk = Disk(tmp_path)
     monkeypatch.setattr(torch, "from_file", full)
-    with pytest.raises(StoreError, match="has as many mappings as the system allows, .* raise vm.max_map_count"):
+    with pytest.raises(StoreError, match="has reached the system's limit of mappings, .* raise vm.max_map_count"):
         disk.allocate((1, 64), torch.float32)
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.selector import ReconstructionPieces
+from kvkeep.decode.cached_text import common_prefix
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
@@ -168,9 +169,7 @@ def _longest_beginning(ids: Tensor, readings: Readings) -> tuple[SharedPass | No
     the last token is not among them."""
     row, best, shared = ids[0, :-1].tolist(), None, 0
     for text, known in readings.items():
-        common = next((place for place, (one, other) in enumerate(zip(row, text, strict=False)) if one != other), None)
-        common = min(len(row), len(text)) if common is None else common
-        if known.shared_pass is not None and common > shared:
+        if known.shared_pass is not None and (common := common_prefix(row, text)) > shared:
             best, shared = known.shared_pass, common
     return best, shared
 

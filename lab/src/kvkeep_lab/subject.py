@@ -139,9 +139,10 @@ class Subject:
             steps = len(made.tokens) - 1
             seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
             return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
-        first = None
-        twice = isinstance(cache, KeepCache) and cache.reading and cache.entries is not None
-        if takes_over(cache, len(ids)) or (twice and cache.entries < len(ids)):
+        first, shares = None, takes_over(cache, len(ids))
+        if isinstance(cache, KeepCache) and cache.reading:  # within the budget it reads no text again
+            shares = cache.entries is not None and cache.entries < len(ids)
+        if shares:
             first = read_text(self.loaded.model, self._tensor(ids), cache, self.readings)
             cache = first.cache
         return self._written(cache, ids, new, ended, first)

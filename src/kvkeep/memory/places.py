@@ -80,8 +80,8 @@ class Disk:
             raise self._refusal(error) from error
         except RuntimeError as error:  # of torch, where the system maps no more files
             raise StoreError(
-                f"A file in '{self.folder}' cannot be mapped: the process has as many mappings as the system allows, "
-                "or too little address space. Use fewer or shorter texts at a time, or raise vm.max_map_count."
+                f"A file in '{self.folder}' cannot be mapped: the process has reached the system's limit of "
+                "mappings, or of address space. Use fewer or shorter texts at a time, or raise vm.max_map_count."
             ) from error
         return mapped.view(shape)
 

@@ -53,7 +53,7 @@ class Summary(Task):
     protocol = (
         "Each article with HELM's instruction is one user's message in the model's chat template, read in chunks under "
         "the budget; the summary is written greedily. ROUGE-1, -2 and -L: F1 with stemming (rouge-score), times 100. "
-        "Floors, in the row of the full cache: ROUGE-1 of the article's first words, as many as a mean summary has, "
+        "Floors, in the row of the full cache: ROUGE-1 of the article's beginning of a mean summary's length, "
         "and of what the model writes without the article."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
