@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("COLUMNS", None)  # xdist sets it for its workers, and tables would be as narrow
+    if find_spec("absl") is not None:
+        # rouge-score imports absl, whose handler keeps the stderr of that moment: pytest's capture of one test. When
+        # uvicorn configures logging in a later test, it closes all handlers, and this one closes its stream.
+        from absl import logging
+
+        logging.get_absl_handler().python_handler.stream = sys.__stderr__
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:  # a worker of xdist has none
         config.pluginmanager.register(AsTheyHappen(terminal))
