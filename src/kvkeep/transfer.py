@@ -278,7 +278,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None
-    if cache.exactness is not Exactness.EXACT and not cache.reading:
+    if not _promises_no_more(twin, cache) and not cache.reading:
         reason = f"'{cache.method.name}' does not hold all entries exactly"
     elif twin.reading:  # it will read the text again
         reason = None
@@ -317,6 +317,14 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin
+
+
+def _promises_no_more(twin: Any, cache: Any) -> bool:
+    """Return whether the entries of ``cache`` are as good as ``twin`` says: they are exact, or both are ``endless`` and
+    ``twin`` is exact up to no more tokens."""
+    if cache.exactness is Exactness.EXACT:
+        return True
+    return cache.crops and twin.method.recall.endless and twin.exact_tokens <= cache.exact_tokens
 
 
 def _chunks(cache: Any, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

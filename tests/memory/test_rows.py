@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.memory.places import Device, Disk, Host, Place
-from kvkeep.memory.rows import Buffer, PagedRows, Ring, Rows, concatenated
+from kvkeep.memory.rows import Buffer, PagedRows, Ring, Rows, concatenated, pages_of
 from kvkeep.memory.shared_rows import SharedRows
 
 CPU = torch.device("cpu")
@@ -76,6 +76,14 @@ def test_pages_are_as_long_as_the_appended_chunks() -> None:
     for count in (14, 1, 1, 50, 1):
         pages.append(torch.zeros(1, 1, count, 2))
     assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 12] and pages.length == 67
+
+
+def test_pages_of_a_long_text_are_few() -> None:
+    """Linux allows a process 65,530 mappings; a model of 40 layers on disk has two stores of rows in each."""
+    for count in (2**16, 2**18, 2**20, 2**24):
+        pages = pages_of([512] * (count // 512))
+        assert 80 * len(pages) < 65_530
+        assert sum(pages) - count <= max(1024, count / 64)
 
 
 def test_full_pieces_never_move() -> None:

@@ -25,7 +25,7 @@ class RecentPages(PagedRows):
         return self.capacity - self.smallest - (self._allocated - self.first)
 
     def _page_size(self, missing: int) -> int:
-        size = super()._page_size(missing)
+        size = min(self.largest, super()._page_size(missing))  # a larger one would free as many rows at once
         return min(size, self._free) if missing <= self._free else size  # no page is freed for rows that may not come
 
     def _make_space(self, rows: int) -> None:

@@ -26,7 +26,7 @@ from kvkeep.memory.places import Place
 
 BLOCK = 256
 MAX_PAGE_ROWS = 1024
-"""Rows of the largest page."""
+"""Rows of the largest page of a text of at most 65,536 tokens."""
 
 
 class Rows(Protocol):
@@ -246,7 +246,8 @@ def pick_each(stores: Sequence[PagedRows], lane: Tensor, slot: Tensor) -> list[T
 
 class PagedRows:
     """All rows, in pages that are allocated once and never moved. A page holds the appended rows, or an eighth of the
-    rows allocated before, between ``smallest`` and ``largest``. So little memory is unused, and reads are long."""
+    rows allocated before, between ``smallest`` and ``largest``. So little memory is unused, and reads are long. Pages
+    of more than ``largest`` rows hold a 64th, because each page on disk is a mapping of the process."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         self.home = home
@@ -414,7 +415,8 @@ def ring_rows(needed: int, capacity: int, block: int = BLOCK) -> int:
 
 def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> int:
     """Return the rows of the next page, given ``allocated`` rows and ``missing`` more."""
-    return min(largest, max(-(-missing // smallest), allocated // (8 * smallest)) * smallest)
+    limit = max(largest // smallest, allocated // (64 * smallest))
+    return min(limit, max(-(-missing // smallest), allocated // (8 * smallest))) * smallest
 
 
 def pages_of(counts: Iterable[int]) -> list[int]:

@@ -188,8 +188,10 @@ def test_a_full_context_continues_by_endless_without_reading_again(method: str) 
     assert exact == sorted(exact, reverse=True) and exact[0] and not exact[-1]
     assert lines[-1].startswith("exact up to 512 tokens: ") and lines.index(lines[-1]) == exact.index(False)
     assert notes.index(said_once) == notes.index(lines[exact.index(False)]) + 1
-    asked = chat(*LONG, "/context endless", **common)
+    asked = chat(*LONG, "/context endless", "/context", "/budget 40", **common)
     assert asked.talk.messages == made.talk.messages, "the offered way gives the same answers"
+    *_, full, budget = asked.screen.notes  # type: ignore[attr-defined]
+    assert full.endswith("tokens. This method has no context limit.") and budget.endswith("nothing is read again.")
 
 
 def test_up_to_the_positions_the_answers_of_endless_are_those_of_another_exact_method() -> None:

@@ -154,6 +154,38 @@ def test_crop_and_fork_choose_again() -> None:
         assert torch.allclose(model(ids[:, :1], cache=cache).logits, wanted, atol=1e-3)
 
 
+def test_another_budget_takes_the_entries_over_and_more_exact_tokens_do_not() -> None:
+    model, ids = tiny("llama"), _ids(200)
+    cache = KeepCache(model, SPEC, 24, chunk=16, where="disk")
+    with torch.no_grad():
+        model(ids, cache=cache)
+        twin = cache.fork(SPEC.replace("64", "40"), 32, chunk=16, where="host")
+        for ours, theirs in zip(cache.layers, twin.layers, strict=True):
+            for part, other in zip(ours.everything(), theirs.everything(), strict=True):
+                assert torch.equal(part, other)
+        assert twin.exactness is Exactness.REVERSIBLE and torch.equal(twin.ledger.span(0, 200)[0], ids.int())
+        assert model(ids[:, :5], cache=twin).logits.isfinite().all()
+    for spec in (SPEC.replace("64", "80"), "kv-direct"):
+        with pytest.raises(UsageError, match="'endless.*' does not hold all entries exactly"):
+            cache.fork(spec, 24, chunk=16)
+
+
+def test_after_a_crop_the_newest_entries_are_attended_where_they_are() -> None:
+    """After a crop of more tokens than the budget, no entry is resident."""
+    model, ids = tiny("llama"), _ids(210)
+    found = []
+    for cropped in (0, 50):
+        cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
+        with torch.no_grad():
+            model(ids[:, :144], cache=cache)
+            if cropped:
+                model(ids[:, :cropped], cache=cache)
+                cache.crop(-cropped)
+            parts = [model(part, cache=cache).logits for part in ids[:, 144:].split([5, *[1] * 61], 1)]
+        found.append(torch.cat(parts, 1))
+    assert torch.allclose(*found, atol=1e-3)
+
+
 def test_what_cannot_be_recalled_is_refused() -> None:
     for spec in (
         "window+blocks",

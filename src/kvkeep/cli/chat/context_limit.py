@@ -78,7 +78,10 @@ def show_continuations(chat: Chat) -> None:
 
 
 def _ways(chat: Chat) -> list[str]:
-    """Return the names of the ways to continue, without one that needs entries which the cache does not keep."""
+    """Return the names of the ways to continue, without one that needs entries which the cache does not keep; none
+    where there is no limit."""
+    if chat.talk.positions is None:
+        return []
     cache = chat.talk.cache
     lossy = isinstance(cache, KeepCache) and cache.method.exactness is not Exactness.EXACT
     return [name for name in CONTINUATIONS if not (lossy and name == ENDLESS)]

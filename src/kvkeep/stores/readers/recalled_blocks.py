@@ -36,7 +36,7 @@ class RecalledBlocks(ReadEvicted):
     def __init__(self, site: Site, adapter: Adapter, choice: BlockChoice, exact: int | None) -> None:
         assert isinstance(site.checkpoint, EntryCheckpoint)
         self.checkpoint, self.index, self.meter, self.first = site.checkpoint, site.layer.index, site.meter, site.first
-        self.adapter, self.choice, self.exact = adapter, choice, exact
+        self.adapter, self.choice, self.exact, self.entries = adapter, choice, exact, site.entries
         self._copied: Tensor | None = None  # the choice whose blocks are copied
         self._copies: Span | None = None
 
@@ -67,8 +67,9 @@ class RecalledBlocks(ReadEvicted):
             layer.settle()
         taken = layer.evicted.taken or 0
         if self.first:  # all layers have taken as many
+            older = min(taken, max(0, layer.length - self.entries))  # after a crop newer ones are in the checkpoint
             lost = self.checkpoint.first(self.index) // self.choice.size
-            self.choice.choose(taken // self.choice.size, step.new, lost)
+            self.choice.choose(older // self.choice.size, step.new, lost)
         if self._copied is not self.choice.numbers:
             self._copy(layer)
         near = [] if self._copies is None else [self._copies.segment()]
