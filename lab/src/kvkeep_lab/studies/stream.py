@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -16,9 +17,9 @@ from pydantic import Field
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.stock import memory_of, new_cache
+from kvkeep.stock import memory_of, new_cache, requested
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, OwnMethod, TextStudy, Trial, counted, text_of
+from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, OwnMethod, PlaceName, TextStudy, Trial, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes
 
 STEPS = 16
@@ -71,13 +72,25 @@ class StreamStudy(TextStudy):
     tokens: int = Field(20_000, ge=2, description="number of tokens to read; a shorter text is repeated")
     stretch: int = Field(1024, ge=2, description="number of tokens for each row of the table")
     chunk: int | None = Field(None, ge=1, description="tokens processed in one pass")
+    where: Annotated[PlaceName | None, Flag("--where", "-w")] = Field(
+        None, description="where evicted entries are stored: device, host, disk"
+    )
+    capacity: int | None = Field(None, ge=1, description="maximum number of entries stored; the oldest are discarded")
+    folder: str | None = Field(None, description="folder for the files on disk; by default the user's cache folder")
+
+    def check(self, files: Sequence[Path]) -> None:
+        requested(self.method, self.budget, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"chunk": self.chunk, "where": self.where, "capacity": self.capacity, "folder": self.folder}
 
     def measure(self, trial: Trial) -> Streamed:
         ids = list(trial.tokenizer(text_of(trial.sources), verbose=False).input_ids)
         if len(ids) < 2:
             raise UsageError("The text is shorter than two tokens; there is nothing to predict.")
         ids = (ids * -(-self.tokens // len(ids)))[: self.tokens]
-        cache = new_cache(trial.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
+        cache = new_cache(trial.model, self.method, budget=self.budget, context=len(ids), **self._options)
         found = Streamed(trial.loaded.name, self.method, self.budget, [])
         with keeping(found, found.stretches):
             for row in stretches(trial.model, ids, cache, self.stretch, counted(trial.progress, "reading")):
