@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tokenizer
 from kvkeep_lab.tasks.needle import contains
-from kvkeep_lab.tasks.novel import FILE, QUESTIONS, Novel
+from kvkeep_lab.tasks.novel import FILE, QUESTIONS, Novel, NovelRephrased
 from measuring import subject
 
 from kvkeep.errors import UsageError
@@ -34,6 +35,18 @@ def test_there_are_thirty_questions_and_none_has_its_answer() -> None:
         assert not any(contains(f"{one.question} {one.lead}", answer) for answer in one.answers), one
 
 
+def test_a_rephrased_question_has_no_word_of_its_evidence() -> None:
+    for one in QUESTIONS:
+        asked = f"{one.rephrased} {one.rephrased_lead}"
+        shared = {word[:5] for word in long_words(asked)} & {word[:5] for word in long_words(one.evidence)}
+        assert one.rephrased.endswith("?") and not shared, (one.question, shared)
+        assert not any(contains(asked, answer) for answer in one.answers), one
+
+
+def long_words(text: str) -> list[str]:
+    return re.findall(r"[a-z]{5,}", text.casefold())
+
+
 def test_the_answers_are_words_of_the_evidence() -> None:
     for one in QUESTIONS:
         assert contains(one.evidence, one.answers[0]) or one.answers[0].casefold() in one.evidence.casefold(), one
@@ -49,6 +62,15 @@ def test_all_questions_are_about_one_text_that_is_the_novel_after_its_head(data:
     assert len(text.ids) - text.head == words
     longest = max(len(one.ids) + max(8, len(one.facts["right"])) for one in found)
     assert len(text.ids) + longest == text.context
+
+
+def test_the_rephrased_questions_have_the_same_text_and_answers(data: Path) -> None:
+    _, plain = samples(data)
+    task = NovelRephrased(length=[450])
+    other = task.prepare(tokenizer(), task.sources(data), task.points()[0], 0)
+    for one, rephrased in zip(plain, other, strict=True):
+        assert one.facts["right"] == rephrased.facts["right"] and one.facts["answers"] == rephrased.facts["answers"]
+        assert one.ids != rephrased.ids and one.facts["text"].head == rephrased.facts["text"].head
 
 
 def test_only_questions_are_asked_whose_answer_was_read(data: Path) -> None:

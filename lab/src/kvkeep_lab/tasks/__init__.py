@@ -10,13 +10,16 @@ from kvkeep_lab.tasks.longbench_v2 import LongBenchV2
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needle import Needle
 from kvkeep_lab.tasks.needles import Needles
-from kvkeep_lab.tasks.novel import Novel
+from kvkeep_lab.tasks.novel import Novel, NovelRephrased
 from kvkeep_lab.tasks.perplexity import Perplexity
 from kvkeep_lab.tasks.ruler import Ruler
 from kvkeep_lab.tasks.summary import Summary
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
-    for task in (LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, Perplexity, Ruler, Summary)
-}
+    for task in (
+        LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
+        Perplexity, Ruler, Summary,
+    )
+}  # fmt: skip
 """The tasks by name."""

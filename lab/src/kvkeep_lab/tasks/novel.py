@@ -35,6 +35,10 @@ class NovelQuestion:
     """The right continuations. The first is scored by ln p; each counts as found."""
     evidence: str
     """The words of the novel that answer the question."""
+    rephrased: str
+    """The same question without the words of :attr:`evidence`."""
+    rephrased_lead: str
+    """The first words of its answer."""
 
 
 QUESTIONS = tuple(
@@ -85,7 +89,8 @@ class Novel(Task):
                 f"{self.samples} are wanted; give a greater length, or fewer samples."
             )
         chosen = [known[(seed + len(known) * number // self.samples) % len(known)] for number in range(self.samples)]
-        prompts = [begun(tokenizer, f"{_START}{novel}\n\n{one.question}", None, one.lead, " ") for one in chosen]
+        asked = [self.asked(one) for one in chosen]
+        prompts = [begun(tokenizer, f"{_START}{novel}\n\n{text}", None, lead, " ") for text, lead in asked]
         shared, opening = (encode(tokenizer, question(part, None)) for part in (f"{_START}{novel}\n\n", _START))
         rights = [list(tokenizer(f" {one.answers[0]}", add_special_tokens=False).input_ids) for one in chosen]
         context = max(len(ids) + max(self.new, len(right)) for ids, right in zip(prompts, rights, strict=True))
@@ -103,8 +108,24 @@ class Novel(Task):
             for one, ids, right in zip(chosen, questions, rights, strict=True)
         ]
 
+    def asked(self, one: NovelQuestion) -> tuple[str, str]:
+        """Return the words of a question, and the first ones of its answer."""
+        return one.question, one.lead
+
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         facts = sample.facts
         answer = subject.examine_after(facts["text"], sample.ids, facts["right"], self.new)
         found = any(contains(answer.text, right) for right in facts["answers"])
         return TaskOutcome({"loglik": fmean(answer.logs), "found": float(found)}, answer.cost, facts["depth"])
+
+
+class NovelRephrased(Novel):
+    """The same questions in words that the sentences which answer them do not have."""
+
+    name = "novel-rephrased"
+    about = "the questions of 'novel' in other words than those of the sentences that answer them"
+    protocol = f"{Novel.protocol} A question and its lead have no word in common with the sentence that answers it, "
+    protocol += "of those with five letters or more."
+
+    def asked(self, one: NovelQuestion) -> tuple[str, str]:
+        return one.rephrased, one.rephrased_lead
