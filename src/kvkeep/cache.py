@@ -87,7 +87,7 @@ class KeepCache(Cache):
             recall=recall,
         )
         self.method: Method = self.request.method
-        self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+        self.geometry = ModelGeometry.of(model)
         self._start()
 
     def _start(self) -> None:

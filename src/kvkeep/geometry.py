@@ -105,6 +105,12 @@ class ModelGeometry:
     fingerprints have the settings that it follows from."""
 
     @classmethod
+    def of(cls, model: Any) -> ModelGeometry:
+        """Read the geometry of a loaded ``model``, whose cached elements have the type of its parameters. Raises as
+        :meth:`from_config`."""
+        return cls.from_config(model.config, next(model.parameters()).dtype.itemsize)
+
+    @classmethod
     def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:
         """Read the geometry from a transformers ``config`` of a decoder, or of a wrapper around a text decoder.
 

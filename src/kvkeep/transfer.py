@@ -280,6 +280,8 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     reason = None
     if not _promises_no_more(twin, cache) and not cache.reading:
         reason = f"'{cache.method.name}' does not hold all entries exactly"
+        if method.recall.endless and cache.crops:
+            reason = f"its first {cache.exact_tokens:,} tokens are exact, and {twin.exact_tokens:,} are wanted"
     elif twin.reading:  # it will read the text again
         reason = None
     elif method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:

@@ -11,7 +11,8 @@ from kvkeep.errors import UsageError
 
 OURS = (  # beside no paper
     "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond", "match-by-budget",
-    "novel", "novel-rephrased", "other-author", "peers", "revive-parts", "which-method", "xsum",
+    "novel", "novel-rephrased", "novel-rephrased-within",
+    "other-author", "peers", "revive-parts", "which-method", "xsum",
 )  # fmt: skip
 SMALL = """
 title = "Small"

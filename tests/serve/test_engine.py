@@ -22,7 +22,7 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve import engine as engines
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import EngineStopping
+from kvkeep.serve.job import EngineStopping, PromptTooLong
 
 PLENTY = 10**9
 
@@ -192,6 +192,21 @@ def test_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.stop()
     with pytest.raises(EngineStopping):
         Client(engine, text(20, 3))
+
+
+def test_an_exact_session_ends_at_the_positions_where_new_ones_go_on() -> None:
+    """The model has 512 positions, and the server continues new sessions with "endless"."""
+    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16", "budget": 32, "chunk": 32}
+    engine, first = serving(**endless), text(400, 1)
+    one = Client(engine, first, 4, name=("me", "talk"), method="kv-direct", budget=32)
+    run(engine)
+    begun = [*first, *one.ended.tokens]
+    cut = Client(engine, [*begun, *text(104, 2)], 30, name=("me", "talk"))
+    refused = Client(engine, [*begun, *text(120, 2)], 4, name=("me", "talk"))
+    new = Client(engine, [*begun, *text(120, 2)], 4, name=("me", "other"))
+    run(engine)
+    assert len(cut.ended.tokens) == 4 and len(new.ended.tokens) == 4
+    assert isinstance(refused.events[-1], PromptTooLong) and "context has 512" in str(refused.events[-1])
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,8 @@ def test_a_session_continues_beyond_the_positions_if_its_requests_say_so(address
     found = httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["data"]
     (facts,) = [one for one in found if one["name"] == "long"]
     assert facts["method"].startswith("endless") and facts["exact_tokens"] == 512
+    without = post(address, body | {"kvkeep": {"session": "long", "at_end": "endless"}}).json()["usage"]
+    assert without["exact_tokens"] == 512, "its method and budget are fixed, and need not be sent again"
     for wrong in ({"method": "h2o", "budget": 32}, {"budget": 450}):
         refused = post(address, BODY | {"kvkeep": {"at_end": "endless", **wrong}})
         if "method" in wrong:

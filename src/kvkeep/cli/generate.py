@@ -74,6 +74,7 @@ def as_json(result: Any) -> dict[str, Any]:
     return {
         **{name: getattr(result, name) for name in ("text", "tokens", "prompt_tokens", "stopped", "method")},
         "class": result.exactness,
+        "exact_tokens": result.exact_tokens,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
         "rounds": None if result.rounds is None else asdict(result.rounds),
@@ -85,7 +86,8 @@ def summary(result: Any) -> str:
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     rounds = result.rounds
-    line = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
+    until = "" if result.exact_tokens is None else f", exact up to {result.exact_tokens:,} tokens"
+    line = f"{result.method} ({result.exactness}{until}): {timing.prefill_tokens} tokens read at "
     line += f"{timing.prefill_tokens_per_s:.0f}/s, "
     line += f"a second time in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
     line += f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"

@@ -71,6 +71,8 @@ class Generation:
     sequence: list[int] = field(repr=False)
     rounds: RoundStatistics | None = None
     """Statistics of the rounds of draft and verify."""
+    exact_tokens: int | None = None
+    """The number of tokens up to which the text is exact, where it is longer; None: the class holds for all of it."""
 
 
 @dataclass(eq=False)
@@ -256,13 +258,15 @@ def _check_mode(model: Any, sampled: bool) -> None:
 
 def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, timing: Timing) -> Generation:
     bounded = cache if isinstance(cache, KeepCache) else None
+    exactness = Exactness.EXACT if bounded is None else bounded.exactness
     return Generation(
         text=caller.text(tokens),
         tokens=tokens,
         prompt_tokens=len(caller.prompt),
         stopped=stopped,
         method=STOCK if bounded is None else bounded.method.name,
-        exactness=str(Exactness.EXACT if bounded is None else bounded.exactness),
+        exactness=str(exactness),
+        exact_tokens=None if bounded is None or exactness is Exactness.EXACT else bounded.exact_tokens,
         memory=memory_of(cache),
         timing=timing,
         sequence=[*caller.prompt, *tokens],

@@ -79,7 +79,7 @@ def fingerprint_of_tokenizer(tokenizer: Any) -> str:
 
 def _digest(model: Any, tensors: _Tensors, contents: Iterable[bytes]) -> str:
     """Return the digest of a model's settings, and of its tensors' names, forms and ``contents``."""
-    geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+    geometry = ModelGeometry.of(model)
     digest = hashlib.sha256(repr(geometry).encode())
     settings = model.config.get_text_config().to_dict()
     relevant = {name: value for name, value in settings.items() if any(part in name for part in _SETTINGS)}

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -16,7 +17,7 @@ from kvkeep.errors import KvkeepError, place_of
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, QueueFull, SessionMismatch
+from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.session import Name, OpenSession
 from kvkeep.serve.session_pool import SessionPool
@@ -128,7 +129,19 @@ class Admission:
                 f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be changed; "
                 "leave method and budget out, or use another session name."
             )
+        self._limit_to_positions(job, session.cache)
         return session
+
+    def _limit_to_positions(self, job: Job, cache: KeepCache) -> None:
+        """Let an answer end with the model's positions, where the session goes no further: it may have another method
+        than a new one would. Raises PromptTooLong."""
+        positions = None if cache.method.any_length else cache.geometry.max_positions
+        tokens = len(job.ask.prompt)
+        if positions is None or tokens + job.ask.max_tokens <= positions:
+            return
+        if tokens >= positions:
+            raise PromptTooLong.of(tokens, positions)
+        job.ask = replace(job.ask, max_tokens=positions - tokens)
 
     def _adopt(self, job: Job) -> OpenSession:
         """Put the session that was opened for an answer into the pool, and return it."""

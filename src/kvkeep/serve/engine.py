@@ -79,7 +79,7 @@ class Engine:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.cache = cache
         self.arbiter = Arbiter(memory)
-        self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
+        self.geometry = ModelGeometry.of(self.model)
         if processes(self.model) > 1:
             raise UnsupportedModelError(
                 "This model is split over several processes (tensor parallelism), which the server does not support; "
@@ -117,25 +117,25 @@ class Engine:
         *,
         name: Name | None = None,
         owner: str = "",
+        names_cache: bool | None = None,
         **cache: Any,
     ) -> Job:
         """Request an answer; the engine's thread calls ``listener`` with each event.
 
         name: owner and name of the session to continue. owner: the owner of an unnamed session; an owner's sessions
         share prefixes. cache: method, budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session;
-        default: the engine's. Raises QueueFull, EngineStopping, or UsageError for a request that can never be answered.
+        default: the engine's. names_cache: whether a session that exists has to have these options; by default, if
+        there are any. Raises QueueFull, EngineStopping, or UsageError for a request that can never be answered.
         """
         positions = self.positions(cache)
         if not ask.prompt:
             raise UsageError("The prompt is empty; send at least one token.")
         if positions is not None and len(ask.prompt) >= positions:
-            raise PromptTooLong(
-                f"The prompt has {len(ask.prompt)} tokens, but the model's context has {positions}; shorten the "
-                f"prompt to at most {positions - 1} tokens."
-            )
+            raise PromptTooLong.of(len(ask.prompt), positions)
         if name is not None:
             check_name(name)
-        job = Job(ask, listener, name, cache or self.cache, bool(cache), owner if name is None else name[0])
+        named = bool(cache) if names_cache is None else names_cache
+        job = Job(ask, listener, name, cache or self.cache, named, owner if name is None else name[0])
         with self._lock:
             if self._stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")

@@ -31,6 +31,14 @@ class SessionMismatch(UsageError):
 class PromptTooLong(UsageError):
     """A prompt leaves no position for an answer."""
 
+    @classmethod
+    def of(cls, tokens: int, positions: int) -> PromptTooLong:
+        """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
+        return cls(
+            f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
+            f"{positions - 1} tokens, or send kvkeep.at_end 'endless' with every request of a new session."
+        )
+
 
 class EngineStopping(KvkeepError):
     """The engine is shutting down and accepts no requests."""

@@ -95,7 +95,7 @@ class Service:
         cannot be used."""
         store = self.store(shared=shared)
         assert self.memory is not None  # the memory is set by now
-        geometry = ModelGeometry.from_config(loaded.model.config, next(loaded.model.parameters()).dtype.itemsize)
+        geometry = ModelGeometry.of(loaded.model)
         cache = endless_options(self.cache, geometry) if self.endless else self.cache
         return Engine(loaded, self.memory, self.waiting, store, **cache)
 

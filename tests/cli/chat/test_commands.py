@@ -13,8 +13,9 @@ from conftest import tokenizer
 from families import tiny
 
 from kvkeep import Conversation, EntryState, KeepCache, KvkeepError, UsageError, generate
+from kvkeep.cli.cache_options import RequestedCache
 from kvkeep.cli.chat import commands, loop
-from kvkeep.cli.chat.command import AtEnd
+from kvkeep.cli.chat.command import AtEnd, check_same
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.saving import Saver
 from kvkeep.cli.chat.signals import EndSignals
@@ -22,6 +23,7 @@ from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.status import places, status
 from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.memory.meter import Memory
+from kvkeep.policies.request import Request
 from kvkeep.stock import STOCK, new_cache
 from kvkeep.units import size
 
@@ -192,6 +194,26 @@ def test_a_full_context_continues_by_endless_without_reading_again(method: str) 
     assert asked.talk.messages == made.talk.messages, "the offered way gives the same answers"
     *_, full, budget = asked.screen.notes  # type: ignore[attr-defined]
     assert full.endswith("tokens. This method has no context limit.") and budget.endswith("nothing is read again.")
+
+
+def test_a_text_beyond_the_context_is_not_given_to_a_method_that_would_read_it_again() -> None:
+    made = chat(*LONG, "/budget none", "/method kv-direct 40", budget=32, positions=512, at_end="endless")
+    errors = [turn["error"] for turn in made.turns if "error" in turn]
+    assert len(errors) == 2 and all("have to read it again in the model's context of 512" in one for one in errors)
+    assert isinstance(made.talk.cache, KeepCache) and made.talk.cache.method.recall.endless
+
+
+def test_the_options_that_began_a_chat_continue_it_beyond_the_context() -> None:
+    made = chat(*LONG, budget=32, positions=512, at_end="endless")
+    present = made.talk.cache.request  # type: ignore[union-attr]
+    check_same("talk", RequestedCache(Request.parse("kv-direct", 32, chunk=present.chunk)), made.talk, None)
+    with pytest.raises(UsageError, match="continues with method 'endless.*', budget 32"):
+        check_same("talk", RequestedCache(Request.parse("kv-direct", 40, chunk=present.chunk)), made.talk, None)
+
+
+def test_the_context_is_said_to_be_full_only_where_it_is() -> None:
+    made = chat(LONG[0], "/context endless", budget=32, positions=2048)
+    assert made.screen.notes[-1].startswith("The conversation continues with endless")  # type: ignore[attr-defined]
 
 
 def test_up_to_the_positions_the_answers_of_endless_are_those_of_another_exact_method() -> None:

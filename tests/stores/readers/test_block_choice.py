@@ -102,6 +102,9 @@ def test_a_choice_follows_from_its_state_and_the_ledger() -> None:
     assert _read(ledger, choice, 243) == wanted
     choice.truncate(321)
     ledger.truncate(321)
+    assert not choice.holds and _read(ledger, choice, 121) == wanted, "a part of the question is read again"
+    choice.truncate(320)
+    ledger.truncate(320)
     assert not choice.holds and choice.state.tolist()[:3] == [0, 0, 0]
 
 

@@ -165,9 +165,10 @@ def test_another_budget_takes_the_entries_over_and_more_exact_tokens_do_not() ->
                 assert torch.equal(part, other)
         assert twin.exactness is Exactness.REVERSIBLE and torch.equal(twin.ledger.span(0, 200)[0], ids.int())
         assert model(ids[:, :5], cache=twin).logits.isfinite().all()
-    for spec in (SPEC.replace("64", "80"), "kv-direct"):
-        with pytest.raises(UsageError, match="'endless.*' does not hold all entries exactly"):
-            cache.fork(spec, 24, chunk=16)
+    with pytest.raises(UsageError, match="its first 64 tokens are exact, and 80 are wanted"):
+        cache.fork(SPEC.replace("64", "80"), 24, chunk=16)
+    with pytest.raises(UsageError, match="'endless.*' does not hold all entries exactly"):
+        cache.fork("kv-direct", 24)
 
 
 def test_after_a_crop_the_newest_entries_are_attended_where_they_are() -> None:
@@ -184,6 +185,21 @@ def test_after_a_crop_the_newest_entries_are_attended_where_they_are() -> None:
             parts = [model(part, cache=cache).logits for part in ids[:, 144:].split([5, *[1] * 61], 1)]
         found.append(torch.cat(parts, 1))
     assert torch.allclose(*found, atol=1e-3)
+
+
+def test_a_question_whose_end_is_read_again_recalls_the_same_blocks() -> None:
+    """As in a second answer to the same question."""
+    model, ids = tiny("llama"), _ids(230)
+    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
+    with torch.no_grad():
+        model(ids[:, :200], cache=cache)
+        found = [model(ids[:, 200:210], cache=cache).logits[:, -1:]]
+        answer = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 230)]
+        cache.crop(-21)
+        found.append(model(ids[:, 209:210], cache=cache).logits)
+        again = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 230)]
+    assert torch.allclose(*found, atol=1e-3)
+    assert torch.allclose(torch.cat(answer, 1), torch.cat(again, 1), atol=1e-3)
 
 
 def test_what_cannot_be_recalled_is_refused() -> None:

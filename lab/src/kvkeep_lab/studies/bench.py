@@ -277,7 +277,7 @@ def cases(
     every method that drops or shrinks entries. It also has kv-direct with a budget of the complete context, which
     recalls no entries and shows the overhead.
     """
-    geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+    geometry = ModelGeometry.of(model)
     listed = []
     for length in contexts:
         listed.append(TimingCase(STOCK, length, STOCK))

@@ -15,11 +15,12 @@ from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import loading, note, print_json
 from kvkeep.cli.startup import startup
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat.screen import Screen
     from kvkeep.decode.chat import Conversation
+    from kvkeep.policies.request import Request
 
 
 class AtEnd(StrEnum):
@@ -88,7 +89,7 @@ def chat(
         if session is not None and kept is not None and kept.saves:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if cache != CacheOptions() or system:
-                _check_same(session, requested, talk, system)
+                check_same(session, requested, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
@@ -125,13 +126,26 @@ def _screen(json: bool, plain: bool, history: bool) -> Screen:
     return Screen(prompt(history), interactive=True, silent=json, plain=plain)
 
 
-def _check_same(session: str, requested: RequestedCache, talk: Conversation, system: str | None) -> None:
+def check_same(session: str, requested: RequestedCache, talk: Conversation, system: str | None) -> None:
     """Raise UsageError if options ask for another cache or system prompt than the session has."""
     present = replace(talk.cache.request, context=None)
     prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
-    if (requested.request != present and not requested.auto) or system not in (None, prompt):
+    asked = requested.request
+    if (not requested.auto and present not in (asked, _continued(asked, talk))) or system not in (None, prompt):
         raise UsageError(
             f"The session '{session}' continues with method '{present.method.name}', budget "
             f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
             "another session."
         )
+
+
+def _continued(request: Request | None, talk: Conversation) -> Request | None:
+    """Return the request by which a conversation that began with ``request`` continues when its context is full; None
+    if it cannot continue so."""
+    from kvkeep.geometry import ModelGeometry
+    from kvkeep.policies.endless import endless
+
+    try:
+        return None if request is None else replace(endless(request, ModelGeometry.of(talk.model)), context=None)
+    except KvkeepError:
+        return None

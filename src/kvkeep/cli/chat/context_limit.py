@@ -141,14 +141,14 @@ def _endless(chat: Chat, question: str | None) -> None:
     positions = chat.talk.positions
     if positions is None:
         raise UsageError(_NO_LIMIT)
-    request = _endless_request(chat.talk)
-    use_request(chat, request, f"The context of {positions:,} tokens is full, so the conversation continues")
+    full = question is not None or not fits(chat, chat.talk.used, chat.max_tokens)
+    reason = f"The context of {positions:,} tokens is full, so the" if full else "The"
+    use_request(chat, _endless_request(chat.talk), f"{reason} conversation continues")
 
 
 def _endless_request(talk: Conversation) -> Request:
-    geometry = ModelGeometry.from_config(talk.model.config, next(talk.model.parameters()).dtype.itemsize)
     present = talk.cache.request if isinstance(talk.cache, KeepCache) else Request.parse()
-    return endless(present, geometry)
+    return endless(present, ModelGeometry.of(talk.model))
 
 
 def _oldest(chat: Chat, question: str | None) -> int:

@@ -12,7 +12,8 @@ from kvkeep.blocks.sessions import check_savable
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat
 from kvkeep.decode.chat import Conversation
-from kvkeep.errors import NotCarried
+from kvkeep.decode.generate import positions_of
+from kvkeep.errors import NotCarried, UsageError
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request
 from kvkeep.stock import STOCK, new_cache, requested
@@ -31,6 +32,12 @@ def use_request(chat: Chat, request: Request | None, continues: str) -> None:
     """Do the same for a ``request``; None: transformers' cache. continues: the beginning of the line that is shown."""
     talk = chat.talk
     cache, reason = _carried_over(talk.cache, talk.model, request, talk.ids)
+    limit = positions_of(talk.model, cache)
+    if reason is not None and limit is not None and len(talk.ids) >= limit:
+        raise UsageError(
+            f"The conversation has {len(talk.ids):,} tokens, and {describe(cache)} would have to read it again in the "
+            f"model's context of {limit:,}; keep the method, or forget turns with '/undo' or '/reset'."
+        )
     if chat.saver.session is not None:
         check_savable(cache)
     line = f"{continues} with {describe(cache)}"

@@ -66,9 +66,11 @@ class PromisingBlocks(Recall):
                 "give fewer exact tokens, or 0."
             )
         if limit is not None and needed > limit:
+            fewer = (limit - entries - chunk) // self.size - 1
+            hint = f", or fewer blocks (endless+blocks:{fewer})" if fewer > 0 else ""
             raise BudgetError(
                 f"{entries} entries, a chunk of {chunk} and {self.count} blocks of {self.size} need {needed} "
-                f"positions, more than the model's {limit}; give a smaller budget, or fewer blocks (endless+blocks:8)."
+                f"positions, more than the model's {limit}; give a smaller budget{hint}."
             )
         if not geometry.steady(None):
             raise UnsupportedModelError(
@@ -87,10 +89,13 @@ class PromisingBlocks(Recall):
         least = max(exact, newest) + MAX_PAGE_ROWS + BLOCK
         if capacity < least:
             fewer = capacity - MAX_PAGE_ROWS - BLOCK
+            needs = f"attends to all of the first {exact:,} tokens"
             hint = f", or fewer exact tokens (endless+blocks:exact={fewer})" if fewer >= max(newest, 1) else ""
+            if newest > exact:
+                needs, hint = f"holds {newest:,} of the newest entries and a chunk", ", or a smaller budget"
             raise UsageError(
-                f"A capacity of {capacity:,} entries is too small for 'endless', which attends to all of the first "
-                f"{exact:,} tokens; give at least {least:,}{hint}."
+                f"A capacity of {capacity:,} entries is too small for 'endless', which {needs}; give at least "
+                f"{least:,}{hint}."
             )
 
     def shared(self, ledger: Ledger) -> BlockChoice:

@@ -111,7 +111,8 @@ class Completions:
         ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
         logprobs = body.logprob_count is not None
         reply = Reply(self.model, isinstance(body, ChatRequest), logprobs, self.metrics.rejected)
-        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache)
+        named = bool(body.cache())
+        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named)
         if body.stream:
             first = await _unless_disconnected(request, running.first())
             if isinstance(first, Exception):

@@ -100,6 +100,7 @@ class EngineRequest:
         ask: Ask,
         name: tuple[str, str] | None,
         cache: dict[str, Any],
+        names_cache: bool,
     ) -> None:
         loop, self._events = asyncio.get_running_loop(), EventBuffer()
         self._limits, self._owner = limits, owner
@@ -112,7 +113,7 @@ class EngineRequest:
 
         limits.acquire(owner)
         try:
-            self.job: Job = engine.submit(ask, listener, name=name, owner=owner, **cache)
+            self.job: Job = engine.submit(ask, listener, name=name, owner=owner, names_cache=names_cache, **cache)
         except BaseException:
             limits.release(owner)
             raise

@@ -46,7 +46,11 @@ class BlockChoice:
         Several tokens are a text or a question. One is a part of an answer, in which the question still counts. lost:
         the first of these blocks that the checkpoint still has, besides block 0."""
         if new > 1 or not self.holds:
-            self.blocks, self._at = blocks, self.ledger.length
+            self._at = self.ledger.length
+            if new == 1 and self._question[1] >= self._at:  # a crop has cut the question, and this token is read again
+                self._question, self.blocks = (self._question[0], self._at), min(self.blocks, blocks)
+            else:
+                self.blocks = blocks
             if new > 1:
                 self._question = self._at - min(new, QUESTION), self._at
         elif self.numbers is not None:
@@ -65,10 +69,10 @@ class BlockChoice:
         self.numbers = numbers + gap * (numbers > 0)
 
     def truncate(self, length: int) -> None:
-        """Forget what was chosen, or asked, after ``length`` tokens."""
+        """Forget what was chosen after ``length`` tokens, and a question that begins there."""
         if self._at > length:
             self.numbers, self._at = None, 0
-        if self._question[1] > length:
+        if self._question[0] >= length:
             self._question = 0, 0
 
     def select(self) -> None:
