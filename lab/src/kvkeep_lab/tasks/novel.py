@@ -89,8 +89,8 @@ class Novel(Task):
                 f"{self.samples} are wanted; give a greater length, or fewer samples."
             )
         chosen = [known[(seed + len(known) * number // self.samples) % len(known)] for number in range(self.samples)]
-        asked = [self.asked(one) for one in chosen]
-        prompts = [begun(tokenizer, f"{_START}{novel}\n\n{text}", None, lead, " ") for text, lead in asked]
+        wordings = [self.wording(one) for one in chosen]
+        prompts = [begun(tokenizer, f"{_START}{novel}\n\n{text}", None, lead, " ") for text, lead in wordings]
         shared, opening = (encode(tokenizer, question(part, None)) for part in (f"{_START}{novel}\n\n", _START))
         rights = [list(tokenizer(f" {one.answers[0]}", add_special_tokens=False).input_ids) for one in chosen]
         context = max(len(ids) + max(self.new, len(right)) for ids, right in zip(prompts, rights, strict=True))
@@ -108,7 +108,7 @@ class Novel(Task):
             for one, ids, right in zip(chosen, questions, rights, strict=True)
         ]
 
-    def asked(self, one: NovelQuestion) -> tuple[str, str]:
+    def wording(self, one: NovelQuestion) -> tuple[str, str]:
         """Return the words of a question, and the first ones of its answer."""
         return one.question, one.lead
 
@@ -127,5 +127,5 @@ class NovelRephrased(Novel):
     protocol = f"{Novel.protocol} A question and its lead have no word in common with the sentence that answers it, "
     protocol += "of those with five letters or more."
 
-    def asked(self, one: NovelQuestion) -> tuple[str, str]:
+    def wording(self, one: NovelQuestion) -> tuple[str, str]:
         return one.rephrased, one.rephrased_lead

@@ -130,8 +130,8 @@ def check_same(session: str, requested: RequestedCache, talk: Conversation, syst
     """Raise UsageError if options ask for another cache or system prompt than the session has."""
     present = replace(talk.cache.request, context=None)
     prompt = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
-    asked = requested.request
-    if (not requested.auto and present not in (asked, _continued(asked, talk))) or system not in (None, prompt):
+    given = requested.request
+    if (not requested.auto and present not in (given, _continued(given, talk))) or system not in (None, prompt):
         raise UsageError(
             f"The session '{session}' continues with method '{present.method.name}', budget "
             f"{present.budget or 'none'}, and its other options and system prompt; leave these options out, or name "
