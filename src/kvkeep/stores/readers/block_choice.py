@@ -47,12 +47,12 @@ class BlockChoice:
         the first of these blocks that the checkpoint still has, besides block 0."""
         if new > 1 or not self.holds:
             self._at = self.ledger.length
-            if new == 1 and self._question[1] >= self._at:  # a crop has cut the question, and this token is read again
-                self._question, self.blocks = (self._question[0], self._at), min(self.blocks, blocks)
-            else:
-                self.blocks = blocks
             if new > 1:
-                self._question = self._at - min(new, QUESTION), self._at
+                self.blocks, self._question = blocks, (self._at - min(new, QUESTION), self._at)
+            elif self._question[1] < self._at:
+                self.blocks = blocks
+            else:  # a crop has cut the question, and its end is read again
+                self.blocks, self._question = min(self.blocks, blocks), (self._question[0], self._at)
         elif self.numbers is not None:
             return
         written = max(self._question[1], self._at - WRITTEN), self._at
