@@ -280,7 +280,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     reason = None
     if not _promises_no_more(twin, cache) and not cache.reading:
         reason = f"'{cache.method.name}' does not hold all entries exactly"
-        if method.recall.endless and cache.crops:
+        if cache.crops and twin.exact_tokens is not None:
             reason = f"its first {cache.exact_tokens:,} tokens are exact, and {twin.exact_tokens:,} are wanted"
     elif twin.reading:  # it will read the text again
         reason = None
@@ -326,7 +326,7 @@ def _promises_no_more(twin: Any, cache: Any) -> bool:
     ``twin`` is exact up to no more tokens."""
     if cache.exactness is Exactness.EXACT:
         return True
-    return cache.crops and twin.method.recall.endless and twin.exact_tokens <= cache.exact_tokens
+    return cache.crops and twin.exact_tokens is not None and twin.exact_tokens <= cache.exact_tokens
 
 
 def _chunks(cache: Any, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

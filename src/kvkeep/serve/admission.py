@@ -133,15 +133,14 @@ class Admission:
         return session
 
     def _limit_to_positions(self, job: Job, cache: KeepCache) -> None:
-        """Let an answer end with the model's positions, where the session goes no further: it may have another method
-        than a new one would. Raises PromptTooLong."""
-        positions = None if cache.method.any_length else cache.geometry.max_positions
-        tokens = len(job.ask.prompt)
-        if positions is None or tokens + job.ask.max_tokens <= positions:
+        """Let an answer end with the model's positions if the session goes no further, where a new one would: the
+        request was not checked for them. Raises PromptTooLong."""
+        positions, tokens = cache.geometry.max_positions, len(job.ask.prompt)
+        if positions is None or cache.method.any_length or not Request.parse(**job.cache).method.any_length:
             return
         if tokens >= positions:
             raise PromptTooLong.of(tokens, positions)
-        job.ask = replace(job.ask, max_tokens=positions - tokens)
+        job.ask = replace(job.ask, max_tokens=min(job.ask.max_tokens, positions - tokens))
 
     def _adopt(self, job: Job) -> OpenSession:
         """Put the session that was opened for an answer into the pool, and return it."""

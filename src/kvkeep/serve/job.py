@@ -36,7 +36,8 @@ class PromptTooLong(UsageError):
         """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
         return cls(
             f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
-            f"{positions - 1} tokens, or send kvkeep.at_end 'endless' with every request of a new session."
+            f"{positions - 1} tokens, or, with an exact method, send kvkeep.at_end 'endless' with every request of its "
+            "session."
         )
 
 

@@ -102,10 +102,22 @@ def test_a_choice_follows_from_its_state_and_the_ledger() -> None:
     assert _read(ledger, choice, 243) == wanted
     choice.truncate(321)
     ledger.truncate(321)
-    assert not choice.holds and _read(ledger, choice, 121) == wanted, "a part of the question is read again"
-    choice.truncate(320)
-    ledger.truncate(320)
-    assert not choice.holds and choice.state.tolist()[:3] == [0, 0, 0]
+    assert not choice.holds and choice.state.tolist()[:4] == [0, 0, 0, 0]
+
+
+def test_a_question_whose_last_token_is_read_again_chooses_as_it_did() -> None:
+    """For another answer, also after a long one, during which other blocks were chosen."""
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    wanted = _read(ledger, choice, 120, 121, 122)
+    state = choice.state
+    for _ in range(WRITTEN):
+        _read(ledger, choice, 241)
+    _read(ledger, choice, 242)
+    assert choice.numbers is not None and choice.numbers[0].tolist() != wanted
+    choice.truncate(322)
+    ledger.truncate(322)
+    assert _read(ledger, choice, 122) == wanted and torch.equal(choice.state, state)
 
 
 def test_rows_choose_by_their_own_words() -> None:

@@ -189,15 +189,15 @@ def test_after_a_crop_the_newest_entries_are_attended_where_they_are() -> None:
 
 def test_a_question_whose_end_is_read_again_recalls_the_same_blocks() -> None:
     """As in a second answer to the same question."""
-    model, ids = tiny("llama"), _ids(230)
+    model, ids = tiny("llama"), _ids(260)
     cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
     with torch.no_grad():
         model(ids[:, :200], cache=cache)
         found = [model(ids[:, 200:210], cache=cache).logits[:, -1:]]
-        answer = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 230)]
-        cache.crop(-21)
+        answer = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 260)]
+        cache.crop(-51)
         found.append(model(ids[:, 209:210], cache=cache).logits)
-        again = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 230)]
+        again = [model(ids[:, at : at + 1], cache=cache).logits for at in range(210, 260)]
     assert torch.allclose(*found, atol=1e-3)
     assert torch.allclose(torch.cat(answer, 1), torch.cat(again, 1), atol=1e-3)
 
@@ -309,6 +309,20 @@ def test_a_cache_that_has_lost_blocks_is_copied_saved_and_not_cropped_into_them(
         cache.crop(-1800)
     cache.crop(-20)
     assert cache.get_seq_length() == 1990
+
+
+@pytest.mark.parametrize("beyond", [2, 8, 40, 70])
+def test_a_crop_to_where_little_is_left_keeps_the_first_block(beyond: int) -> None:
+    """After it, the newest entries and the blocks are the few that the checkpoint still has."""
+    model, ids = tiny("llama", positions=4096), _ids(3000)
+    for budget in (24, 96):
+        cache = KeepCache(model, SPEC, budget, chunk=16, where="host", capacity=1408)
+        with torch.no_grad():
+            model(ids, cache=cache)
+            cache.crop(cache.checkpoint.first(0) + beyond - cache.get_seq_length())
+            for part in ids[:, :40].split([6, *[1] * 34], 1):
+                assert model(part, cache=cache).logits.isfinite().all()
+        assert cache.layers[0].reader.choice.numbers[0, 0] == 0
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:

@@ -120,12 +120,12 @@ class Novel(Task):
 
 
 class NovelRephrased(Novel):
-    """The same questions in words that the sentences which answer them do not have."""
+    """The same questions in words that the passages which answer them do not have."""
 
     name = "novel-rephrased"
-    about = "the questions of 'novel' in other words than those of the sentences that answer them"
-    protocol = f"{Novel.protocol} A question and its lead have no word in common with the sentence that answers it, "
-    protocol += "of those with five letters or more."
+    about = "the questions of 'novel' in other words than those of the passages that answer them"
+    protocol = f"{Novel.protocol} A question and its lead have no word of five letters or more in common with the "
+    protocol += "quoted words of the novel that answer it."
 
     def wording(self, one: NovelQuestion) -> tuple[str, str]:
         return one.rephrased, one.rephrased_lead

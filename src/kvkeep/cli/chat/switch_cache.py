@@ -32,11 +32,12 @@ def use_request(chat: Chat, request: Request | None, continues: str) -> None:
     """Do the same for a ``request``; None: transformers' cache. continues: the beginning of the line that is shown."""
     talk = chat.talk
     cache, reason = _carried_over(talk.cache, talk.model, request, talk.ids)
-    limit = positions_of(talk.model, cache)
-    if reason is not None and limit is not None and len(talk.ids) >= limit:
+    limit, endless = positions_of(talk.model, cache), isinstance(talk.cache, KeepCache) and talk.cache.crops
+    if reason is not None and endless and limit is not None and len(talk.ids) >= limit:
         raise UsageError(
-            f"The conversation has {len(talk.ids):,} tokens, and {describe(cache)} would have to read it again in the "
-            f"model's context of {limit:,}; keep the method, or forget turns with '/undo' or '/reset'."
+            f"The conversation has {len(talk.ids):,} tokens. The model would have to read it again for "
+            f"{describe(cache)}, and its context has {limit:,}; leave method and budget as they are, or forget turns "
+            "with '/undo' or '/reset'."
         )
     if chat.saver.session is not None:
         check_savable(cache)

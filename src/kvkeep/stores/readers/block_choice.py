@@ -34,7 +34,8 @@ class BlockChoice:
         """(rows, n) int64, in ascending order: the chosen blocks, counted from 0. A new choice is a new tensor."""
         self.blocks = 0
         """The number of blocks among which they were chosen: later entries are no part of a block yet."""
-        self._question, self._at = (0, 0), 0  # the slots of the question; the tokens when the blocks were chosen
+        self._question = 0, 0, 0  # the slots of the question, and the blocks among which it chose
+        self._at = 0  # the tokens when the blocks were chosen
 
     @property
     def holds(self) -> bool:
@@ -48,16 +49,14 @@ class BlockChoice:
         if new > 1 or not self.holds:
             self._at = self.ledger.length
             if new > 1:
-                self.blocks, self._question = blocks, (self._at - min(new, QUESTION), self._at)
-            elif self._question[1] < self._at:
-                self.blocks = blocks
-            else:  # a crop has cut the question, and its end is read again
-                self.blocks, self._question = min(self.blocks, blocks), (self._question[0], self._at)
+                self._question = self._at - min(new, QUESTION), self._at, blocks
+            again = self._question[1] == self._at  # the question, or its last token after a crop
+            self.blocks = self._question[2] if again else blocks
         elif self.numbers is not None:
             return
-        written = max(self._question[1], self._at - WRITTEN), self._at
-        query = torch.cat([self._ids(*self._question), self._ids(*written)], 1)
-        weight = torch.cat([_aged(stop - start, query.device) for start, stop in (self._question, written)])
+        question, written = self._question[:2], (max(self._question[1], self._at - WRITTEN), self._at)
+        query = torch.cat([self._ids(*question), self._ids(*written)], 1)
+        weight = torch.cat([_aged(stop - start, query.device) for start, stop in (question, written)])
         gap = max(lost - 1, 0)  # blocks 1 to lost - 1 are gone
         if self.blocks - gap <= self.count:
             numbers = torch.arange(self.blocks - gap, device=query.device).expand(len(query), -1)
@@ -69,11 +68,12 @@ class BlockChoice:
         self.numbers = numbers + gap * (numbers > 0)
 
     def truncate(self, length: int) -> None:
-        """Forget what was chosen after ``length`` tokens, and a question that begins there."""
+        """Forget what was chosen or asked after ``length`` tokens. A question stays without its last token, which is
+        read again for another answer."""
         if self._at > length:
             self.numbers, self._at = None, 0
-        if self._question[0] >= length:
-            self._question = 0, 0
+        if self._question[1] > length + 1:
+            self._question = 0, 0, 0
 
     def select(self) -> None:
         """Choose again by the same words: the rows have changed."""
@@ -81,13 +81,13 @@ class BlockChoice:
 
     @property
     def state(self) -> Tensor:
-        """The numbers from which a choice follows, (4,) int64."""
+        """The numbers from which a choice follows, (5,) int64."""
         return torch.tensor([*self._question, self._at, self.blocks])
 
     def restore(self, state: Tensor) -> None:
         """Restore :attr:`state`."""
-        *question, self._at, self.blocks = state.tolist()
-        self._question = question[0], question[1]
+        start, stop, among, self._at, self.blocks = state.tolist()
+        self._question = start, stop, among
 
     def _ids(self, start: int, stop: int) -> Tensor:
         return self.ledger.ids.view(start, stop).squeeze(-1)
