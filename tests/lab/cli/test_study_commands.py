@@ -175,6 +175,17 @@ def test_json_of_other_commands_has_their_rows(call: Run) -> None:
     assert [row["label"] for row in proof["rows"]] == ["full", "window at 20"] and len(proof["answers"]) == 2
 
 
+def test_stream_stores_evicted_entries_where_and_as_long_as_its_options_say(call: Run, tmp_path: Path) -> None:
+    sizes = ["--stretch", "200", "--tokens", "700", "-b", "32", "-x", "kv-direct", "--json"]
+    for name, limit in (("host", []), ("disk", ["--folder", str(tmp_path), "--capacity", "128"])):
+        code, out, err = call("stream", *sizes, "-w", name, *limit)
+        assert code == 0, err
+        stored = [row["memory"]["checkpoint_bytes"][name] for row in json.loads(out)["stretches"]]
+        assert stored[0] > 0 and (stored[2] == stored[0]) == bool(limit)
+    code, _, err = call("stream", *sizes, "-x", "h2o", "--capacity", "128")
+    assert code == 2 and "takes no capacity" in err
+
+
 def test_a_shortened_text_is_reported(call: Run, caplog: pytest.LogCaptureFixture) -> None:
     common = ("-x", "full", "--limit", "50", "-n", "4", "--json")
     code, out, _ = call("compare", *common)
