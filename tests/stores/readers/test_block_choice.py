@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
+from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.readers.block_choice import K1, WRITTEN, BlockChoice, best_blocks, word_scores
 
@@ -128,3 +130,15 @@ def test_rows_choose_by_their_own_words() -> None:
     assert choice.numbers is not None and choice.numbers.tolist() == [[0, 2, 3], [0, 7, 8]]
     choice.choose(2, 2)
     assert choice.numbers.tolist() == [[0, 1], [0, 1]]
+
+
+def test_numbers_of_another_text_are_refused() -> None:
+    choice = BlockChoice(_ledger(torch.arange(320)[None] + 100), 4, 16)
+    choice.check(0)
+    for good in ([300, 320, 5, 320, 20], [300, 321, 5, 0, 0], [0, 0, 0, 0, 20]):
+        choice.restore(torch.tensor(good))
+        choice.check(320)
+    for wrong in ([300, 322, 5, 0, 0], [-1, 20, 5, 20, 5], [9, 8, 0, 0, 0], [300, 320, 21, 320, 20], [0, 0, 0, 321, 0]):
+        choice.restore(torch.tensor(wrong))
+        with pytest.raises(ShapeError, match="choice"):
+            choice.check(320)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.memory.extent import within
 from kvkeep.memory.ledger import Ledger
 
 QUESTION = 64
@@ -88,6 +89,13 @@ class BlockChoice:
         """Restore :attr:`state`."""
         start, stop, among, self._at, self.blocks = state.tolist()
         self._question = start, stop, among
+
+    def check(self, tokens: int) -> None:
+        """Raise ShapeError where the numbers that were restored are not of a text of ``tokens`` tokens."""
+        start, stop, among = self._question
+        within("choice", torch.tensor([start, max(stop - 1, 0), self._at]), 0, tokens + 1)
+        within("choice", torch.tensor([among, self.blocks]), 0, tokens // self.size + 1)
+        within("choice", start, 0, stop + 1)
 
     def _ids(self, start: int, stop: int) -> Tensor:
         return self.ledger.ids.view(start, stop).squeeze(-1)

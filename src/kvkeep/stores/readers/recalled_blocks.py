@@ -20,6 +20,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.site import Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.extent import Extent
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
@@ -98,6 +99,10 @@ class RecalledBlocks(ReadEvicted):
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         if self.first:
             self.choice.restore(state["choice"])
+
+    def check(self, extent: Extent) -> None:
+        if self.first:
+            self.choice.check(extent.slots)
 
     def _exactly(self, layer: Layer) -> bool:
         return self.exact is None or layer.ledger.length <= self.exact
