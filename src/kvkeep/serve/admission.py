@@ -136,11 +136,13 @@ class Admission:
         """Let an answer end with the model's positions if the session goes no further, where a new one would: the
         request was not checked for them. Raises PromptTooLong."""
         positions, tokens = cache.geometry.max_positions, len(job.ask.prompt)
-        if positions is None or cache.method.any_length or not Request.parse(**job.cache).method.any_length:
+        if positions is None or cache.method.any_length or tokens + job.ask.max_tokens <= positions:
+            return
+        if not Request.parse(**job.cache).method.any_length:  # the request was checked
             return
         if tokens >= positions:
             raise PromptTooLong.of(tokens, positions)
-        job.ask = replace(job.ask, max_tokens=min(job.ask.max_tokens, positions - tokens))
+        job.ask = replace(job.ask, max_tokens=positions - tokens)
 
     def _adopt(self, job: Job) -> OpenSession:
         """Put the session that was opened for an answer into the pool, and return it."""

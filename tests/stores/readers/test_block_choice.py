@@ -142,3 +142,15 @@ def test_numbers_of_another_text_are_refused() -> None:
         choice.restore(torch.tensor(wrong))
         with pytest.raises(ShapeError, match="choice"):
             choice.check(320)
+
+
+def test_a_question_read_again_after_its_blocks_are_gone_recalls_the_first_block() -> None:
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    ledger.append(torch.tensor([[120, 121]]), None, None, None)
+    choice.choose(5, 2)
+    choice.truncate(321)
+    ledger.truncate(321)
+    ledger.append(torch.tensor([[121]]), None, None, None)
+    choice.choose(18, 1, lost=18)
+    assert choice.blocks == 18 and choice.numbers is not None and choice.numbers.tolist() == [[0]]

@@ -32,7 +32,8 @@ def use_request(chat: Chat, request: Request | None, continues: str) -> None:
     """Do the same for a ``request``; None: transformers' cache. continues: the beginning of the line that is shown."""
     talk = chat.talk
     cache, reason = _carried_over(talk.cache, talk.model, request, talk.ids)
-    limit, endless = positions_of(talk.model, cache), isinstance(talk.cache, KeepCache) and talk.cache.crops
+    limit = positions_of(talk.model, cache)
+    endless = isinstance(talk.cache, KeepCache) and talk.cache.method.recall.endless
     if reason is not None and endless and limit is not None and len(talk.ids) >= limit:
         raise UsageError(
             f"The conversation has {len(talk.ids):,} tokens. The model would have to read it again for "

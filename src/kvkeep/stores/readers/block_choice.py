@@ -55,6 +55,7 @@ class BlockChoice:
             self.blocks = self._question[2] if again else blocks
         elif self.numbers is not None:
             return
+        self.blocks = max(self.blocks, lost)  # after a crop there may be fewer than are gone
         question, written = self._question[:2], (max(self._question[1], self._at - WRITTEN), self._at)
         query = torch.cat([self._ids(*question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (question, written)])

@@ -70,7 +70,7 @@ class RecalledBlocks(ReadEvicted):
         if self.first:  # all layers have taken as many
             older = min(taken, max(0, layer.length - self.entries))  # after a crop newer ones are in the checkpoint
             lost = self.checkpoint.first(self.index) // self.choice.size
-            self.choice.choose(max(older // self.choice.size, lost), step.new, lost)
+            self.choice.choose(older // self.choice.size, step.new, lost)
         if self._copied is not self.choice.numbers:
             self._copy(layer)
         near = [] if self._copies is None else [self._copies.segment()]
