@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -113,8 +114,7 @@ class Program:
 def program(*options: str, keys: list[str] = KEYS, fork: bool = False) -> Iterator[Program]:
     """``kvkeep serve`` with these options, once it is ready; it is killed at the end. fork: it begins in an interpreter
     that has imported what it needs, in a second instead of ten."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    port = _free_port()
     arguments = ["serve", *options, "--port", str(port)]
     environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(keys)}
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
@@ -134,6 +134,15 @@ def program(*options: str, keys: list[str] = KEYS, fork: bool = False) -> Iterat
         finally:
             process.kill()
             process.wait()
+
+
+def _free_port() -> int:
+    """A free port that no system gives to a program which asks for any port: those of a Ray cluster do, and would take
+    it before the server does."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", random.randint(20_000, 32_767))) as one:
+            port: int = one.getsockname()[1]
+            return port
 
 
 def _ready(address: str) -> bool:
