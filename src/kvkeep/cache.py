@@ -386,9 +386,8 @@ class KeepCache(Cache):
     @property
     def crops(self) -> bool:
         """Whether entries do not depend on later tokens, so that :meth:`crop` leaves what the shorter text would have
-        left."""
-        found = self.exactness
-        return found is Exactness.EXACT or (self.method.recall.endless and found is not Exactness.LOSSY)
+        left, but for what a full checkpoint has dropped meanwhile."""
+        return self.method.recall.endless or self.exactness is Exactness.EXACT
 
     @property
     def lost_tokens(self) -> int:

@@ -60,3 +60,15 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
             numbers = torch.tensor(held).expand(len(twin), -1)
             wanted = torch.stack([twin[:, SMALLEST * at : SMALLEST * (at + 1)] for at in held], 1)
             assert torch.equal(rows.blocks(numbers, SMALLEST), wanted)
+
+
+@given(pieces=st.lists(st.integers(0, LARGEST), max_size=30))
+def test_what_is_lost_depends_on_the_number_of_rows_only(pieces: list[int]) -> None:
+    """A restored session appends all rows at once, and then goes on as the session did."""
+    home, length = Device(torch.device("cpu")), sum(pieces)
+    one, other = (RecentPages(CAPACITY, home, SMALLEST, LARGEST) for _ in range(2))
+    for count in pieces:
+        one.append(torch.zeros(1, count, 1))
+    for _ in range(length):
+        other.append(torch.zeros(1, 1, 1))
+    assert (one.first, one.length, one.beginning.length) == (other.first, other.length, other.beginning.length)

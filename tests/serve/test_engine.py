@@ -209,6 +209,39 @@ def test_an_exact_session_ends_at_the_positions_where_new_ones_go_on() -> None:
     assert isinstance(refused.events[-1], PromptTooLong) and "context has 512" in str(refused.events[-1])
 
 
+def test_sessions_of_endless_store_no_more_than_the_capacity(tmp_path: Path) -> None:
+    """Their oldest blocks are dropped, after a restart of the server, too; a changed end is not read from the
+    beginning."""
+    capacity, ids = 1400, text(1500, 1)
+    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24}
+    answers = list[list[int]]()
+    for restarts in (False, True):
+        folder = tmp_path / str(restarts)
+        engine = serving(capacity=capacity, store=Store(folder), **endless)
+        one = Client(engine, ids, 4, name=("me", "talk"))
+        run(engine)
+        assert one.ended.lost_tokens and one.ended.exact_tokens == 64
+        if restarts:
+            engine.close()
+            engine = serving(store=Store(folder), method="full")  # the session keeps its own
+        longer = [*ids, *one.ended.tokens[:-1], *text(400, 2)]
+        two = Client(engine, longer, 4, name=("me", "talk"), **endless)
+        run(engine)
+        assert two.ended.cached == len(ids) + 3 and two.ended.lost_tokens > one.ended.lost_tokens + 300
+        assert capacity / 2 < len(longer) + 4 - two.ended.lost_tokens <= capacity
+        answers.append([*two.ended.tokens])
+        engine.close()
+    assert answers[0] == answers[1]
+
+
+def test_a_capacity_that_sessions_could_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="capacity of 1,000 entries is too small .* give at least 1,792"):
+        serving(capacity=1000, method="full")
+    with pytest.raises(UsageError, match="'h2o' does not keep every entry"):
+        serving(capacity=2000, method="h2o", budget=24)
+    assert serving(capacity=2000, method="kv-direct", budget=24).options({}) == {"method": "kv-direct", "budget": 24}
+
+
 @pytest.mark.parametrize(
     "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified", "kvzip"]
 )

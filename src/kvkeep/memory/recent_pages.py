@@ -7,15 +7,22 @@ from torch import Tensor
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS, PagedRows
 
+PAGES = 8
+"""The capacity has at least so many pages, unless they are of the smallest size."""
+
 
 class RecentPages(PagedRows):
     """Pages that together never have more than ``capacity`` rows. Before a page is allocated, the oldest pages are
     freed, and their rows are lost. Only the first ``smallest`` rows stay, as :attr:`beginning`; they are within the
-    capacity, too. The rows of one :meth:`append` and of two pages have to fit."""
+    capacity, too. All pages have the same number of rows, so what is lost depends on the number of rows only, and not
+    on how they were appended. The rows of one :meth:`append` and of two pages have to fit."""
 
     def __init__(self, capacity: int, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         super().__init__(home, smallest, largest)
         self.capacity = capacity // smallest * smallest
+        self._size = smallest  # rows of a page
+        while 2 * self._size <= min(largest, self.capacity // PAGES):
+            self._size *= 2
         self.beginning = PagedRows(home, smallest, smallest)
         """The first rows, once the page that had them was freed."""
 
@@ -25,8 +32,7 @@ class RecentPages(PagedRows):
         return self.capacity - self.smallest - (self._allocated - self.first)
 
     def _page_size(self, missing: int) -> int:
-        size = min(self.largest, super()._page_size(missing))  # a larger one would free as many rows at once
-        return min(size, self._free) if missing <= self._free else size  # no page is freed for rows that may not come
+        return self._size
 
     def _make_space(self, rows: int) -> None:
         while len(self.pages) > 1 and rows > self._free:
@@ -38,8 +44,8 @@ class RecentPages(PagedRows):
             self._adopted = max(0, self._adopted - 1)
 
     def holds(self, rows: Tensor) -> bool:
-        """Return the same, of pages that are not too large to be freed at once."""
-        return rows.shape[-2] <= self.largest and super().holds(rows)
+        """Return the same, of pages of this store's size."""
+        return rows.shape[-2] == self._size and super().holds(rows)
 
     def blocks(self, numbers: Tensor, size: int) -> Tensor:
         """Return copies of blocks as :meth:`PagedRows.blocks`: of the newest rows, or of :attr:`beginning`."""

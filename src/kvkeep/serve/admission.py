@@ -122,13 +122,14 @@ class Admission:
             if not job.disk.done():
                 return None
             session = self._adopt(job)
-        if job.names_cache and Request.parse(**job.cache) != session.cache.request:
-            fixed = session.cache.request
-            budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
-            raise SessionMismatch(
-                f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be changed; "
-                "leave method and budget out, or use another session name."
-            )
+        if job.names_cache:
+            wanted, fixed = Request.parse(**job.cache), session.cache.request
+            if (wanted.method, wanted.budget) != (fixed.method, fixed.budget):
+                budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
+                raise SessionMismatch(
+                    f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be "
+                    "changed; leave method and budget out, or use another session name."
+                )
         self._limit_to_positions(job, session.cache)
         return session
 

@@ -31,6 +31,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
+from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.arbiter import Arbiter, peak_bytes
@@ -63,9 +64,11 @@ class Engine:
     """Answers many sessions within ``memory`` bytes.
 
     store: the store of sessions and beginnings; without one, evicted sessions are forgotten and read again. cache:
-    default method, budget and options of a session. waiting: the maximum number of waiting requests. Call :meth:`start`
-    for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a
-    model whose attention cannot be streamed.
+    default method, budget and options of a session. waiting: the maximum number of waiting requests. capacity: maximum
+    number of older entries that a session of ``endless`` stores (None: no limit). Call :meth:`start` for a thread; or
+    call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model whose
+    attention cannot be streamed, and UsageError for a capacity that is too small for sessions that continue the
+    default one.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class Engine:
         memory: int,
         waiting: int = WAITING,
         store: Store | None = None,
+        capacity: int | None = None,
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.cache = cache
+        self.cache, self._capacity = cache, capacity
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
         if processes(self.model) > 1:
@@ -90,6 +94,8 @@ class Engine:
         except UnsupportedModelError:
             if not self.geometry.other_layers:  # these layers need a separate pass per session
                 raise
+        if capacity is not None:
+            KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
         self.sessions = SessionPool(self.model, storage)
@@ -135,7 +141,7 @@ class Engine:
         if name is not None:
             check_name(name)
         named = bool(cache) if names_cache is None else names_cache
-        job = Job(ask, listener, name, cache or self.cache, named, owner if name is None else name[0])
+        job = Job(ask, listener, name, self.options(cache), named, owner if name is None else name[0])
         with self._lock:
             if self._stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")
@@ -144,6 +150,14 @@ class Engine:
             self._count += 1
             self._inbox.put(job)
         return job
+
+    def options(self, cache: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a new session for those of a request (default: the engine's), with the engine's
+        capacity if its method is ``endless``."""
+        chosen = cache or self.cache
+        if self._capacity is None or not Request.parse(**chosen).method.recall.endless:
+            return chosen
+        return {**chosen, "capacity": self._capacity}
 
     def positions(self, cache: Mapping[str, Any]) -> int | None:
         """Return the maximum number of tokens of a session with these options (default: the engine's); None: no limit.
@@ -344,7 +358,8 @@ class Engine:
         assert job.session is not None
         cache = job.session.cache
         exact = None if cache.exactness is Exactness.EXACT else cache.exact_tokens
-        self._save(job, Finished(reason, answer.text, tokens, answer.known, fresh, len(tokens), exact))
+        counts = answer.known, fresh, len(tokens), exact, cache.lost_tokens
+        self._save(job, Finished(reason, answer.text, tokens, *counts))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a failed job, and restore its session as far as possible."""

@@ -61,6 +61,8 @@ class Finished:
     """Tokens of the answer."""
     exact_tokens: int | None = None
     """The number of first tokens up to which the text is exact, if it is longer than that."""
+    lost_tokens: int = 0
+    """The number of tokens whose entries the checkpoint has dropped, because it reached its capacity."""
 
 
 Event = TextPiece | Finished | KvkeepError

@@ -65,8 +65,8 @@ SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 """Serve's log settings."""
 OPTIONS: dict[str, Any] = {
     "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "bucket": None, "quota": None, "age": None,
-    "at_end": None, "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False, "replicas": "2",
-    "cores": 1, "conversations": 8,
+    "at_end": None, "capacity": None, "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False,
+    "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
 """Optional options of ``kvkeep serve`` for :func:`app`, and their defaults."""
 NEEDED = ("memory", "sessions")

@@ -40,6 +40,8 @@ class Service:
     """Default cache options of a session."""
     endless: bool
     """Whether a session continues beyond the model's positions by default."""
+    capacity: int | None
+    """Maximum number of older entries that a session of ``endless`` stores; None: no limit."""
     folder: str | None
     """The folder of the store; None: conversations are in memory only."""
     bucket: str | None
@@ -62,7 +64,7 @@ class Service:
         request, at_end = Request.parse(**cache), given["at_end"]
         if at_end not in (None, ENDLESS):
             raise UsageError(f"The option 'at_end' can only be '{ENDLESS}', not '{at_end}'.")
-        if at_end is not None:
+        if at_end is not None or given["capacity"] is not None:
             check_keeps(request)
         cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
         origins = (cors,) if isinstance(cors, str) else tuple(cors)
@@ -77,6 +79,7 @@ class Service:
             waiting=number("waiting", given["waiting"], 0, int),
             cache=cache,
             endless=at_end is not None,
+            capacity=None if given["capacity"] is None else number("capacity", given["capacity"], 1, int),
             folder=None if given["sessions"] is None else str(given["sessions"]),
             bucket=None if given["bucket"] is None else str(given["bucket"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
@@ -97,7 +100,7 @@ class Service:
         assert self.memory is not None  # the memory is set by now
         geometry = ModelGeometry.of(loaded.model)
         cache = endless_options(self.cache, geometry) if self.endless else self.cache
-        return Engine(loaded, self.memory, self.waiting, store, **cache)
+        return Engine(loaded, self.memory, self.waiting, store, self.capacity, **cache)
 
     def store(self, *, shared: bool) -> Store | None:
         """Return the store, if there is one; create its folder. Raises UsageError if nothing can be stored there."""

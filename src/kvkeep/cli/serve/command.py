@@ -72,6 +72,7 @@ def serve(
             "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
             "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
             "log_requests": log_requests, "at_end": memory.at_end,
+            "capacity": memory.capacity,
         }  # fmt: skip
         service = Service.parse(given, memory.cache(), keys)
         if replicas.ray is None:

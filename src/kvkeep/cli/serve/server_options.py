@@ -67,6 +67,15 @@ class MemoryOptions:
             show_default="longer prompts are refused",
         ),
     ] = None
+    capacity: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Maximum number of older tokens that a session of method endless stores on disk; its oldest ones are "
+            "dropped.",
+            show_default="unlimited",
+        ),
+    ] = None
     conversations: Annotated[
         int,
         Option(

@@ -91,15 +91,15 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 def usage(answer: Finished) -> dict[str, Any]:
     """Return the numbers of tokens; cached tokens were not read again. A text that is no longer exact has the number of
-    its first tokens up to which it was."""
+    its first tokens up to which it was, and one whose oldest entries are dropped has their number."""
     prompt = answer.cached + answer.read
-    exact = {} if answer.exact_tokens is None else {"exact_tokens": answer.exact_tokens}
+    limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer.written,
         "total_tokens": prompt + answer.written,
         "prompt_tokens_details": {"cached_tokens": answer.cached},
-        **exact,
+        **{name: number for name, number in limits.items() if number is not None},
     }
 
 
