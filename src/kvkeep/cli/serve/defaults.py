@@ -93,7 +93,8 @@ def describe_default(engine: Engine) -> str:
 
     cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNLIMITED_TOKENS
     entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
-    name = f"default cache: '{cache.method.name}'{entries} ({cache.exactness})"
+    promise = cache.exactness if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens"
+    name = f"default cache: '{cache.method.name}'{entries} ({promise})"
     if fitting := engine.arbiter.fitting(cache, tokens):
         return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
     return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"
