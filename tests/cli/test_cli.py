@@ -45,6 +45,16 @@ def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folde
         assert json.loads(run(*common, *options)[1])["tokens"] == answer["tokens"]
 
 
+def test_excerpts_of_a_file_are_read_in_its_place(run: Run, model_folder: Path, tmp_path: Path, words: str) -> None:
+    (tmp_path / "long.txt").write_text(f"{words} " * 3)
+    common = ("generate", "-m", str(model_folder), "-f", str(tmp_path / "long.txt"), "-p", "is it", "-n", "2")
+    code, out, err = run(*common, "--excerpts", "200", "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["excerpts"]["tokens"] <= 200 < answer["excerpts"]["of"] == 600, err
+    assert answer["prompt_tokens"] < 210
+    assert "has read 128 of the file's 600 tokens" in run(*common, "--excerpts", "200")[2]
+
+
 @pytest.mark.parametrize(
     ("flags", "method", "held"),
     [
@@ -88,6 +98,7 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "-b", "64", "-x", "streaming-llm:sinks=99999"), "beside 99999 sinks"),
         (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
         (("-p", "a", "-x", ""), "The method must be a name"),
+        (("-p", "a", "--excerpts", "128"), "give --file and --prompt"),
         (("-p", "a\udcff"), "not UTF-8"),
     ],
 )

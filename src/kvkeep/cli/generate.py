@@ -12,7 +12,8 @@ from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import interruptible, loading, note, print_json, reading, write, write_answer
 from kvkeep.cli.startup import startup
-from kvkeep.errors import Interrupted
+from kvkeep.decode.excerpts import SIZE
+from kvkeep.errors import Interrupted, UsageError
 from kvkeep.units import size
 
 
@@ -23,6 +24,14 @@ def generate(
     file: Annotated[
         str | None, typer.Option("--file", "-f", help="A text that comes before the prompt; - is standard input.")
     ] = None,
+    excerpts: Annotated[
+        int | None,
+        typer.Option(
+            min=SIZE,
+            metavar="TOKENS",
+            help="Of the file, read only so many tokens: the excerpts that have the words of the prompt (BM25).",
+        ),
+    ] = None,
     model: ModelOptions,
     cache: CacheOptions,
     chunk: options.Chunk = None,
@@ -31,17 +40,25 @@ def generate(
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
+    from kvkeep.decode.excerpts import excerpt
     from kvkeep.decode.prompt import encode, question, read_text
 
     cache.check(chunk)
     model.check()
-    messages = question(read_text(file) if file else None, prompt)
+    text = read_text(file) if file else None
+    messages = question(text, prompt)
+    if excerpts is not None and not (text and prompt):
+        raise UsageError("--excerpts chooses by the prompt what to read of a file; give --file and --prompt.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
 
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
         loaded = model.load()
+    found = None
+    if excerpts is not None and text and prompt:
+        found = excerpt(loaded.tokenizer, text, prompt, excerpts)
+        messages = question(found.text, prompt)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
     with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
@@ -61,9 +78,11 @@ def generate(
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the prompt was processed; there is no answer.") from None
     if json:
-        print_json(as_json(result))
+        print_json(as_json(result) | {"excerpts": found and {"tokens": found.tokens, "of": found.of}})
     else:
         write("\n")
+        if found is not None:
+            note(f"the model has read {found.tokens:,} of the file's {found.of:,} tokens (--excerpts)")
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvkeep_lab.peers import peer_of
-from kvkeep_lab.peers.shorteners import Summarised, chunks
+from kvkeep_lab.peers.shorteners import Summarised
 from kvkeep_lab.subject import ReadText
 from measuring import loaded, subject
 
@@ -89,19 +89,6 @@ def test_a_text_is_read_once_for_all_questions(monkeypatch: pytest.MonkeyPatch) 
     first = one.examine_after(READ, QUESTION, RIGHT, NEW)
     count = len(texts)
     assert count and one.examine_after(READ, QUESTION, RIGHT, NEW).logs == first.logs and len(texts) == count
-
-
-@pytest.mark.parametrize("size", [1, 4, 7, 100])
-def test_chunks_are_the_text_and_end_with_sentences(size: int) -> None:
-    class Letters:
-        def decode(self, ids: list[int]) -> str:
-            return "".join(map(chr, ids))
-
-    text = [ord(letter) for letter in "One is. Two is not. Three is? No end follows here at all"]
-    found = list(chunks(Letters(), text, size))
-    assert [token for part in found for token in part] == text and all(0 < len(part) <= size for part in found)
-    if size == 7:
-        assert Letters().decode(list(found[0])) == "One is."
 
 
 def test_errors_are_one_sentence() -> None:

@@ -4,17 +4,17 @@ cache that need nothing of the model but its positions."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.chat import SUMMARISE, whole_sentences
+from kvkeep.decode.excerpts import SIZE, Excerpts
 from kvkeep.decode.generate import generate
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.bm25 import BM25
 from kvkeep_lab.peers.base import Peer
 
 Selection = Callable[[Sequence[int]], Sequence[int]]
@@ -57,31 +57,18 @@ class Truncated(Shortener):
 
 @dataclass(frozen=True)
 class Retrieved(Shortener):
-    """The chunks that match the question best (:class:`~kvkeep_lab.bm25.BM25`), in the order of the text. Of equal
-    chunks, the newest come first."""
+    """The chunks that match the question best (:class:`~kvkeep.decode.excerpts.Excerpts`)."""
 
     about: ClassVar[str] = "the chunks of the text that BM25 finds for the question, in a full cache"
 
-    size: int = 128
+    size: int = SIZE
     """Maximum tokens of a chunk, which ends at a sentence's end if there is one in its second half."""
 
     def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
         if limit >= len(text):
             return lambda question: text
-        parts = list(chunks(loaded.tokenizer, text, self.size))
-        index = BM25([loaded.tokenizer.decode(part) for part in parts])
-
-        def select(question: Sequence[int]) -> list[int]:
-            scores = index.scores(loaded.tokenizer.decode(question, skip_special_tokens=True))
-            chosen, left = list[int](), limit
-            for place in sorted(range(len(parts)), key=lambda place: (scores[place], place), reverse=True):
-                if len(parts[place]) > left:
-                    break
-                chosen.append(place)
-                left -= len(parts[place])
-            return [token for place in sorted(chosen) for token in parts[place]]
-
-        return select
+        index, tokenizer = Excerpts(loaded.tokenizer, text, self.size), loaded.tokenizer
+        return lambda question: index.select(tokenizer.decode(question, skip_special_tokens=True), limit)
 
 
 @dataclass(frozen=True)
@@ -117,16 +104,3 @@ class Summarised(Shortener):
         made = generate(model, tokenizer, prompt, cache, max_new_tokens=self.tokens)
         words = made.text if made.stopped == "eos" else whole_sentences(made.text)
         return list(tokenizer(f"{words.strip()}\n\n", add_special_tokens=False).input_ids)[: self.tokens]
-
-
-def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield ``text`` in chunks of at most ``size`` tokens. A chunk ends after the last token in its second half that
-    ends a sentence or a line, if there is one."""
-    ends = {token for token in set(text) if set(tokenizer.decode([token])) & set(".!?\n")}
-    start = 0
-    while start < len(text):
-        stop = min(start + size, len(text))
-        if stop < len(text):
-            stop = next((place + 1 for place in range(stop - 1, start + size // 2, -1) if text[place] in ends), stop)
-        yield text[start:stop]
-        start = stop

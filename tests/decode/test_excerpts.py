@@ -1,0 +1,73 @@
+"""Excerpts: what is read of a long text, by the words of a question."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+from conftest import tokenizer
+
+from kvkeep.decode.excerpts import BM25, K1, B, Excerpts, chunks, excerpt
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 100])
+def test_chunks_are_the_text_and_end_with_sentences(size: int) -> None:
+    text = [ord(letter) for letter in "One is. Two is not. Three is? No end follows here at all"]
+    found = list(chunks(Letters(), text, size))
+    assert [token for part in found for token in part] == text and all(0 < len(part) <= size for part in found)
+    if size == 7:
+        assert Letters().decode(list(found[0])) == "One is."
+
+
+def test_excerpts_have_the_words_of_the_question_in_the_order_of_the_text() -> None:
+    text = [ord(letter) for letter in "A fox.A hen.A dog.A cow.A pig.A fox."]
+    for question, limit, found in (("fox, dog", 18, "A fox.A dog.A fox."), ("no", 14, "A pig.A fox."), ("fox", 3, "")):
+        assert Letters().decode(Excerpts(Letters(), text, 6).select(question, limit)) == found  # of equals the newest
+
+
+def test_a_text_within_the_limit_is_read_as_a_whole() -> None:
+    words, found = "the of and to in is was it for on", tokenizer()
+    assert excerpt(found, words, "is it", 10) == (words, 10, 10)
+    short = excerpt(found, f"{words} " * 60, "is it", 256)
+    assert short.tokens <= 256 < short.of == 600 and len(short.text.split()) == short.tokens
+
+
+# -- BM25, beside its formula written out ------------------------------------------------------------------
+
+
+TEXTS = ["The cat sat.", "The dog sat on the cat, the cat!", "A bird sang.", "the the the the"]
+
+
+def by_the_formula(texts: list[str], question: set[str], place: int) -> float:
+    split = [text.lower().replace(".", "").replace(",", "").replace("!", "").split() for text in texts]
+    mean = sum(len(words) for words in split) / len(split)
+    total = 0.0
+    for word in question:
+        holders = sum(word in words for words in split)
+        count = split[place].count(word)
+        weight = log(1 + (len(split) - holders + 0.5) / (holders + 0.5))
+        total += weight * count * (K1 + 1) / (count + K1 * (1 - B + B * len(split[place]) / mean))
+    return total
+
+
+@pytest.mark.parametrize("question", ["the cat", "Cat cat CAT?", "bird sat fish", "fish"])
+def test_the_scores_are_those_of_the_formula(question: str) -> None:
+    words = set(question.lower().strip("?").split())
+    expected = [by_the_formula(TEXTS, words, place) for place in range(len(TEXTS))]
+    assert BM25(TEXTS).scores(question) == pytest.approx(expected)
+
+
+def test_a_rare_word_counts_more_than_a_frequent_one() -> None:
+    scores = BM25(TEXTS).scores("the bird")
+    assert max(range(len(TEXTS)), key=scores.__getitem__) == 2
+
+
+def test_texts_without_words_score_zero() -> None:
+    assert BM25(["", "..."]).scores("cat") == [0, 0]
