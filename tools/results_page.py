@@ -284,7 +284,8 @@ def _bytes(named: str) -> Iterator[str]:
 def _which(budget: str, before: str) -> Iterator[str]:
     """Yield the table of needs: the page's first two columns, and the stores' numbers."""
     yield _line(
-        "need", "method", "KL", "ln p of needles", "found, %", "question seen", "step, ms", "bytes, %", "N"
+        "need", "method", "KL (SmolLM2)", "ln p of needles (SmolLM2)", "found, % (Qwen 0.5B)",
+        "question seen, % (Qwen 0.5B)", "step, ms", "bytes, %", "N",
     )  # fmt: skip
     yield _line("---", "---", *["---:"] * 7)
     for row in before.splitlines()[2:]:
@@ -297,12 +298,12 @@ def _choice(method: str, budget: str) -> Iterator[str]:
     found = _result(_group("lab-bounded.jsonl", "smollm2"), method, budget)
     needles = _needles(method, budget)
     unseen, seen = (_found(method, need) for need in ("needles", "known-question"))
-    counts = [None if found is None else found.scores["kl"].n, needles and needles.n, unseen and unseen.n]
+    counts = [None if found is None else found.scores["kl"].n, *(one and one.n for one in (needles, unseen, seen))]
     exact = method in ("full", "kv-direct")
     yield "exact" if exact else "-" if found is None else _shown(found.scores["kl"], "{:.2g}")
     yield "exact" if exact else "-" if needles is None else _shown(needles, "{:+.2f}")
     for one in (unseen, seen):
-        yield "-" if one is None else _shown(one, "{:.0f}", 100)
+        yield "as `full`" if one is None and exact else "-" if one is None else _shown(one, "{:.0f}", 100)
     yield _step(method)
     yield "-" if found is None or found.booked_share is None else f"{100 * found.booked_share:.1f}"
     yield ", ".join("-" if count is None else str(count) for count in counts)

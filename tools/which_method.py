@@ -59,11 +59,11 @@ def main() -> None:
 
 def _common(records: list[TaskRecord]) -> dict[str, list[TaskRecord]]:
     """Return the records of each method at the places that all of them have; without methods that have less than half
-    of the places of others."""
+    of the places of others. The full cache, which has no budget, may have more."""
     ways: dict[str, dict[tuple, TaskRecord]] = {}
     for record in records:
         ways.setdefault(record.method, {})[record.point["kind"], record.seed] = record
-    most = max(map(len, ways.values()), default=0)
+    most = max((len(cells) for cells in ways.values() if any(one.budget for one in cells.values())), default=0)
     ways = {method: cells for method, cells in ways.items() if 2 * len(cells) >= most}
     places = sorted(set.intersection(*map(set, ways.values()))) if ways else []
     return {method: [cells[place] for place in places] for method, cells in ways.items() if places}

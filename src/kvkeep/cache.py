@@ -222,19 +222,26 @@ class KeepCache(Cache):
                 "crop() takes the number of tokens to remove as a negative number, at least "
                 f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
-        self.check_positions(self.ledger.length + tokens_to_remove)
-        if self.method.recall.endless and any(
-            rows.first > self.ledger.length + tokens_to_remove for _, rows in self.checkpoint_rows()
-        ):
+        length = self.ledger.length + tokens_to_remove
+        self.check_positions(length)
+        if self.method.recall.endless and self._lacks(length):
             raise UsageError(
-                "The checkpoint has lost the entries before these tokens, so they cannot be removed; call reset()."
+                "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "
+                "removed; call reset()."
             )
         for state in self.made.states.values():
             state.check_crop(tokens_to_remove)
         for part in (*self.layers, *self.made.beside.values()):
             part.crop(tokens_to_remove)
-        self.stream.forget_from(self.ledger.length + tokens_to_remove)
+        self.stream.forget_from(length)
         self.stream.text = None
+
+    def _lacks(self, length: int) -> bool:
+        """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without
+        a choice: all of an exact text, else the newest ones."""
+        first = max((rows.first for _, rows in self.checkpoint_rows()), default=0)
+        exact = self.exact_tokens is None or length <= self.exact_tokens
+        return first > 0 if exact else first > max(0, length - (self.entries or 0))
 
     def check_positions(self, length: int) -> None:
         """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
@@ -386,7 +393,7 @@ class KeepCache(Cache):
     @property
     def crops(self) -> bool:
         """Whether entries do not depend on later tokens, so that :meth:`crop` leaves what the shorter text would have
-        left, but for what a full checkpoint has dropped meanwhile."""
+        left, or refuses. Blocks that a full checkpoint has dropped meanwhile stay dropped."""
         return self.method.recall.endless or self.exactness is Exactness.EXACT
 
     @property

@@ -280,7 +280,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     reason = None
     if not _promises_no_more(twin, cache) and not cache.reading:
         reason = f"'{cache.method.name}' does not hold all entries exactly"
-        if cache.crops and not cache.lost_tokens and twin.exact_tokens is not None:
+        if cache.crops and cache.exactness is not Exactness.LOSSY and twin.exact_tokens is not None:
             reason = f"its first {cache.exact_tokens:,} tokens are exact, and {twin.exact_tokens:,} are wanted"
     elif twin.reading:  # it will read the text again
         reason = None
@@ -324,9 +324,11 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
 def _promises_no_more(twin: Any, cache: Any) -> bool:
     """Return whether the entries of ``cache`` are as good as ``twin`` says: they are exact, or both are ``endless``,
     none is lost, and ``twin`` is exact up to no more tokens."""
-    if cache.exactness is Exactness.EXACT or cache.lost_tokens:
-        return not cache.lost_tokens
-    return cache.crops and twin.exact_tokens is not None and twin.exact_tokens <= cache.exact_tokens
+    if cache.exactness is Exactness.EXACT:
+        return True
+    if cache.exactness is Exactness.LOSSY or not cache.crops:
+        return False
+    return twin.exact_tokens is not None and twin.exact_tokens <= cache.exact_tokens
 
 
 def _chunks(cache: Any, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -339,6 +339,27 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, cap
         assert stored.load(model()).cache.get_seq_length() == 256
 
 
+def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_path: Path) -> None:
+    """A turn writes what is new, also after a restart, and the store has what the checkpoint has."""
+    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2400))
+    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 24, chunk=16, capacity=1400)
+    store, before = Store(tmp_path), set[Path]()
+    for low, high in itertools.pairwise((0, 1500, 1530, 1900, 2400)):
+        with torch.no_grad():
+            one(ids[:, low:high], cache=cache)
+        with StoredSession(store, "me/a", writing=True) as stored:
+            stored.save(Session(cache, ids[:, :high].tolist()))
+            assert stored.bytes[0] < 600 * cache.geometry.kv_bytes_per_token  # the state
+        *blocks, _ = blocks_of(store, "me/a")
+        assert len(blocks) == high // 256 - cache.checkpoint.first(0) // 256 > 2
+        assert len([path for path in files(tmp_path) if path.suffix == ".block"]) == len(blocks) + 1
+        assert before & {*blocks} or not low
+        before = {*blocks}
+        with StoredSession(store, "me/a") as stored:
+            cache = stored.load(one).cache
+        assert cache.get_seq_length() == high and cache.lost_tokens
+
+
 # -- forks ------------------------------------------------------------------------------------------------
 
 

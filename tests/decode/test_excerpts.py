@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
+from unicodedata import normalize
 
 import pytest
 from conftest import tokenizer
 
 from kvkeep.decode.excerpts import BM25, K1, B, Excerpts, chunks, excerpt
+from kvkeep.errors import UsageError
 
 
 class Letters:
@@ -21,9 +24,10 @@ class Letters:
 def test_chunks_are_the_text_and_end_with_sentences(size: int) -> None:
     text = [ord(letter) for letter in "One is. Two is not. Three is? No end follows here at all"]
     found = list(chunks(Letters(), text, size))
-    assert [token for part in found for token in part] == text and all(0 < len(part) <= size for part in found)
+    assert [token for start, stop in found for token in text[start:stop]] == text
+    assert all(0 < stop - start <= size for start, stop in found)
     if size == 7:
-        assert Letters().decode(list(found[0])) == "One is."
+        assert Letters().decode(text[: found[0][1]]) == "One is."
 
 
 def test_excerpts_have_the_words_of_the_question_in_the_order_of_the_text() -> None:
@@ -36,7 +40,43 @@ def test_a_text_within_the_limit_is_read_as_a_whole() -> None:
     words, found = "the of and to in is was it for on", tokenizer()
     assert excerpt(found, words, "is it", 10) == (words, 10, 10)
     short = excerpt(found, f"{words} " * 60, "is it", 256)
-    assert short.tokens <= 256 < short.of == 600 and len(short.text.split()) == short.tokens
+    assert short.tokens <= 256 < short.total == 600 and len(short.text.split()) == short.tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("\u8fd9\u662f\u4e00\u6bb5\u6587\u5b57\u3002" * 90, "\u79d8\u5bc6\u4ee3\u7801\u662f\u4ec0\u4e48"),
+        ("\u092f\u0939 \u092a\u093e\u0920 \u0939\u0948\u0964 " * 90, "\u0917\u0941\u092a\u094d\u0924"),
+        ("Es war kalt. " * 200, "Munchen".replace("u", "u\u0308")),
+        ("\U0001f600 yes. " * 200, "where is the fox"),
+    ],
+)  # fmt: skip
+def test_words_of_any_script_are_found_and_no_character_is_cut(text: str, question: str) -> None:
+    found = byte_tokenizer()
+    place = len(text) // 3
+    whole = f"{text[:place]}. {normalize('NFC', question)} 7421. {text[place:]}"
+    short = excerpt(found, whole, question, 256)
+    assert normalize("NFC", question) in short.text and "\ufffd" not in short.text
+    assert short.tokens <= 280 and short.total > 900
+
+
+def test_a_question_without_a_word_of_the_text_is_refused() -> None:
+    for question in ("zebra", "???"):
+        with pytest.raises(UsageError, match="none of the words of the question"):
+            excerpt(tokenizer(), "the of and to " * 100, question, 128)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(letters, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 # -- BM25, beside its formula written out ------------------------------------------------------------------

@@ -217,13 +217,13 @@ def test_sessions_of_endless_store_no_more_than_the_capacity(tmp_path: Path) -> 
     answers = list[list[int]]()
     for restarts in (False, True):
         folder = tmp_path / str(restarts)
-        engine = serving(capacity=capacity, store=Store(folder), **endless)
+        engine = serving(memory=600_000, capacity=capacity, store=Store(folder), **endless)
         one = Client(engine, ids, 4, name=("me", "talk"))
         run(engine)
         assert one.ended.lost_tokens and one.ended.exact_tokens == 64
         if restarts:
             engine.close()
-            engine = serving(store=Store(folder), method="full")  # the session keeps its own
+            engine = serving(memory=600_000, store=Store(folder), method="full")  # the session keeps its own
         longer = [*ids, *one.ended.tokens[:-1], *text(400, 2)]
         two = Client(engine, longer, 4, name=("me", "talk"), **endless)
         run(engine)

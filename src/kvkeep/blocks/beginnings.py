@@ -158,7 +158,7 @@ def keep(
             folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
     if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
-        tail[NAME_OF_IDS] = torch.tensor([ids[text.tokens_in_blocks :]], dtype=torch.int32)
+        tail[NAME_OF_IDS] = torch.tensor([ids[text.blocks.stop * BLOCK :]], dtype=torch.int32)
         folder.write(BlockName(space, tail_key(keys[-1] if keys else first.hex())), tail, replace=True)
 
 

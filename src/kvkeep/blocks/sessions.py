@@ -147,7 +147,7 @@ class StoredSession(Reference):
             raise
         if "state" in before:
             self._remove_state(str(before["state"]))
-        if forget:
+        if forget or text.start:  # what the checkpoint has dropped is no part of the session any more
             self.store.release(self.name, {*map(str, before.get("blocks", ()))} - {*names})
 
     def _remove_state(self, key: str) -> None:
@@ -160,15 +160,15 @@ class StoredSession(Reference):
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]], state_bytes: int) -> list[str]:
         """Write the blocks that the store does not have, as far as they fit into the quota beside the state; return the
         names of all of them. Raises StoreError."""
-        count, folder = text.tokens_in_blocks // BLOCK, self.store.blocks
-        if not count:
+        numbers, folder = text.blocks, self.store.blocks
+        if not (count := len(numbers)):
             return []
         if (first := origin(cache, text.forms)) is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
-            names += [session_key() for _ in range(count - len(names))]
-            names = names[:count]
+            names += [session_key() for _ in range(numbers.stop - len(names))]
+            names = names[numbers.start : numbers.stop]
         fitting = folder.fitting(count, text.nbytes, state_bytes)
         if len((self.about or {}).get("blocks", ())) <= fitting < count:
             log.warning(
@@ -180,7 +180,7 @@ class StoredSession(Reference):
             )
         blocks = [self.block(name) for name in names[:fitting]]
         known = folder.use(blocks)
-        beginnings.write(folder, blocks[known:], text, ids, known)
+        beginnings.write(folder, blocks[known:], text, ids, numbers.start + known)
         return names
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class StoredSession(Reference):
         except Exception as error:  # restoring malformed tensors may raise anything
             problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
         else:
-            cache.stream.blocks = list(about["blocks"])
+            cache.stream.blocks = [""] * _first_block(about) + about["blocks"]
             return int(past["length"])
         cache.reset()
         if past.get("plain") is not True:
@@ -289,14 +289,15 @@ class StoredSession(Reference):
                 f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "
                 f"its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
             )
-        for number, block in enumerate(blocks):
+        first = _first_block(about)
+        for number, block in enumerate(blocks, first):
             if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
                 raise ShapeError("a block is of another text")
         tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
         found = [forms(one) for one in (*blocks, tail) if one]
         if any(one != found[0] for one in found):
             raise ShapeError("blocks do not fit together")
-        several = {part: [*pieces(Target(*given), blocks, tail)] for part, given in about["by_token"].items()}
+        several = {part: [*pieces(Target(*given), blocks, tail, first)] for part, given in about["by_token"].items()}
         for part in several:
             if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
                 several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
@@ -308,6 +309,12 @@ class StoredSession(Reference):
         for length, end in ends.items():
             check_end(cache, length, end)
         cache.stream.block_ends = ends
+
+
+def _first_block(about: dict[str, Any]) -> int:
+    """Return the number of a saved session's first block in its text, whose last whole block is the session's last
+    one."""
+    return int(about["past"]["length"]) // BLOCK - len(about["blocks"]) if about["by_token"] else 0
 
 
 def _ends(state: Block) -> dict[int, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.memory.extent import ShapeError
-from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
+from kvkeep.memory.rows import BLOCK, JoinedRows, PagedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
 Block = Mapping[str, Tensor]
@@ -36,8 +36,11 @@ class TextRows:
 
     def __init__(self, cache: KeepCache, parts: Mapping[str, Tensor | Rows]) -> None:
         self.length, self._parts = cache.get_seq_length(), parts
+        self.start = _first(cache)
+        """The first slot of the rows, the beginning of a block: 0, unless a checkpoint has dropped its oldest pages."""
         self.sources: dict[str, Tensor | Rows | JoinedRows] = {}
-        """Rows of the whole text by their names in a block: keys and values of full layers, or residuals."""
+        """Rows of the text from :attr:`start` on by their names in a block: keys and values of full layers, or
+        residuals."""
         self.targets: dict[str, Target] = {}
         """Parts of the state by name."""
         if not self.length:
@@ -63,7 +66,7 @@ class TextRows:
         if checkpoint is None or checkpoint.length == rows.first:
             self._add(short, JoinedRows(checkpoint, rows))
             if checkpoint is not None and short in self.sources:
-                self.targets[f"checkpoint.{short}"] = Target(short, 0, checkpoint.length)
+                self.targets[f"checkpoint.{short}"] = Target(short, self.start, checkpoint.length)
         else:
             self._add(short, checkpoint, f"checkpoint.{short}")
         if short in self.sources and resident in self._parts:
@@ -71,29 +74,33 @@ class TextRows:
         return None
 
     def _add(self, short: str, rows: Tensor | Rows | JoinedRows | None, part: str | None = None) -> None:
-        """Add rows if they are those of the whole text; ``part`` is then restored from them."""
+        """Add rows if they are those of the text from ``start`` on; ``part`` is then restored from them."""
         if rows is None:
             return
         span = (0, rows.shape[-2]) if isinstance(rows, Tensor) else (rows.first, rows.length)
-        if span == (0, self.length):
+        if span == (self.start, self.length):
             self.sources[short] = rows
             if part is not None:
-                self.targets[part] = Target(short, 0, self.length)
+                self.targets[part] = Target(short, *span)
 
     @property
-    def tokens_in_blocks(self) -> int:
-        """The number of tokens in whole blocks."""
-        return self.length // BLOCK * BLOCK if self.sources else 0
+    def blocks(self) -> range:
+        """The numbers of the whole blocks of the text that there are."""
+        return range(self.start // BLOCK, self.length // BLOCK) if self.sources else range(0)
 
     @property
     def forms(self) -> Forms:
         """The forms of all rows."""
-        return forms({short: self.read(short, 0, 1) for short in self.sources})
+        return forms(self._row())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all whole blocks."""
-        return self.tokens_in_blocks * sum(self.read(short, 0, 1).nbytes for short in self.sources)
+        return len(self.blocks) * BLOCK * sum(row.nbytes for row in self._row().values())
+
+    def _row(self) -> dict[str, Tensor]:
+        """Return the first row."""
+        return {short: self.read(short, self.start, self.start + 1) for short in self.sources}
 
     def read(self, short: str, start: int, stop: int) -> Tensor:
         """Return the rows ``start`` to ``stop``, (lanes, rows, width)."""
@@ -107,8 +114,16 @@ class TextRows:
 
     def tail(self) -> dict[str, Tensor]:
         """Return the rows after the last whole block."""
-        start = self.tokens_in_blocks
+        start = self.blocks.stop * BLOCK
         return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
+
+
+def _first(cache: KeepCache) -> int:
+    """Return the first slot that all pages of a checkpoint have, if it is the beginning of a block; otherwise 0."""
+    pages = [rows for name, rows in cache.checkpoint_rows() if isinstance(rows, PagedRows) and "first_" not in name]
+    firsts = {rows.first for rows in pages}
+    first = firsts.pop() if len(firsts) == 1 else 0
+    return 0 if first % BLOCK else first
 
 
 def forms(rows: Block) -> Forms:
@@ -129,11 +144,12 @@ def entry_forms(cache: KeepCache) -> Forms:
     return found
 
 
-def pieces(target: Target, blocks: Sequence[Block], tail: Block) -> Iterator[Tensor]:
-    """Yield the rows of a target in order, (lanes, rows, width), as views. Raises ShapeError if rows are missing."""
-    parts = [(number * BLOCK, block[target.name]) for number, block in enumerate(blocks)]
+def pieces(target: Target, blocks: Sequence[Block], tail: Block, first: int) -> Iterator[Tensor]:
+    """Yield the rows of a target in order, (lanes, rows, width), as views. first: the number of the first block. Raises
+    ShapeError if rows are missing."""
+    parts = [(number * BLOCK, block[target.name]) for number, block in enumerate(blocks, first)]
     if target.name in tail:
-        parts.append((len(blocks) * BLOCK, tail[target.name]))
+        parts.append(((first + len(blocks)) * BLOCK, tail[target.name]))
     place = target.start
     for first, rows in parts:
         low, high = place - first, min(target.stop - first, rows.shape[-2])

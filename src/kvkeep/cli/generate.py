@@ -12,7 +12,7 @@ from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import interruptible, loading, note, print_json, reading, write, write_answer
 from kvkeep.cli.startup import startup
-from kvkeep.decode.excerpts import SIZE
+from kvkeep.decode.excerpts import CHUNK_TOKENS
 from kvkeep.errors import Interrupted, UsageError
 from kvkeep.units import size
 
@@ -27,9 +27,9 @@ def generate(
     excerpts: Annotated[
         int | None,
         typer.Option(
-            min=SIZE,
+            min=CHUNK_TOKENS,
             metavar="TOKENS",
-            help="Of the file, read only so many tokens: the excerpts that have the words of the prompt (BM25).",
+            help="Read at most this many tokens of the file: the excerpts that have the words of the prompt (BM25).",
         ),
     ] = None,
     model: ModelOptions,
@@ -47,7 +47,7 @@ def generate(
     model.check()
     text = read_text(file) if file else None
     messages = question(text, prompt)
-    if excerpts is not None and not (text and prompt):
+    if excerpts is not None and not (text and prompt and prompt.strip()):
         raise UsageError("--excerpts chooses by the prompt what to read of a file; give --file and --prompt.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
@@ -55,9 +55,8 @@ def generate(
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
         loaded = model.load()
-    found = None
-    if excerpts is not None and text and prompt:
-        found = excerpt(loaded.tokenizer, text, prompt, excerpts)
+    found = None if excerpts is None else excerpt(loaded.tokenizer, text or "", prompt or "", excerpts)
+    if found is not None:
         messages = question(found.text, prompt)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
@@ -78,11 +77,12 @@ def generate(
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the prompt was processed; there is no answer.") from None
     if json:
-        print_json(as_json(result) | {"excerpts": found and {"tokens": found.tokens, "of": found.of}})
+        read = None if found is None else {"tokens": found.tokens, "of": found.total}
+        print_json(as_json(result) | {"excerpts": read})
     else:
         write("\n")
         if found is not None:
-            note(f"the model has read {found.tokens:,} of the file's {found.of:,} tokens (--excerpts)")
+            note(f"the model has read {found.tokens:,} of the file's {found.total:,} tokens (--excerpts)")
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")

@@ -4,16 +4,23 @@ Probabilistic Relevance Framework", 2009). A model reads them in place of the te
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
-SIZE = 128
+import regex
+
+from kvkeep.errors import UsageError
+
+CHUNK_TOKENS = 128
 """Maximum tokens of a chunk."""
 K1, B = 1.2, 0.75
 """The saturation of repeated words, and the correction for a text's length."""
+_ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+_WORD = regex.compile(rf"{_ALONE}|(?:(?!{_ALONE})[\w\p{{M}}])+")
+"""A word. In scripts without spaces between words, each character counts as one."""
 
 
 class Excerpted(NamedTuple):
@@ -21,49 +28,73 @@ class Excerpted(NamedTuple):
 
     text: str
     tokens: int
-    of: int
+    total: int
     """The tokens of the whole text."""
 
 
 def excerpt(tokenizer: Any, text: str, question: str, limit: int) -> Excerpted:
-    """Return at most ``limit`` tokens of ``text``: its :class:`Excerpts` for ``question``, or all of a shorter text."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    """Return about ``limit`` tokens of ``text``: the chunks that :class:`Excerpts` selects for ``question``, or all of
+    a shorter text. Raises UsageError if the text has no word of the question."""
+    encoded = tokenizer(
+        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+    )
+    ids, places = encoded.input_ids, encoded.offset_mapping
     if len(ids) <= limit:
         return Excerpted(text, len(ids), len(ids))
-    found = Excerpts(tokenizer, ids).select(question, limit)
-    return Excerpted(tokenizer.decode(found), len(found), len(ids))
+    index = Excerpts(tokenizer, ids)
+    if not any(index.scores(question)):
+        raise UsageError(
+            "The text has none of the words of the question, so there are no excerpts; ask with words of the text, or "
+            "let the model read all of it (without --excerpts)."
+        )
+    found, end = "", 0
+    for start, stop in index.spans(question, limit):
+        low, high = places[start][0], places[stop - 1][1]
+        found, end = found + text[max(low, end) : high], high  # tokens may share a character
+    count = len(tokenizer(found, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids)
+    return Excerpted(found, count, len(ids))
 
 
 class Excerpts:
     """A text in chunks of at most ``size`` tokens, of which questions select some. text: at least one token."""
 
-    def __init__(self, tokenizer: Any, text: Sequence[int], size: int = SIZE) -> None:
-        self._parts = list(chunks(tokenizer, text, size))
-        self._index = BM25([tokenizer.decode(part) for part in self._parts])
+    def __init__(self, tokenizer: Any, text: Sequence[int], size: int = CHUNK_TOKENS) -> None:
+        self._text = text
+        self._spans = list(chunks(tokenizer, text, size))
+        self._index = BM25([tokenizer.decode(text[start:stop]) for start, stop in self._spans])
+
+    def scores(self, question: str) -> list[float]:
+        """Return the score of each chunk."""
+        return self._index.scores(question)
+
+    def spans(self, question: str, limit: int) -> list[tuple[int, int]]:
+        """Return the first token of each of the chunks that match the question best, and the first after it, in the
+        order of the text. Together they have at most ``limit`` tokens. Of equal chunks, the newest come first."""
+        scores = self.scores(question)
+        chosen, left = list[tuple[int, int]](), limit
+        for place in sorted(range(len(scores)), key=lambda place: (scores[place], place), reverse=True):
+            start, stop = self._spans[place]
+            if stop - start > left:
+                break
+            chosen.append((start, stop))
+            left -= stop - start
+        return sorted(chosen)
 
     def select(self, question: str, limit: int) -> list[int]:
-        """Return the tokens of the chunks that match the question best, at most ``limit``, in the order of the text. Of
-        equal chunks, the newest come first."""
-        scores = self._index.scores(question)
-        chosen, left = list[int](), limit
-        for place in sorted(range(len(scores)), key=lambda place: (scores[place], place), reverse=True):
-            if len(self._parts[place]) > left:
-                break
-            chosen.append(place)
-            left -= len(self._parts[place])
-        return [token for place in sorted(chosen) for token in self._parts[place]]
+        """Return the tokens of :meth:`spans`."""
+        return [token for start, stop in self.spans(question, limit) for token in self._text[start:stop]]
 
 
-def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield ``text`` in chunks of at most ``size`` tokens. A chunk ends after the last token in its second half that
-    ends a sentence or a line, if there is one."""
-    ends = {token for token in set(text) if set(tokenizer.decode([token])) & set(".!?\n")}
+def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the chunks of ``text``, of at most ``size`` tokens: the first token of each, and the first after it. A
+    chunk ends after the last token in its second half that ends a sentence or a line, if there is one."""
+    ends = {token for token in set(text) if set(tokenizer.decode([token])) & set(".!?\n\u3002\uff01\uff1f")}
     start = 0
     while start < len(text):
         stop = min(start + size, len(text))
         if stop < len(text):
             stop = next((place + 1 for place in range(stop - 1, start + size // 2, -1) if text[place] in ends), stop)
-        yield text[start:stop]
+        yield start, stop
         start = stop
 
 
@@ -96,4 +127,4 @@ class BM25:
 
 def words(text: str) -> list[str]:
     """Return the words of a text without their case."""
-    return re.findall(r"\w+", text.casefold())
+    return _WORD.findall(normalize("NFKC", text).casefold())

@@ -7,8 +7,8 @@ from torch import Tensor
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS, PagedRows
 
-PAGES = 8
-"""The capacity has at least so many pages, unless they are of the smallest size."""
+MIN_PAGES = 8
+"""The minimum number of pages within the capacity, unless they are of the smallest size."""
 
 
 class RecentPages(PagedRows):
@@ -21,7 +21,7 @@ class RecentPages(PagedRows):
         super().__init__(home, smallest, largest)
         self.capacity = capacity // smallest * smallest
         self._size = smallest  # rows of a page
-        while 2 * self._size <= min(largest, self.capacity // PAGES):
+        while 2 * self._size <= min(largest, self.capacity // MIN_PAGES):
             self._size *= 2
         self.beginning = PagedRows(home, smallest, smallest)
         """The first rows, once the page that had them was freed."""
@@ -44,7 +44,8 @@ class RecentPages(PagedRows):
             self._adopted = max(0, self._adopted - 1)
 
     def holds(self, rows: Tensor) -> bool:
-        """Return the same, of pages of this store's size."""
+        """Return whether ``rows`` can be the next page: they are a page of this store's size, and the pages so far are
+        full."""
         return rows.shape[-2] == self._size and super().holds(rows)
 
     def blocks(self, numbers: Tensor, size: int) -> Tensor:

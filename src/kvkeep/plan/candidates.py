@@ -24,6 +24,8 @@ class Candidate:
     """Kind of its checkpoints, such as "residual:4"; None without checkpoints."""
     where: str | None = None
     """Place of its checkpoints; None without checkpoints."""
+    capacity: int | None = None
+    """Maximum number of entries in a checkpoint; None: no limit."""
 
     @classmethod
     def parse(cls, text: str) -> Candidate:

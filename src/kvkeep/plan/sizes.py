@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
+from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
@@ -207,7 +207,10 @@ def _checkpointed(
         for layer, count, counts in evictions:
             entry = layer.entry_elements * geometry.dtype_bytes
             pages = pages_of(arriving if recall.backed else counts)
-            places[where] += count * sum(pages) * entry
+            rows = sum(pages)
+            if candidate.capacity is not None:
+                rows = min(candidate.capacity, up(rows, MAX_PAGE_ROWS))
+            places[where] += count * rows * entry
             if where != "device" and not shared and pages:
                 work = max(work, min(PAGE, max(pages), evicted) * entry)
     else:

@@ -22,11 +22,11 @@ MEGA = 1e6
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
     """Return the peak bytes of memory of ``cache`` until it has read ``tokens`` tokens
     (:func:`~kvkeep.plan.sizes.grant`)."""
-    where = None if cache.spec is None else cache.spec.where
-    kind = None if cache.spec is None else str(cache.spec)
+    spec = cache.spec
+    checkpoint = (None, None, None) if spec is None else (str(spec), spec.where, spec.capacity)
     return grant(
         cache.geometry,
-        Candidate(cache.method, kind, where),
+        Candidate(cache.method, *checkpoint),
         cache.entries,
         tokens,
         chunk=chunk_size(cache),

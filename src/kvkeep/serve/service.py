@@ -23,6 +23,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.keys import Keys
+from kvkeep.units import size
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ class Service:
         request, at_end = Request.parse(**cache), given["at_end"]
         if at_end not in (None, ENDLESS):
             raise UsageError(f"The option 'at_end' can only be '{ENDLESS}', not '{at_end}'.")
-        if at_end is not None or given["capacity"] is not None:
+        if at_end is not None:
             check_keeps(request)
+        if given["capacity"] is not None and at_end is None and not request.method.recall.endless:
+            raise UsageError(f"A capacity limits sessions of '{ENDLESS}'; give --at-end endless, or --method endless.")
         cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
         origins = (cors,) if isinstance(cors, str) else tuple(cors)
         _check_origins(origins, bool(keys))
@@ -99,6 +102,13 @@ class Service:
         store = self.store(shared=shared)
         assert self.memory is not None  # the memory is set by now
         geometry = ModelGeometry.of(loaded.model)
+        if store is not None and self.capacity is not None:
+            needed = self.capacity * geometry.full_bytes_per_token
+            if needed > self.quota:
+                raise UsageError(
+                    f"A session of {self.capacity:,} tokens takes {size(needed)} in the store, and the quota is "
+                    f"{size(self.quota)}; raise --quota, or lower --capacity."
+                )
         cache = endless_options(self.cache, geometry) if self.endless else self.cache
         return Engine(loaded, self.memory, self.waiting, store, self.capacity, **cache)
 

@@ -152,5 +152,5 @@ def test_a_question_read_again_after_its_blocks_are_gone_recalls_the_first_block
     choice.truncate(321)
     ledger.truncate(321)
     ledger.append(torch.tensor([[121]]), None, None, None)
-    choice.choose(18, 1, lost=18)
+    choice.choose(18, 1, (1, 18))
     assert choice.blocks == 18 and choice.numbers is not None and choice.numbers.tolist() == [[0]]

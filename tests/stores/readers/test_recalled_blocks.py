@@ -11,6 +11,8 @@ from families import tiny
 from torch import Tensor
 
 from kvkeep import BudgetError, EntryState, Exactness, KeepCache, Session, UsageError, load_session, save_session
+from kvkeep.decode.cached_text import CachedText
+from kvkeep.errors import NotCarried
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
@@ -109,7 +111,7 @@ def test_single_tokens_are_planned_and_see_what_many_see(monkeypatch: pytest.Mon
             found.append(model(token, cache=cache).logits)
             planned.append(cache.layers[0].plan() is not None)
         choice, numbers = twin.layers[0].reader.choice, reader.choice.numbers
-        monkeypatch.setattr(choice, "choose", lambda blocks, new, lost, choose=choice.choose: choose(blocks, 1, lost))
+        monkeypatch.setattr(choice, "choose", lambda blocks, new, gone, choose=choice.choose: choose(blocks, 1, gone))
         wanted = model(last, cache=twin).logits
     assert all(planned) and reader.choice.numbers is numbers
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-3)
@@ -305,24 +307,83 @@ def test_a_cache_that_has_lost_blocks_is_copied_saved_and_not_cropped_into_them(
     logits = [torch.cat(own, 1) for own in steps]
     assert all(torch.allclose(one, logits[2], atol=1e-5) for one in logits)
     assert len({one.lost_tokens for one in found}) == 1
-    with pytest.raises(UsageError, match="has lost the entries before these tokens"):
+    with pytest.raises(UsageError, match="has lost entries that the text before"):
         cache.crop(-1800)
     cache.crop(-20)
     assert cache.get_seq_length() == 1990
 
 
-@pytest.mark.parametrize("budget", [24, 96])
-def test_a_crop_to_where_little_is_left_keeps_the_first_block(budget: int) -> None:
-    """After it, the newest entries and the blocks are the few that the checkpoint still has."""
-    model, ids = tiny("llama", positions=4096), _ids(1700)
-    cache = KeepCache(model, SPEC, budget, chunk=16, where="host", capacity=1408)
+@pytest.mark.parametrize("exact", [64, 900])
+def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
+    """Those of an exact text, or the newest ones: the text is read again, and is what it was."""
+    model, ids, method = tiny("llama", positions=4096), _ids(2300), f"endless+blocks:count=3,size=16,exact={exact}"
+    cache = KeepCache(model, method, 96, chunk=16, where="host", capacity=exact + 1400)
     with torch.no_grad():
         model(ids, cache=cache)
-        for beyond in (70, 40, 8, 2):
-            cache.crop(cache.checkpoint.first(0) + beyond - cache.get_seq_length())
-            for part in ids[:, :8].split([6, 1, 1], 1):
-                assert model(part, cache=cache).logits.isfinite().all()
-            assert cache.lost_tokens and cache.layers[0].reader.choice.numbers[0, 0] == 0
+        first = cache.checkpoint.first(0)
+        assert 96 < first < exact or exact == 64
+        for length in (32, first, exact if exact > first else first + 95):
+            with pytest.raises(UsageError, match="has lost entries that the text before"):
+                cache.crop(length - 2300)
+        past = CachedText(cache, ids[0].tolist())
+        past.align(ids[0, : first + 200].tolist(), crops=cache.crops)
+        again = first + 199 > max(exact, first + 96)
+        assert len(past.ids) == cache.get_seq_length() == (first + 199 if again else 0)
+
+
+def test_a_copy_goes_on_as_the_cache_does_where_a_recalled_block_is_dropped_within_an_answer(tmp_path: Path) -> None:
+    """The words of the question are in the next page that the checkpoint drops."""
+    model, ids, question = tiny("llama", positions=4096), _ids(2400), torch.tensor([[91, 92, 93, 94]])
+    dropped = 0
+    for length in range(1440, 1700, 32):
+        cache = _quota(ids[:, :length], QUOTA)
+        first = cache.checkpoint.first(0)
+        ids_of = ids[:, :length].clone()
+        ids_of[:, first + 20 : first + 24] = question
+        cache, text = _quota(ids_of, QUOTA), torch.cat([ids_of, question, ids[:, length : length + 28]], 1)
+        with torch.no_grad():
+            model(question, cache=cache)
+            chosen = cache.layers[0].reader.choice.numbers[0].tolist()
+            for at in range(length + 4, length + 30):
+                model(text[:, at : at + 1], cache=cache)
+            gone = [number for number in chosen[1:] if 16 <= number < cache.checkpoint.first(0) // 16]
+            dropped += bool(gone)
+            assert not set(gone) & set(cache.layers[0].reader.choice.numbers[0].tolist())
+            save_session(tmp_path / f"{length}", Session(cache, text[:, : length + 30].tolist()))
+            others = [cache.fork(), load_session(tmp_path / f"{length}", model).cache]
+            steps = [
+                torch.cat([model(text[:, at : at + 1], cache=one).logits for at in (length + 30, length + 31)])
+                for one in (cache, *others)
+            ]
+        assert all(torch.allclose(steps[0], one, atol=1e-5) for one in steps[1:])
+    assert dropped
+
+
+def test_a_cache_that_has_lost_a_page_is_read_again_for_another_budget() -> None:
+    """The copy would have nothing in place of it."""
+    model, ids = tiny("llama", positions=4096), _ids(1060)
+    cache = _quota(ids, QUOTA)
+    with torch.no_grad():
+        for _ in range(8):
+            model(ids[:, :50], cache=cache)
+            if cache.checkpoint.first(0):
+                break
+    assert cache.checkpoint.first(0) == 256 and not cache.lost_tokens
+    with pytest.raises(NotCarried):
+        cache.fork(method=SPEC, budget=24)
+
+
+def test_memory_within_a_capacity_is_what_is_granted() -> None:
+    model, ids = tiny("llama", positions=4096), _ids(2600)
+    for capacity in (QUOTA, 9000):
+        cache = KeepCache(model, SPEC, 32, chunk=32, where="host", capacity=capacity)
+        for start, stop in ((0, 300), (300, 1300), (1300, 2600)):
+            with torch.no_grad():
+                model(ids[:, start:stop], cache=cache)
+            assert cache.memory().bytes <= peak_bytes(cache, stop), (capacity, stop)
+        if capacity == QUOTA:
+            bound = QUOTA * cache.geometry.kv_bytes_per_token + 40 * 50_000
+            assert peak_bytes(cache, 50_000) < bound, "it does not grow with the text, but for ids"
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.chat import SUMMARISE, whole_sentences
-from kvkeep.decode.excerpts import SIZE, Excerpts
+from kvkeep.decode.excerpts import CHUNK_TOKENS, Excerpts
 from kvkeep.decode.generate import generate
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
@@ -61,7 +61,7 @@ class Retrieved(Shortener):
 
     about: ClassVar[str] = "the chunks of the text that BM25 finds for the question, in a full cache"
 
-    size: int = SIZE
+    size: int = CHUNK_TOKENS
     """Maximum tokens of a chunk, which ends at a sentence's end if there is one in its second half."""
 
     def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:

@@ -71,8 +71,7 @@ class MemoryOptions:
         int | None,
         Option(
             min=1,
-            help="Maximum number of older tokens that a session of method endless stores on disk; its oldest ones are "
-            "dropped.",
+            help="Maximum number of older tokens that a session of endless stores; its oldest ones are dropped.",
             show_default="unlimited",
         ),
     ] = None

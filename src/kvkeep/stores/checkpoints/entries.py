@@ -122,9 +122,7 @@ class EntryCheckpoint(Checkpoint):
         """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
         them from 0, for each lane."""
         keys, values = self._rows[layer]
-        assert isinstance(keys, PagedRows) and isinstance(
-            values, PagedRows
-        )  # rows of a limited capacity have no blocks
+        assert isinstance(keys, PagedRows) and isinstance(values, PagedRows)
         return keys.blocks(numbers, size).to(self.device), values.blocks(numbers, size).to(self.device)
 
     def first(self, layer: int) -> int:

@@ -35,6 +35,8 @@ class BlockChoice:
         """(rows, n) int64, in ascending order: the chosen blocks, counted from 0. A new choice is a new tensor."""
         self.blocks = 0
         """The number of blocks among which they were chosen: later entries are no part of a block yet."""
+        self.gone = 0, 0
+        """The blocks that the checkpoint had lost by then: the first of them, and the first after them."""
         self._question = 0, 0, 0  # the slots of the question, and the blocks among which it chose
         self._at = 0  # the tokens when the blocks were chosen
 
@@ -43,31 +45,32 @@ class BlockChoice:
         """Whether a pass of one token keeps the choice."""
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
-    def choose(self, blocks: int, new: int, lost: int = 0) -> None:
+    def choose(self, blocks: int, new: int, gone: tuple[int, int] = (0, 0)) -> None:
         """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
-        Several tokens are a text or a question. One is a part of an answer, in which the question still counts. lost:
-        the first of these blocks that the checkpoint still has, besides block 0."""
+        Several tokens are a text or a question. One is a part of an answer, in which the question still counts. Where
+        blocks have been lost since a choice, it is made again, by the same words. gone: as :attr:`gone`."""
         if new > 1 or not self.holds:
             self._at = self.ledger.length
             if new > 1:
                 self._question = self._at - min(new, QUESTION), self._at, blocks
             again = self._question[1] == self._at  # the question, or its last token after a crop
             self.blocks = self._question[2] if again else blocks
-        elif self.numbers is not None:
+        elif self.numbers is not None and self.gone == gone:
             return
-        self.blocks = max(self.blocks, lost)  # after a crop there may be fewer than are gone
+        self.gone, (kept, after) = gone, gone
+        self.blocks = max(self.blocks, after)  # after a crop there may be fewer than are gone
         question, written = self._question[:2], (max(self._question[1], self._at - WRITTEN), self._at)
         query = torch.cat([self._ids(*question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (question, written)])
-        gap = max(lost - 1, 0)  # blocks 1 to lost - 1 are gone
+        gap = after - kept
         if self.blocks - gap <= self.count:
             numbers = torch.arange(self.blocks - gap, device=query.device).expand(len(query), -1)
         else:
-            spans = (0, self.size), ((1 + gap) * self.size, self.blocks * self.size)
+            spans = (0, kept * self.size), (after * self.size, self.blocks * self.size)
             past = torch.cat([self._ids(*span) for span in spans], 1)
             scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
             numbers = best_blocks(torch.stack(scores), self.count)
-        self.numbers = numbers + gap * (numbers > 0)
+        self.numbers = numbers + gap * (numbers >= kept)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen or asked after ``length`` tokens. A question stays without its last token, which is

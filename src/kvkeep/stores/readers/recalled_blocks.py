@@ -51,6 +51,8 @@ class RecalledBlocks(ReadEvicted):
             return step
         if not self.choice.holds or self._copied is None or self._copied is not self.choice.numbers:
             return None
+        if self.choice.gone != self._gone:
+            return None
         near = _last(step.attend, layer.length + 1 - self.choice.blocks * self.choice.size)
         step.attend = near if self._copies is None else [self._copies, *near]
         return step
@@ -69,8 +71,7 @@ class RecalledBlocks(ReadEvicted):
         taken = layer.evicted.taken or 0
         if self.first:  # all layers have taken as many
             older = min(taken, max(0, layer.length - self.entries))  # after a crop newer ones are in the checkpoint
-            lost = self.checkpoint.first(self.index) // self.choice.size
-            self.choice.choose(older // self.choice.size, step.new, lost)
+            self.choice.choose(older // self.choice.size, step.new, self._gone)
         if self._copied is not self.choice.numbers:
             self._copy(layer)
         near = [] if self._copies is None else [self._copies.segment()]
@@ -103,6 +104,12 @@ class RecalledBlocks(ReadEvicted):
     def check(self, extent: Extent) -> None:
         if self.first:
             self.choice.check(extent.slots)
+
+    @property
+    def _gone(self) -> tuple[int, int]:
+        """The blocks that the checkpoint has lost: the first of them, and the first after them."""
+        size, after = self.choice.size, self.checkpoint.first(self.index)
+        return min(after, self.checkpoint.beginning(self.index)) // size, after // size
 
     def _exactly(self, layer: Layer) -> bool:
         return self.exact is None or layer.ledger.length <= self.exact
