@@ -18,8 +18,8 @@ CHUNK_TOKENS = 128
 """Maximum tokens of a chunk."""
 K1, B = 1.2, 0.75
 """The saturation of repeated words, and the correction for a text's length."""
-_ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
-_WORD = regex.compile(rf"{_ALONE}|(?:(?!{_ALONE})[\w\p{{M}}])+")
+_SPACELESS = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+_WORD = regex.compile(rf"{_SPACELESS}|(?:(?!{_SPACELESS})[\w\p{{M}}])+")
 """A word. In scripts without spaces between words, each character counts as one."""
 
 
