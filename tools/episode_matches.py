@@ -6,7 +6,7 @@ often a match by chance would be: with as many questions and segments of each ep
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser
 from bisect import bisect
 from itertools import accumulate
 from pathlib import Path
@@ -54,4 +54,6 @@ def main(data: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="the folder with locomo/locomo_first6.json")
+    main(parser.parse_args().data)

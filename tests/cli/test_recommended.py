@@ -23,6 +23,14 @@ def test_the_best_method_comes_first_at_each_budget(run: Run) -> None:
     budget = rows[0]["budget"]
     shown = run("methods", "--for", "needles", "--budget", budget)[1]
     assert f"at {budget}" in shown and rows[0]["method"] in shown and "kv-direct" in shown
+    best = next(row["method"] for row in rows if row["method"] != "full")
+    assert f"kvkeep generate -x {best} -b {budget}" in shown
+
+
+def test_what_the_first_page_names_is_there(run: Run) -> None:
+    for need in NEEDS:
+        assert run("methods", "--for", need)[0] == 0
+    assert run("methods", "--for", "needles", "--budget", "10%")[0] == 0
 
 
 def test_every_row_names_a_method_and_numbers_on_their_scales() -> None:

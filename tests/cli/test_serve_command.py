@@ -60,8 +60,9 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
         told = describe_default(Engine(loaded, 6 * whole, **given))
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
     assert "(exact); " in told and int(told.split("(exact); ")[1].split(" ")[0]) >= 3
-    endless = Engine(loaded, 6 * whole, method="endless+blocks:count=2,size=16", budget=32)
-    assert f"(exact up to {positions} tokens); " in describe_default(endless)
+    endless = Engine(loaded, 6 * whole, capacity=2000, method="endless+blocks:count=2,size=16", budget=32)
+    told = describe_default(endless)
+    assert f"(exact up to {positions} tokens); sessions of endless store at most 2,000 older tokens" in told
     with pytest.raises(UsageError, match="fewer --conversations"):
         default_cache(loaded, 6 * whole, 10**6)
 

@@ -57,6 +57,8 @@ def print_recommended(need: str, budget: str | None, as_json: bool) -> None:
             share = f"{row['bytes']:.1%}"
             table.add_row(row["method"], _share(row["match"]), _number(row["loglik"]), share, str(row["n"]))
         show(table)
+    best = next(row for row in chosen if row["method"] != "full")
+    out.print(f"The first of those that drop entries: kvkeep generate -x {best['method']} -b {best['budget']}")
     texts = max(row["texts"] for row in chosen)
     out.print(
         "found: the share of the answers written right; in brackets 95 % intervals. bytes: with bookkeeping, of the "

@@ -81,7 +81,7 @@ class Engine:
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.cache, self._capacity = cache, capacity
+        self.cache, self.capacity = cache, capacity
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
         if processes(self.model) > 1:
@@ -155,9 +155,9 @@ class Engine:
         """Return the options of a new session for those of a request (default: the engine's), with the engine's
         capacity if its method is ``endless``."""
         chosen = cache or self.cache
-        if self._capacity is None or not Request.parse(**chosen).method.recall.endless:
+        if self.capacity is None or not Request.parse(**chosen).method.recall.endless:
             return chosen
-        return {**chosen, "capacity": self._capacity}
+        return {**chosen, "capacity": self.capacity}
 
     def positions(self, cache: Mapping[str, Any]) -> int | None:
         """Return the maximum number of tokens of a session with these options (default: the engine's); None: no limit.

@@ -72,7 +72,7 @@ def test_the_table_shows_scores_memory_and_times(tmp_path: Path) -> None:
     assert len(table) == 8
     (row,) = (line for line in table if line.startswith("| `h2o` | 25% |"))
     assert "50.0 [" in row and "-50.0 [" in row and "found 75.0" in row and "2.10 MB" in row and "50 ms" in row
-    assert "N = 8 a row (2 samples, 4 points, 1 seed)" in body and "prompts of 127 to 256 tokens" in body
+    assert "prompts of 127 to 256 tokens, N = 6 to 8 a row." in body
     assert "Beside A Paper, Fig. 7. Theirs: a large model, 16 bits. Ours: smollm2, float32 (dequantised" in body
     assert "* The paper says: It always finds." in body
     assert "* The paper's number: unheard-of: found 50.0." in body

@@ -80,7 +80,10 @@ class TaskGroup(Group):
         seeds = len(self.experiment.seeds)
         counts = {"sample": self.task.samples, "point": len(self.task.points()), "seed": seeds}
         row = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items())
-        rows = f"N = {math.prod(counts.values())} a row ({row})"
+        scored = [result.scores.values() for result in self.measured if result.scores]
+        found = sorted({max(one.n for one in scores) for scores in scored}) or [0]
+        planned = f" ({row})" if found == [math.prod(counts.values())] else ""
+        rows = f"N = {' to '.join(map(str, dict.fromkeys([found[0], found[-1]])))} a row{planned}"
         return f"{self.model}, {self.dtypes}, prompts of {prompts} tokens, {rows}"
 
     def blocks(self) -> Iterator[str | Picture]:

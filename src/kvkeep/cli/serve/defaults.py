@@ -95,6 +95,8 @@ def describe_default(engine: Engine) -> str:
     entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
     promise = cache.exactness if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens"
     name = f"default cache: '{cache.method.name}'{entries} ({promise})"
+    if engine.capacity is not None:
+        name += f"; sessions of endless store at most {engine.capacity:,} older tokens"
     if fitting := engine.arbiter.fitting(cache, tokens):
         return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
     return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"
