@@ -52,7 +52,9 @@ def main() -> None:
     TABLE.write_text(json.dumps(about | {"rows": []}, indent=1).replace("[]", f"[\n  {lines}\n ]") + "\n", "utf-8")
     draw_depths(group, STORE.parent / "which-method-depths.png")
     unseen = [record for record in common if record.point["question"] == "unseen"]
-    titled = group.experiment.with_(title="Which method? Needles whose question is unseen")
+    texts = {row["budget"]: row["texts"] for row in rows if row["need"] == NEEDS["unseen"]}
+    counts = ", ".join(f"{budget}: {count} text{'s' if count > 1 else ''}" for budget, count in texts.items())
+    titled = group.experiment.with_(title=f"Which method? Needles whose question is unseen ({counts})")
     draw_quality(replace(group, records=unseen, experiment=titled), STORE.parent / "which-method-quality.png")
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
 
