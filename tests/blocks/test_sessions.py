@@ -360,6 +360,59 @@ def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_pat
         assert cache.get_seq_length() == high and cache.lost_tokens
 
 
+@pytest.mark.usefixtures("kernels")
+def test_blocks_of_a_limited_checkpoint_are_mapped_where_units_of_it_are_larger(tmp_path: Path) -> None:
+    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 6200))
+    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 32, chunk=32, capacity=5000)
+    with torch.no_grad():
+        one(ids, cache=cache)
+    save_session(tmp_path / "s", Session(cache, ids.tolist()))
+    again = load_session(tmp_path / "s", one).cache
+    first = again.checkpoint.first(0)
+    keys = again.checkpoint.rows(0)[0]
+    assert first == cache.checkpoint.first(0) > 0 and first % 512 == 0
+    whole = (6200 - first) // 256 * 256
+    assert keys.mapped_bytes == whole * keys.pages[0][:, 0].nbytes > keys.nbytes
+    with torch.no_grad():
+        for low in range(0, 3000, 250):
+            for each in (cache, again):
+                one(ids[:, low : low + 250], cache=each)
+            assert again.checkpoint.first(0) == cache.checkpoint.first(0)
+        assert_near(*(one(ids[:, :1], cache=each).logits for each in (cache, again)))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_session_that_drops_its_beginning_leaves_it_to_other_prompts(tmp_path: Path) -> None:
+    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 3400))
+    given: dict[str, Any] = {"budget": 24, "chunk": 16, "capacity": 2300}
+    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=900", **given)
+    store, prompt_ids = Store(tmp_path), ids[0, :801].tolist()
+    for low, high in itertools.pairwise((0, 850, 3400)):
+        with torch.no_grad():
+            one(ids[:, low:high], cache=cache)
+        with StoredSession(store, "me/a", writing=True) as stored:
+            stored.save(Session(cache, ids[:, :high].tolist()))
+        new = KeepCache(one, "endless+blocks:count=2,size=16,exact=900", **given)
+        assert len(beginnings.find(store.blocks, "me", new, prompt_ids)) == 3
+    assert cache.lost_tokens > 256
+
+
+def test_a_session_of_a_part_of_the_text_that_exceeds_the_quota_writes_no_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2000))
+    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 24, chunk=16, capacity=1400)
+    with torch.no_grad():
+        one(ids, cache=cache)
+    store = Store(tmp_path, quota=600_000)
+    with StoredSession(store, "me/a", writing=True) as stored:
+        stored.save(Session(cache, ids.tolist()))
+    assert "larger than the quota, 600.0 KB: its text is read again" in caplog.text
+    assert len([path for path in files(tmp_path) if path.suffix == ".block"]) == 1
+    with StoredSession(store, "me/a") as stored:
+        assert stored.load(one).cache.get_seq_length() == 0
+
+
 # -- forks ------------------------------------------------------------------------------------------------
 
 

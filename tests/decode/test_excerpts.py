@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import log
 from typing import Any
 from unicodedata import normalize
@@ -61,21 +62,31 @@ def test_words_of_any_script_are_found_and_no_character_is_cut(text: str, questi
     assert short.tokens <= 280 and short.total > 900
 
 
+def test_passages_are_as_in_the_text_and_apart() -> None:
+    """Also with a tokenizer that leaves the space before a word out of its place, as those of GPT-2's kind do."""
+    found = byte_tokenizer(trim=True)
+    text = "".join(f"Line {number} is of the {'fox' if number % 7 == 1 else 'hen'}.\n\n" for number in range(90))
+    passages = excerpt(found, text, "fox", 600).text.split("\n\n")
+    assert len(passages) > 5 and all(passage in text for passage in passages)
+    assert all(re.fullmatch("(Line [0-9]+ is of the (fox|hen)\\.)?", line) for line in passages[1:-1])
+
+
 def test_a_question_without_a_word_of_the_text_is_refused() -> None:
     for question in ("zebra", "???"):
         with pytest.raises(UsageError, match="none of the words of the question"):
             excerpt(tokenizer(), "the of and to " * 100, question, 128)
 
 
-def byte_tokenizer() -> Any:
+def byte_tokenizer(trim: bool = False) -> Any:
     """A tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(letters, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=trim)
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 

@@ -30,7 +30,7 @@ from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.header import MAX_SLOTS, checked, damaged
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
-from kvkeep.blocks.names import chain, origin, session_key
+from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
@@ -147,8 +147,11 @@ class StoredSession(Reference):
             raise
         if "state" in before:
             self._remove_state(str(before["state"]))
-        if forget or text.start:  # what the checkpoint has dropped is no part of the session any more
-            self.store.release(self.name, {*map(str, before.get("blocks", ()))} - {*names})
+        unnamed = {*map(str, before.get("blocks", ()))} - {*names}
+        if not forget:  # prompts may begin with the others
+            unnamed = {key for key in unnamed if text.start and belongs_to_sessions(key)}
+        if unnamed:
+            self.store.release(self.name, unnamed)
 
     def _remove_state(self, key: str) -> None:
         """Remove the state of an earlier save, unless a fork of that save has it."""
@@ -163,20 +166,20 @@ class StoredSession(Reference):
         numbers, folder = text.blocks, self.store.blocks
         if not (count := len(numbers)):
             return []
-        if (first := origin(cache, text.forms)) is not None:
+        first, fitting = origin(cache, text.forms), folder.fitting(count, text.nbytes, state_bytes)
+        if first is not None:
             names = chain(first, ids[0])
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
             names += [session_key() for _ in range(numbers.stop - len(names))]
             names = names[numbers.start : numbers.stop]
-        fitting = folder.fitting(count, text.nbytes, state_bytes)
+            fitting = fitting if fitting == count else 0  # a part of them is of no use
         if len((self.about or {}).get("blocks", ())) <= fitting < count:
             log.warning(
-                "The session '%s' is larger than the quota, %s: the text after its first %d tokens is read again when "
-                "it continues.",
+                "The session '%s' is larger than the quota, %s: %s is read again when it continues.",
                 self.name,
                 size(folder.quota or 0),
-                fitting * BLOCK,
+                f"the text after its first {fitting * BLOCK} tokens" if fitting else "its text",
             )
         blocks = [self.block(name) for name in names[:fitting]]
         known = folder.use(blocks)
@@ -290,6 +293,8 @@ class StoredSession(Reference):
                 f"its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
             )
         first = _first_block(about)
+        if first < 0:
+            raise ShapeError("it has more blocks than its text")
         for number, block in enumerate(blocks, first):
             if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
                 raise ShapeError("a block is of another text")

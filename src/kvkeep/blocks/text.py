@@ -144,12 +144,12 @@ def entry_forms(cache: KeepCache) -> Forms:
     return found
 
 
-def pieces(target: Target, blocks: Sequence[Block], tail: Block, first: int) -> Iterator[Tensor]:
-    """Yield the rows of a target in order, (lanes, rows, width), as views. first: the number of the first block. Raises
+def pieces(target: Target, blocks: Sequence[Block], tail: Block, number: int) -> Iterator[Tensor]:
+    """Yield the rows of a target in order, (lanes, rows, width), as views. number: that of the first block. Raises
     ShapeError if rows are missing."""
-    parts = [(number * BLOCK, block[target.name]) for number, block in enumerate(blocks, first)]
+    parts = [(at * BLOCK, block[target.name]) for at, block in enumerate(blocks, number)]
     if target.name in tail:
-        parts.append(((first + len(blocks)) * BLOCK, tail[target.name]))
+        parts.append(((number + len(blocks)) * BLOCK, tail[target.name]))
     place = target.start
     for first, rows in parts:
         low, high = place - first, min(target.stop - first, rows.shape[-2])

@@ -47,10 +47,13 @@ def excerpt(tokenizer: Any, text: str, question: str, limit: int) -> Excerpted:
             "The text has none of the words of the question, so there are no excerpts; ask with words of the text, or "
             "let the model read all of it (without --excerpts)."
         )
-    found, end = "", 0
+    passages = list[list[int]]()
     for start, stop in index.spans(question, limit):
-        low, high = places[start][0], places[stop - 1][1]
-        found, end = found + text[max(low, end) : high], high  # tokens may share a character
+        if passages and passages[-1][1] == start:
+            passages[-1][1] = stop
+        else:
+            passages.append([start, stop])
+    found = "\n\n".join(text[places[start][0] : places[stop - 1][1]] for start, stop in passages)
     count = len(tokenizer(found, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids)
     return Excerpted(found, count, len(ids))
 
