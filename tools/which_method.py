@@ -1,7 +1,7 @@
 """Make what 'kvkeep methods --for' prints, and two figures of docs/results, from docs/results/lab-which-method.jsonl.
 
 Methods are compared on the same texts: in each kind of needles and for each way of asking, those of the seeds that all
-methods of a budget have. A method with less than half of the others' texts is left out.
+methods of a budget have. A method with at most half of the others' texts is left out.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def _common(records: list[TaskRecord]) -> dict[str, list[TaskRecord]]:
-    """Return the records of each method at the places that all of them have; without methods that have less than half
+    """Return the records of each method at the places that all of them have; without methods that have at most half
     of the places of others. The full cache, which has no budget, may have more."""
     ways: dict[str, dict[tuple, TaskRecord]] = {}
     for record in records:
         ways.setdefault(record.method, {})[record.point["kind"], record.seed] = record
     most = max((len(cells) for cells in ways.values() if any(one.budget for one in cells.values())), default=0)
-    ways = {method: cells for method, cells in ways.items() if 2 * len(cells) >= most}
+    ways = {method: cells for method, cells in ways.items() if 2 * len(cells) > most}
     places = sorted(set.intersection(*map(set, ways.values()))) if ways else []
     return {method: [cells[place] for place in places] for method, cells in ways.items() if places}
 
