@@ -1,12 +1,14 @@
 """Make what 'kvkeep methods --for' prints, and two figures of docs/results, from docs/results/lab-which-method.jsonl.
 
 Methods are compared on the same texts: in each kind of needles and for each way of asking, those of the seeds that all
-methods of a budget have. A method with at most half of the others' texts is left out.
+methods of a budget have. A method with at most half of the others' texts is left out,
+and so is a budget whose texts do not have facts at all depths.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +38,8 @@ def main() -> None:
             found = _common([r for r in records if r.point["question"] == asked and r.budget in (None, budget)])
             if not any(record.budget for mine in found.values() for record in mine):
                 continue  # the full cache alone
+            if _places(record for mine in found.values() for record in mine) < _places(records):
+                continue  # a text has few of the depths, and methods differ by depth
             rows += [{"need": need, "budget": budget, "method": one, **_numbers(mine)} for one, mine in found.items()]
             common += [record for mine in found.values() for record in mine if record not in common]
     group = replace(group, records=common)
@@ -57,6 +61,11 @@ def main() -> None:
     titled = group.experiment.with_(title=f"Which method? Needles whose question is unseen ({counts})")
     draw_quality(replace(group, records=unseen, experiment=titled), STORE.parent / "which-method-quality.png")
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
+
+
+def _places(records: Iterable[TaskRecord]) -> int:
+    """Return the number of tenths of a text in which something is asked for."""
+    return len({int(depth // 10) for record in records for depth in record.depths})
 
 
 def _common(records: list[TaskRecord]) -> dict[str, list[TaskRecord]]:
