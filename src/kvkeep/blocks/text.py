@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.memory.extent import ShapeError
-from kvkeep.memory.rows import BLOCK, JoinedRows, PagedRows, Rows, concatenated
+from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
 Block = Mapping[str, Tensor]
@@ -119,11 +119,11 @@ class TextRows:
 
 
 def _first(cache: KeepCache) -> int:
-    """Return the first slot that all pages of a checkpoint have, if it is the beginning of a block; otherwise 0."""
-    pages = [rows for name, rows in cache.checkpoint_rows() if isinstance(rows, PagedRows) and "first_" not in name]
-    firsts = {rows.first for rows in pages}
-    first = firsts.pop() if len(firsts) == 1 else 0
-    return 0 if first % BLOCK else first
+    """Return the first slot that a checkpoint in pages has; 0 where it has dropped none."""
+    layers, checkpoint = cache.geometry.full_layers, cache.checkpoint
+    if checkpoint is None or not layers or not checkpoint.beginning(layers[0].index):
+        return 0
+    return checkpoint.first(layers[0].index)
 
 
 def forms(rows: Block) -> Forms:

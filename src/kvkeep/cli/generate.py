@@ -12,7 +12,7 @@ from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.cli.options import ModelOptions, SamplingOptions
 from kvkeep.cli.output import interruptible, loading, note, print_json, reading, write, write_answer
 from kvkeep.cli.startup import startup
-from kvkeep.decode.excerpts import CHUNK_TOKENS
+from kvkeep.decode.excerpts import CHUNK_TOKENS, excerpt
 from kvkeep.errors import Interrupted, UsageError
 from kvkeep.units import size
 
@@ -40,7 +40,6 @@ def generate(
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
-    from kvkeep.decode.excerpts import excerpt
     from kvkeep.decode.prompt import encode, question, read_text
 
     cache.check(chunk)

@@ -42,13 +42,14 @@ def excerpt(tokenizer: Any, text: str, question: str, limit: int) -> Excerpted:
     if len(ids) <= limit:
         return Excerpted(text, len(ids), len(ids))
     index = Excerpts(tokenizer, ids)
-    if not any(index.scores(question)):
+    scores = index.scores(question)
+    if not any(scores):
         raise UsageError(
             "The text has none of the words of the question, so there are no excerpts; ask with words of the text, or "
             "let the model read all of it (without --excerpts)."
         )
     passages = list[list[int]]()
-    for start, stop in index.spans(question, limit):
+    for start, stop in index.spans(scores, limit):
         if passages and passages[-1][1] == start:
             passages[-1][1] = stop
         else:
@@ -70,10 +71,9 @@ class Excerpts:
         """Return the score of each chunk."""
         return self._index.scores(question)
 
-    def spans(self, question: str, limit: int) -> list[tuple[int, int]]:
-        """Return the first token of each of the chunks that match the question best, and the first after it, in the
+    def spans(self, scores: Sequence[float], limit: int) -> list[tuple[int, int]]:
+        """Return the first token of each of the chunks with the highest :meth:`scores`, and the first after it, in the
         order of the text. Together they have at most ``limit`` tokens. Of equal chunks, the newest come first."""
-        scores = self.scores(question)
         chosen, left = list[tuple[int, int]](), limit
         for place in sorted(range(len(scores)), key=lambda place: (scores[place], place), reverse=True):
             start, stop = self._spans[place]
@@ -84,8 +84,8 @@ class Excerpts:
         return sorted(chosen)
 
     def select(self, question: str, limit: int) -> list[int]:
-        """Return the tokens of :meth:`spans`."""
-        return [token for start, stop in self.spans(question, limit) for token in self._text[start:stop]]
+        """Return the tokens of the chunks that match the question best, at most ``limit``, in the order of the text."""
+        return [token for start, stop in self.spans(self.scores(question), limit) for token in self._text[start:stop]]
 
 
 def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[tuple[int, int]]:

@@ -71,8 +71,7 @@ def serve(
             "model": model.model, "weights": model.weights, "device": model.device, "memory": memory.memory,
             "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
             "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
-            "log_requests": log_requests, "at_end": memory.at_end,
-            "capacity": memory.capacity,
+            "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
         }  # fmt: skip
         service = Service.parse(given, memory.cache(), keys)
         if replicas.ray is None:
