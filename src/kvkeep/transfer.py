@@ -277,26 +277,9 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     """Return a cache of another kind with the entries of ``cache``, copied in chunks. ids: as in :func:`fork`."""
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
-    reason = None
-    if not _promises_no_more(twin, cache) and not cache.reading:
-        reason = f"'{cache.method.name}' does not hold all entries exactly"
-        if cache.crops and cache.exactness is not Exactness.LOSSY and twin.exact_tokens is not None:
-            reason = f"its first {cache.exact_tokens:,} tokens are exact, and {twin.exact_tokens:,} are wanted"
-    elif twin.reading:  # it will read the text again
-        reason = None
-    elif method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:
-        reason = f"'{method.name}' ranks by attention scores, which only reading the text gives"
-    elif twin.positions is not None:
-        reason = f"'{method.name}' gives entries positions of its own, which only reading the text gives"
-    elif method.fate.makes_room:
-        reason = f"'{method.name}' merges by attention, which only reading the text gives"
-    elif (
-        twin.checkpoint is not None
-        and twin.checkpoint.by_token
-        and twin.spec is not None
-        and twin.spec.kind != "tokens"
-    ):
-        reason = f"checkpoint kind '{twin.spec}' is of residuals, which only reading the text gives"
+    reason = None if cache.reading else _lacks(cache, twin)
+    if reason is None and not twin.reading:
+        reason = _reads_itself(twin)
     if ids is not None and not (cache.stream.plain and len(ids) == length and cache.rows <= 1):
         raise UsageError(f"These ids are not those of the {length} tokens that the cache has read.")
     if reason is None and twin.ledger.records and not cache.ledger.records and ids is None:
@@ -321,14 +304,35 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     return twin
 
 
-def _promises_no_more(twin: Any, cache: Any) -> bool:
-    """Return whether the entries of ``cache`` are as good as ``twin`` says: they are exact, or both are ``endless``,
-    none is lost, and ``twin`` is exact up to no more tokens."""
+def _lacks(cache: Any, twin: Any) -> str | None:
+    """Return why the entries of ``cache`` are not as good as ``twin`` says; None: they are exact, or both are
+    ``endless``, none is lost, and ``twin`` is exact up to no more tokens."""
     if cache.exactness is Exactness.EXACT:
-        return True
-    if cache.exactness is Exactness.LOSSY or not cache.crops:
-        return False
-    return twin.exact_tokens is not None and twin.exact_tokens <= cache.exact_tokens
+        return None
+    if cache.exactness is Exactness.LOSSY or not cache.crops or twin.exact_tokens is None:
+        return f"'{cache.method.name}' does not hold all entries exactly"
+    if cache.exact_tokens < twin.exact_tokens:
+        return f"its first {cache.exact_tokens:,} tokens are exact, and {twin.exact_tokens:,} are wanted"
+    return None
+
+
+def _reads_itself(twin: Any) -> str | None:
+    """Return why a cache of the method of ``twin`` can only be filled by reading the text; None if entries suffice."""
+    method, only = twin.method, "which only reading the text gives"
+    if method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:
+        return f"'{method.name}' ranks by attention scores, {only}"
+    if twin.positions is not None:
+        return f"'{method.name}' gives entries positions of its own, {only}"
+    if method.fate.makes_room:
+        return f"'{method.name}' merges by attention, {only}"
+    if (
+        twin.checkpoint is not None
+        and twin.checkpoint.by_token
+        and twin.spec is not None
+        and twin.spec.kind != "tokens"
+    ):
+        return f"checkpoint kind '{twin.spec}' is of residuals, {only}"
+    return None
 
 
 def _chunks(cache: Any, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.memory.places import Device, Disk
-from kvkeep.memory.recent_pages import RecentPages
+from kvkeep.memory.recent_pages import RecentPages, recent_pages_of
 from kvkeep.memory.rows import concatenated
 
 CAPACITY, SMALLEST, LARGEST = 40, 4, 12
@@ -60,6 +60,15 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
             numbers = torch.tensor(held).expand(len(twin), -1)
             wanted = torch.stack([twin[:, SMALLEST * at : SMALLEST * (at + 1)] for at in held], 1)
             assert torch.equal(rows.blocks(numbers, SMALLEST), wanted)
+
+
+@given(count=st.integers(1, 300), capacity=st.integers(3 * SMALLEST, 100), step=st.integers(1, SMALLEST))
+def test_a_plan_knows_the_pages_beforehand(count: int, capacity: int, step: int) -> None:
+    rows = RecentPages(capacity, Device(torch.device("cpu")), SMALLEST, LARGEST)
+    for start in range(0, count, step):
+        rows.append(torch.zeros(1, min(step, count - start), 1))
+    pages = recent_pages_of(count, capacity, SMALLEST, LARGEST)
+    assert pages == [page.shape[-2] for page in [*rows.beginning.pages, *rows.pages]]
 
 
 @given(pieces=st.lists(st.integers(0, LARGEST), max_size=30))

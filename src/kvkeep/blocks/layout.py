@@ -129,7 +129,7 @@ def _check_checkpoint(cache: KeepCache, forms: Mapping[str, Form], past: dict[st
             _check_shape(f"checkpoint.{name}", forms, (lanes, end - first, width))
         if (kind == "residual" and end != past["length"]) or spans[name.replace("keys", "values")] != (first, end):
             raise ShapeError(f"'checkpoint.{name}' is not of all tokens")
-        in_pages = first % BLOCK == 0 and spans.get(f"first_{name}") == (0, BLOCK)
+        in_pages = first % BLOCK == 0 and cache.checkpoint.beginning(int(number)) == BLOCK  # type: ignore[union-attr]
         if first and end - first != capacity and not in_pages:
             raise ShapeError(f"'checkpoint.{name}' cannot have lost entries")
 

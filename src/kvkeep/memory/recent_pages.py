@@ -20,9 +20,7 @@ class RecentPages(PagedRows):
     def __init__(self, capacity: int, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         super().__init__(home, smallest, largest)
         self.capacity = capacity // smallest * smallest
-        self._unit = smallest  # rows that are lost at once: a page, or adopted pages that begin and end with them
-        while 2 * self._unit <= min(largest, self.capacity // MIN_UNITS):
-            self._unit *= 2
+        self._unit = unit_rows(capacity, smallest, largest)  # a page, or adopted pages that begin and end with it
         self.beginning = PagedRows(home, smallest, smallest)
         """The first rows, once the page that had them was freed."""
 
@@ -69,3 +67,19 @@ class RecentPages(PagedRows):
     def select(self, index: Tensor) -> None:
         super().select(index)
         self.beginning.select(index)
+
+
+def unit_rows(capacity: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> int:
+    """Return the rows that :class:`RecentPages` loses at once: the largest power of two times ``smallest`` that is at
+    most ``largest`` and fits :data:`MIN_UNITS` times, else ``smallest``."""
+    unit = smallest
+    while 2 * unit <= min(largest, capacity // MIN_UNITS):
+        unit *= 2
+    return unit
+
+
+def recent_pages_of(count: int, capacity: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> list[int]:
+    """Return the rows of each page of :class:`RecentPages`, and of its beginning, after appending ``count`` rows."""
+    unit = unit_rows(capacity, smallest, largest)
+    pages, most = -(-count // unit), max(2, (capacity // smallest - 1) * smallest // unit)
+    return [unit] * pages if pages <= most else [smallest] + [unit] * most

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS, pages_of, ring_rows, up
+from kvkeep.memory.recent_pages import recent_pages_of
+from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
@@ -206,11 +207,9 @@ def _checkpointed(
     if not stride:
         for layer, count, counts in evictions:
             entry = layer.entry_elements * geometry.dtype_bytes
-            pages = pages_of(arriving if recall.backed else counts)
-            rows = sum(pages)
-            if candidate.capacity is not None:
-                rows = min(candidate.capacity, up(rows, MAX_PAGE_ROWS))
-            places[where] += count * rows * entry
+            counts = arriving if recall.backed else counts
+            pages = pages_of(counts) if candidate.capacity is None else recent_pages_of(sum(counts), candidate.capacity)
+            places[where] += count * sum(pages) * entry
             if where != "device" and not shared and pages:
                 work = max(work, min(PAGE, max(pages), evicted) * entry)
     else:
