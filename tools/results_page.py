@@ -7,7 +7,7 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD``: a metric of all methods, and that of METHOD less theirs, sample by sample;
-* ``points: STORE METRIC``: a metric of all methods at each point of the task's axes, in percent or as it is;
+* ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
 
@@ -235,8 +235,8 @@ def _scores(named: str) -> Iterator[str]:
 
 
 def _points(named: str) -> Iterator[str]:
-    file, name = named.split()
-    (group,) = _groups(file)
+    file, name, *models = named.split()
+    (group,) = (one for one in _groups(file) if not models or one.model in models)
     assert isinstance(group, TaskGroup)
     metric = group.metric(name)
     form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)

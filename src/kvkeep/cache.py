@@ -241,7 +241,7 @@ class KeepCache(Cache):
         a choice: all of an exact text, else the newest ones."""
         first = max((rows.first for _, rows in self.checkpoint_rows()), default=0)
         exact = self.exact_tokens is None or length <= self.exact_tokens
-        return first > 0 if exact else first > max(0, length - (self.entries or 0))
+        return first > 0 and (exact or first >= length - (self.entries or 0))
 
     def check_positions(self, length: int) -> None:
         """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
@@ -410,6 +410,11 @@ class KeepCache(Cache):
         """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the
         length of a text."""
         return self.stream.exact_tokens
+
+    @property
+    def exact_part(self) -> int | None:
+        """:attr:`exact_tokens`, once the text is longer; None while all of it is exact."""
+        return None if self.exactness is Exactness.EXACT else self.exact_tokens
 
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the checkpoint's stores by name."""

@@ -62,7 +62,7 @@ class CacheStream:
     block_ends: dict[int, dict[str, Tensor]]
     """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
     blocks: list[str]
-    """Names of the blocks that have been stored of an inexact cache (:mod:`kvkeep.blocks`)."""
+    """Names of the blocks that have been stored (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
     """The first slot of each row that is not padding, (rows,); None without padding."""
 

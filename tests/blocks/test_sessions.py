@@ -361,6 +361,22 @@ def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_pat
 
 
 @pytest.mark.usefixtures("kernels")
+def test_the_turn_that_passes_the_exact_part_writes_what_is_new(tmp_path: Path) -> None:
+    one, ids, store = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2400)), Store(tmp_path)
+    cache, names = KeepCache(one, "endless+blocks:count=2,size=16,exact=1100", 24, chunk=16), list[str]()
+    for low, high in itertools.pairwise((0, 1050, 2390)):
+        with torch.no_grad():
+            one(ids[:, low:high], cache=cache)
+        with StoredSession(store, "me/a", writing=True) as stored:
+            stored.save(Session(cache, ids[:, :high].tolist()))
+            assert stored.about is not None
+            before, names = names, stored.about["blocks"]
+        assert names[: len(before)] == before and len(names) == high // 256
+    with StoredSession(store, "me/a") as stored, torch.no_grad():
+        loaded = stored.load(one).cache
+        assert torch.equal(*(one(ids[:, 2390:], cache=each).logits for each in (loaded, cache)))
+
+
 def test_blocks_of_a_limited_checkpoint_are_mapped_where_units_of_it_are_larger(tmp_path: Path) -> None:
     one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 6200))
     cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 32, chunk=32, capacity=5000)

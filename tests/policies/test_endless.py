@@ -21,8 +21,9 @@ def geometry(positions: int) -> ModelGeometry:
         (8192, "2048", "endless", "2048"),
         (8192, None, "endless", "2048"),
         (8192, "0", "endless", "2048"),  # no newest token would be resident
-        (2048, "512", "endless+blocks:7", "512"),  # 512 + a chunk of 512 + 8 * 128
-        (2048, "1600", "endless+blocks:7", "512"),  # no block fits beside it
+        (2048, "512", "endless+blocks:6", "512"),  # 512 + a chunk of 512 + 31 written + 7 * 128
+        (2048, "1600", "endless+blocks:6", "512"),  # no block fits beside it
+        (512, None, "endless+blocks:1", "64"),  # nor beside 128
         (8192, "25%", "endless", "25%"),
     ],
 )

@@ -242,6 +242,30 @@ def test_a_capacity_that_sessions_could_not_have_is_refused() -> None:
     assert serving(capacity=2000, method="kv-direct", budget=24).options({}) == {"method": "kv-direct", "budget": 24}
 
 
+def test_a_session_with_as_many_tokens_as_its_capacity_is_stored_or_the_capacity_refused(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24}
+    capacity, ids, refused, restored = 1400, text(2900, 1), 0, 0
+    needed = capacity * serving().geometry.full_bytes_per_token
+    for number, factor in enumerate((1, 1.1, 1.3, 1.5, 2)):
+        store = Store(tmp_path / str(number), quota=int(factor * needed))
+        try:
+            engine = serving(memory=600_000, capacity=capacity, store=store, **endless)
+        except UsageError as error:
+            assert "raise --quota, or lower --capacity" in str(error) and not restored
+            refused += 1
+            continue
+        one = Client(engine, ids, 4, name=("me", "talk"))
+        run(engine)
+        engine.close()
+        engine = serving(memory=600_000, capacity=capacity, store=store, **endless)
+        two = Client(engine, [*ids, *one.ended.tokens, *text(9, 2)], 4, name=("me", "talk"))
+        run(engine)
+        engine.close()
+        assert two.ended.cached == len(ids) + 3
+        restored += 1
+    assert refused and restored
+
+
 @pytest.mark.parametrize(
     "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified", "kvzip"]
 )

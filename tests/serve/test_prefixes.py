@@ -81,6 +81,24 @@ def test_clients_without_sessions_find_their_conversations_again(family: str, ki
         assert [*client.ended.tokens] == alone(engine, ids, **kind)
 
 
+def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -> None:
+    engine, first = serving(), text(60, 0)
+    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24, "chunk": 16}
+    one = Client(engine, first, 20, owner="me", **kind)
+    run(engine)
+    second = [*first, *one.ended.tokens, *text(9, 1)]
+    stranger, other = Client(engine, second, NEW, owner="you", **kind), Client(engine, second, NEW, owner="me")
+    run(engine)
+    again, branch = (Client(engine, second, NEW, owner="me", **kind) for _ in range(2))
+    run(engine)
+    assert [client.ended.cached for client in (stranger, other, again, branch)] == [0, 0, 60 + 20 - 1, 0]
+    assert again.ended.exact_tokens == 64
+    third = [*second, *again.ended.tokens, *text(9, 2)]
+    last = Client(engine, third, NEW, owner="me", **kind)
+    run(engine)
+    assert last.ended.cached == len(third) - 9 - 1
+
+
 @pytest.mark.usefixtures("kernels")
 def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> None:
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""

@@ -169,6 +169,7 @@ class StoredSession(Reference):
         first, fitting = origin(cache, text.forms), folder.fitting(count, text.nbytes, state_bytes)
         if first is not None:
             names = chain(first, ids[0])
+            cache.stream.blocks = [*names]  # beyond its exact part the text goes on after them
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
             names = cache.stream.blocks
             names += [session_key() for _ in range(numbers.stop - len(names))]

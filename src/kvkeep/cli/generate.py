@@ -93,6 +93,7 @@ def as_json(result: Any) -> dict[str, Any]:
         **{name: getattr(result, name) for name in ("text", "tokens", "prompt_tokens", "stopped", "method")},
         "class": result.exactness,
         "exact_tokens": result.exact_tokens,
+        "lost_tokens": result.lost_tokens,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
         "rounds": None if result.rounds is None else asdict(result.rounds),
@@ -105,6 +106,7 @@ def summary(result: Any) -> str:
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     rounds = result.rounds
     until = "" if result.exact_tokens is None else f", exact up to {result.exact_tokens:,} tokens"
+    until += f", {result.lost_tokens:,} lost" if result.lost_tokens else ""
     line = f"{result.method} ({result.exactness}{until}): {timing.prefill_tokens} tokens read at "
     line += f"{timing.prefill_tokens_per_s:.0f}/s, "
     line += f"a second time in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""

@@ -72,12 +72,12 @@ class Excerpts:
         return self._index.scores(question)
 
     def spans(self, scores: Sequence[float], limit: int) -> list[tuple[int, int]]:
-        """Return the first token of each of the chunks with the highest :meth:`scores`, and the first after it, in the
-        order of the text. Together they have at most ``limit`` tokens. Of equal chunks, the newest come first."""
+        """Return the first token of each of the chunks with the highest :meth:`scores` above 0, and the first after it,
+        in the order of the text. Together they have at most ``limit`` tokens. Of equal chunks the newest come first."""
         chosen, left = list[tuple[int, int]](), limit
         for place in sorted(range(len(scores)), key=lambda place: (scores[place], place), reverse=True):
             start, stop = self._spans[place]
-            if stop - start > left:
+            if stop - start > left or scores[place] <= 0:
                 break
             chosen.append((start, stop))
             left -= stop - start

@@ -73,6 +73,8 @@ class Generation:
     """Statistics of the rounds of draft and verify."""
     exact_tokens: int | None = None
     """The number of tokens up to which the text is exact, where it is longer; None: the class holds for all of it."""
+    lost_tokens: int = 0
+    """The number of tokens whose entries a checkpoint of limited capacity has discarded."""
 
 
 @dataclass(eq=False)
@@ -266,7 +268,8 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
         stopped=stopped,
         method=STOCK if bounded is None else bounded.method.name,
         exactness=str(exactness),
-        exact_tokens=None if bounded is None or exactness is Exactness.EXACT else bounded.exact_tokens,
+        exact_tokens=None if bounded is None else bounded.exact_part,
+        lost_tokens=0 if bounded is None else bounded.lost_tokens,
         memory=memory_of(cache),
         timing=timing,
         sequence=[*caller.prompt, *tokens],

@@ -189,6 +189,15 @@ def _selected(
     ), evictions
 
 
+def _pages(candidate: Candidate, counts: list[int]) -> list[int]:
+    """Return the rows of each page of a layer's keys in a checkpoint after appending ``counts`` rows."""
+    if candidate.capacity is None:
+        return pages_of(counts)
+    if candidate.method.recall.endless:
+        return recent_pages_of(sum(counts), candidate.capacity)
+    return [ring_rows(sum(counts), candidate.capacity)]
+
+
 def _checkpointed(
     size: Sizes,
     geometry: ModelGeometry,
@@ -207,8 +216,7 @@ def _checkpointed(
     if not stride:
         for layer, count, counts in evictions:
             entry = layer.entry_elements * geometry.dtype_bytes
-            counts = arriving if recall.backed else counts
-            pages = pages_of(counts) if candidate.capacity is None else recent_pages_of(sum(counts), candidate.capacity)
+            pages = _pages(candidate, arriving if recall.backed else counts)
             places[where] += count * sum(pages) * entry
             if where != "device" and not shared and pages:
                 work = max(work, min(PAGE, max(pages), evicted) * entry)

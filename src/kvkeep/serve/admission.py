@@ -196,7 +196,7 @@ class Admission:
         peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
         giver = None if prefix is None else prefix.session
         way = None
-        if prefix is not None and not prefix.complete:
+        if prefix is not None and not prefix.taken:
             granted = max(peak, prefix.copied)
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
-from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
@@ -40,6 +40,7 @@ from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
 from kvkeep.serve.session import Name, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
 from kvkeep.serve.session_storage import SessionStorage
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Engine:
             if not self.geometry.other_layers:  # these layers need a separate pass per session
                 raise
         if capacity is not None:
-            KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
+            self._check_capacity(capacity, store)
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
         self.sessions = SessionPool(self.model, storage)
@@ -113,6 +114,19 @@ class Engine:
         self.fault: BaseException | None = None  # the error that ended its thread
         self.beat = time.monotonic()
         self.ends = end_ids(self.model)
+
+    def _check_capacity(self, capacity: int, store: Store | None) -> None:
+        """Raise UsageError if ``capacity`` is too small for ``endless``, or too large for the store's quota."""
+        cache = KeepCache(self.model, **self.options(endless_options(self.cache, self.geometry)))
+        if store is None:
+            return
+        newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
+        blocks, state = (count * self.geometry.full_bytes_per_token for count in (capacity, newest))
+        if not store.blocks.fitting(1, blocks, state):
+            raise UsageError(
+                f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
+                f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
+            )
 
     # -- from any thread ------------------------------------------------------------------------------
 
@@ -357,8 +371,7 @@ class Engine:
         tokens, fresh = tuple(answer.tokens), len(job.ask.prompt) - answer.known
         assert job.session is not None
         cache = job.session.cache
-        exact = None if cache.exactness is Exactness.EXACT else cache.exact_tokens
-        counts = answer.known, fresh, len(tokens), exact, cache.lost_tokens
+        counts = answer.known, fresh, len(tokens), cache.exact_part, cache.lost_tokens
         self._save(job, Finished(reason, answer.text, tokens, *counts))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:

@@ -3,7 +3,8 @@
 Only exact caches of one kind share prefixes, because their output depends only on the tokens. Where the CPU kernel
 attends to them, sessions share the blocks of ``full`` in memory, and those of ``kv-direct`` on disk. Another cache is
 copied, if the prefix is at least half of the tokens that its session has read. An unnamed session stays in memory after
-its answer until the memory is needed, so clients without session names can continue their conversations.
+its answer until the memory is needed, so clients without session names can continue their conversations. That of
+``endless`` beyond its exact part depends on more than the tokens, and is not shared: one conversation takes it over.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class Prefix:
     ids: Sequence[int]
 
     @property
-    def complete(self) -> bool:
-        """Whether the session has read only this prefix, is idle, and has no name."""
+    def taken(self) -> bool:
+        """Whether the session's own cache is taken and not a copy: the session is idle, has no name, and has read only
+        this prefix, or cannot be shared."""
         one = self.session
-        return one.name is None and not one.busy and len(self.ids) == len(one.past.ids)
+        return _can_move(one) and (len(self.ids) == len(one.past.ids) or not _gives(one.cache))
 
     @property
     def once(self) -> int:
@@ -84,17 +86,21 @@ def find(
 
 
 def can_share(session: OpenSession) -> bool:
-    """Return whether other sessions in memory may reuse a prefix of this one."""
-    return _gives(session.cache)
+    """Return whether other sessions in memory may reuse a prefix of this one, or take its cache over."""
+    return _gives(session.cache) or session.cache.method.recall.endless
 
 
 def _gives(cache: KeepCache) -> bool:
     return cache.exactness == "exact" and not cache.geometry.other_layers
 
 
+def _can_move(session: OpenSession) -> bool:
+    return session.name is None and not session.busy and can_share(session)
+
+
 def _same_kind(one: OpenSession, other: OpenSession) -> bool:
     same = one.owner == other.owner and one.cache.request == other.cache.request
-    return one is not other and not one.away and same and _gives(one.cache)
+    return one is not other and not one.away and same and (_gives(one.cache) or _can_move(one))
 
 
 def _steady(session: OpenSession) -> bool:

@@ -23,7 +23,6 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.keys import Keys
-from kvkeep.units import size
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,7 @@ class Service:
         cannot be used."""
         store = self.store(shared=shared)
         assert self.memory is not None  # the memory is set by now
-        geometry = ModelGeometry.of(loaded.model)
-        if store is not None and self.capacity is not None:
-            needed = self.capacity * geometry.full_bytes_per_token
-            if needed > self.quota:
-                raise UsageError(
-                    f"A session of {self.capacity:,} tokens takes {size(needed)} in the store, and the quota is "
-                    f"{size(self.quota)}; raise --quota, or lower --capacity."
-                )
-        cache = endless_options(self.cache, geometry) if self.endless else self.cache
+        cache = endless_options(self.cache, ModelGeometry.of(loaded.model)) if self.endless else self.cache
         return Engine(loaded, self.memory, self.waiting, store, self.capacity, **cache)
 
     def store(self, *, shared: bool) -> Store | None:

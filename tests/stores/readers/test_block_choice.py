@@ -73,7 +73,7 @@ def test_blocks_far_below_the_best_are_left_out_unless_another_row_needs_as_many
 def _read(ledger: Ledger, choice: BlockChoice, *ids: int) -> list[int]:
     """Read ``ids`` in one pass, and return the blocks that the first row recalls."""
     ledger.append(torch.tensor([ids]), None, None, None)
-    choice.choose(20, len(ids))
+    choice.choose(20, len(ids), (0, 0))
     assert choice.numbers is not None
     found: list[int] = choice.numbers[0].tolist()
     return found
@@ -126,9 +126,9 @@ def test_rows_choose_by_their_own_words() -> None:
     ids = torch.stack([torch.arange(160), torch.arange(160).flip(0)])
     ledger = _ledger(torch.cat([ids, torch.tensor([[40, 41], [40, 39]])], 1))
     choice = BlockChoice(ledger, 3, 16)
-    choice.choose(10, 2)
+    choice.choose(10, 2, (0, 0))
     assert choice.numbers is not None and choice.numbers.tolist() == [[0, 2, 3], [0, 7, 8]]
-    choice.choose(2, 2)
+    choice.choose(2, 2, (0, 0))
     assert choice.numbers.tolist() == [[0, 1], [0, 1]]
 
 
@@ -148,9 +148,41 @@ def test_a_question_read_again_after_its_blocks_are_gone_recalls_the_first_block
     ledger = _ledger(torch.arange(320)[None] + 100)
     choice = BlockChoice(ledger, 4, 16)
     ledger.append(torch.tensor([[120, 121]]), None, None, None)
-    choice.choose(5, 2)
+    choice.choose(5, 2, (0, 0))
     choice.truncate(321)
     ledger.truncate(321)
     ledger.append(torch.tensor([[121]]), None, None, None)
     choice.choose(18, 1, (1, 18))
     assert choice.blocks == 18 and choice.numbers is not None and choice.numbers.tolist() == [[0]]
+
+
+def test_a_lost_block_is_no_neighbour() -> None:
+    """The block after the best one is lost, and the text goes on far behind it."""
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    ledger.append(torch.tensor([[120, 121]]), None, None, None)
+    choice.choose(20, 2, (2, 9))
+    assert choice.numbers is not None and choice.numbers.tolist() == [[0, 1]]
+    choice.choose(10, 2, (2, 9))
+    assert choice.numbers.tolist() == [[0, 1, 9]]
+
+
+def test_a_question_counts_that_was_asked_while_all_entries_were_attended() -> None:
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    for ids in ([120, 121], [99]):
+        ledger.append(torch.tensor([ids]), None, None, None)
+        choice.note(len(ids))
+    choice.check(323)
+    for _ in range(2 * WRITTEN):
+        ledger.append(torch.tensor([[99]]), None, None, None)
+        choice.choose(20, 1, (0, 0))
+        assert choice.numbers is not None and choice.numbers.tolist() == [[0, 1, 2]]
+
+
+def test_numbers_after_a_crop_are_of_the_shorter_text() -> None:
+    ledger = _ledger(torch.arange(320)[None] + 100)
+    choice = BlockChoice(ledger, 4, 16)
+    choice.choose(20, 2, (0, 0))
+    choice.truncate(90)
+    choice.check(90)

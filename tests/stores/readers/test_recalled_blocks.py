@@ -217,7 +217,7 @@ def test_what_cannot_be_recalled_is_refused() -> None:
     for spec in ("endless+blocks:size=100", "endless+blocks:0"):
         with pytest.raises(UsageError):
             resolve(spec)
-    with pytest.raises(BudgetError, match="need"):
+    with pytest.raises(BudgetError, match="space for"):
         KeepCache(tiny("llama"), "endless", 64)
     with pytest.raises(UsageError, match="capacity"):
         KeepCache(tiny("llama"), SPEC, 24, capacity=100)
@@ -322,13 +322,40 @@ def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
         model(ids, cache=cache)
         first = cache.checkpoint.first(0)
         assert 96 < first < exact or exact == 64
-        for length in (32, first, exact if exact > first else first + 95):
+        for length in (32, first, exact if exact > first else first + 96):
             with pytest.raises(UsageError, match="has lost entries that the text before"):
                 cache.crop(length - 2300)
         past = CachedText(cache, ids[0].tolist())
         past.align(ids[0, : first + 200].tolist(), crops=cache.crops)
         again = first + 199 > max(exact, first + 96)
         assert len(past.ids) == cache.get_seq_length() == (first + 199 if again else 0)
+
+
+def test_a_session_that_was_saved_after_a_crop_goes_on(tmp_path: Path) -> None:
+    model, ids = tiny("llama", positions=4096), _ids(310)
+    for left in (60, 100, 290):
+        cache = KeepCache(model, SPEC, 24, chunk=16)
+        with torch.no_grad():
+            model(ids[:, :300], cache=cache)
+            cache.crop(left - 300)
+            save_session(tmp_path / f"{left}", Session(cache, ids[:, :left].tolist()))
+            loaded = load_session(tmp_path / f"{left}", model)
+            found = [model(ids[:, left : left + 5], cache=one).logits for one in (cache, loaded.cache)]
+        assert torch.equal(*found)
+
+
+def test_no_distance_exceeds_the_positions() -> None:
+    """A full number of blocks, a chunk, a block that is not whole, and what is written until the next choice."""
+    model, ids = tiny("llama", positions=512), _ids(1000)
+    with pytest.raises(BudgetError, match=r"space for 19 of 20 blocks of 16; .* \(endless\+blocks:19\)"):
+        KeepCache(model, "endless+blocks:count=20,size=16,exact=64", 96, chunk=64)
+    cache, most = KeepCache(model, "endless+blocks:count=19,size=16,exact=64", 96, chunk=64), 0
+    with torch.no_grad():
+        for start, stop in ((0, 700), *((at, at + 1) for at in range(700, 800))):
+            model(ids[:, start:stop], cache=cache)
+            choice = cache.layers[0].reader.choice
+            most = max(most, stop - (choice.blocks - choice.numbers.shape[1]) * choice.size)
+    assert 450 < most <= 512
 
 
 def test_a_copy_goes_on_as_the_cache_does_where_a_recalled_block_is_dropped_within_an_answer(tmp_path: Path) -> None:
@@ -384,6 +411,16 @@ def test_memory_within_a_capacity_is_what_is_granted() -> None:
         if capacity == QUOTA:
             bound = QUOTA * cache.geometry.kv_bytes_per_token + 40 * 50_000
             assert peak_bytes(cache, 50_000) < bound, "it does not grow with the text, but for ids"
+
+
+@pytest.mark.parametrize("capacity", [300, 1000, 5000])
+def test_memory_of_other_limited_checkpoints_is_what_is_granted(capacity: int) -> None:
+    model, ids = tiny("llama", positions=4096), _ids(1400)
+    cache = KeepCache(model, "kv-lru", 32, chunk=32, where="host", capacity=capacity)
+    for start, stop in ((0, 300), (300, 900), (900, 1400)):
+        with torch.no_grad():
+            model(ids[:, start:stop], cache=cache)
+        assert cache.memory().bytes <= peak_bytes(cache, stop)
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:

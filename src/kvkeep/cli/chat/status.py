@@ -58,7 +58,7 @@ def _exact(cache: KeepCache) -> str:
     """Return the beginning of the line: whether the cache is exact, or up to how many tokens it was."""
     if cache.exactness is Exactness.EXACT:
         return "exact: "
-    return "" if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens: "
+    return "" if cache.exact_part is None else f"exact up to {cache.exact_part:,} tokens: "
 
 
 class Passed(NamedTuple):

@@ -13,7 +13,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS
 from kvkeep.models.binding import bind
-from kvkeep.stores.readers.block_choice import BlockChoice
+from kvkeep.stores.readers.block_choice import WRITTEN, BlockChoice
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, copied_bytes
 
 SIZES = (16, 32, 64, 128, 256)
@@ -56,21 +56,25 @@ class PromisingBlocks(Recall):
     def exact_tokens(self, geometry: ModelGeometry) -> int | None:
         return self.exact or geometry.max_positions
 
+    def fitting(self, limit: int, entries: int, chunk: int) -> int:
+        """Return how many blocks fit into ``limit`` positions beside ``entries`` entries, a chunk, what is written
+        until the next choice, and a block that is not whole yet."""
+        return max(0, (limit - entries - chunk - (WRITTEN - 1)) // self.size - 1)
+
     def check(self, model: Any, geometry: ModelGeometry, entries: int, chunk: int) -> None:
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "blocks at other positions", "use kv-direct")
-        limit, needed = geometry.max_positions, entries + chunk + (self.count + 1) * self.size
+        limit = geometry.max_positions
         if limit is not None and self.exact > limit:
             raise UsageError(
                 f"'endless' is exact up to the model's {limit:,} positions at most, not up to {self.exact:,} tokens; "
                 "give fewer exact tokens, or 0."
             )
-        if limit is not None and needed > limit:
-            fewer = (limit - entries - chunk) // self.size - 1
-            hint = f", or fewer blocks (endless+blocks:{fewer})" if fewer > 0 else ""
+        if limit is not None and self.count > (fewer := self.fitting(limit, entries, chunk)):
+            hint = f", or fewer blocks (endless+blocks:{fewer})" if fewer else ""
             raise BudgetError(
-                f"{entries} entries, a chunk of {chunk} and {self.count} blocks of {self.size} need {needed} "
-                f"positions, more than the model's {limit}; give a smaller budget{hint}."
+                f"Beside {entries} entries and a chunk of {chunk} tokens, the model's {limit} positions have space for "
+                f"{fewer} of {self.count} blocks of {self.size}; give a smaller budget{hint}."
             )
         if not geometry.steady(None):
             raise UnsupportedModelError(

@@ -45,38 +45,42 @@ class BlockChoice:
         """Whether a pass of one token keeps the choice."""
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
-    def choose(self, blocks: int, new: int, gone: tuple[int, int] = (0, 0)) -> None:
+    def note(self, new: int, blocks: int = 0) -> None:
+        """Note the question in a pass of ``new`` tokens, if they are several, which chooses among ``blocks`` blocks;
+        none where the pass attends to all entries."""
+        if new > 1:
+            self._question = self.ledger.length - min(new, QUESTION), self.ledger.length, blocks
+
+    def choose(self, blocks: int, new: int, gone: tuple[int, int]) -> None:
         """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
         Several tokens are a text or a question. One is a part of an answer, in which the question still counts. Where
         blocks have been lost since a choice, it is made again, by the same words. gone: as :attr:`gone`."""
         if new > 1 or not self.holds:
             self._at = self.ledger.length
-            if new > 1:
-                self._question = self._at - min(new, QUESTION), self._at, blocks
+            self.note(new, blocks)
             again = self._question[1] == self._at  # the question, or its last token after a crop
             self.blocks = self._question[2] if again else blocks
         elif self.numbers is not None and self.gone == gone:
             return
-        self.gone, (kept, after) = gone, gone
-        self.blocks = max(self.blocks, after)  # after a crop there may be fewer than are gone
+        self.gone = gone
+        self.blocks = max(self.blocks, gone[1])  # after a crop there may be fewer than are gone
         question, written = self._question[:2], (max(self._question[1], self._at - WRITTEN), self._at)
         query = torch.cat([self._ids(*question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (question, written)])
-        gap = after - kept
-        if self.blocks - gap <= self.count:
-            numbers = torch.arange(self.blocks - gap, device=query.device).expand(len(query), -1)
+        there = torch.ones(self.blocks, dtype=torch.bool, device=query.device)
+        there[slice(*gone)] = False
+        if int(there.sum()) <= self.count:
+            self.numbers = there.nonzero()[:, 0].expand(len(query), -1)
         else:
-            spans = (0, kept * self.size), (after * self.size, self.blocks * self.size)
-            past = torch.cat([self._ids(*span) for span in spans], 1)
+            past = self._ids(0, self.blocks * self.size)
             scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
-            numbers = best_blocks(torch.stack(scores), self.count)
-        self.numbers = numbers + gap * (numbers >= kept)
+            self.numbers = best_blocks(torch.stack(scores).masked_fill(~there, -1.0), self.count)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen or asked after ``length`` tokens. A question stays without its last token, which is
         read again for another answer."""
         if self._at > length:
-            self.numbers, self._at = None, 0
+            self.numbers, self._at, self.blocks = None, 0, 0
         if self._question[1] > length + 1:
             self._question = 0, 0, 0
 
@@ -111,7 +115,8 @@ def _aged(count: int, device: torch.device) -> Tensor:
 
 
 def best_blocks(scores: Tensor, count: int) -> Tensor:
-    """Return at most ``count`` blocks of each row, (rows, n) in ascending order. scores: (rows, blocks), at least 0.
+    """Return at most ``count`` blocks of each row, (rows, n) in ascending order. scores: (rows, blocks), at least 0;
+    below 0 for lost blocks, which are not the first and leave more than ``count``.
 
     The first block is one of them. The others are those with at least :data:`SHARE` of the best one's score, each with
     the block after it, into which what it begins may continue. Of equal ones the newest are taken. A row that needs
@@ -122,7 +127,7 @@ def best_blocks(scores: Tensor, count: int) -> Tensor:
         for place in row.flip(0).argsort(descending=True, stable=True)[:count].tolist():
             best = last - place
             for number in range(best, min(best + 1, last) + 1):
-                if len(found) < count:
+                if len(found) < count and row[number] >= 0:
                     found[number] = None
             if row[best] >= least:
                 needed = max(needed, len(found))
