@@ -76,7 +76,7 @@ class CacheStream:
         self.observes = made.streams and method.exactness != "exact"
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
-        self.exact_tokens = method.recall.exact_tokens(geometry) if method.recall.endless else None
+        self.exact_tokens = method.recall.exact_tokens(geometry)
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)

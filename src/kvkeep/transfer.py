@@ -23,10 +23,11 @@ Kind = tuple[str | None, Any, Options]  # method, budget, other options of a cac
 
 def state(cache: Any) -> dict[str, Tensor]:
     """Return the tensors of a cache's state by name, as views if they are in one piece. Raises as :func:`parts`."""
-    return {name: _tensor(part) for name, part in parts(cache).items()}
+    return {name: tensor_of(part) for name, part in parts(cache).items()}
 
 
-def _tensor(part: Tensor | Rows) -> Tensor:
+def tensor_of(part: Tensor | Rows) -> Tensor:
+    """Return a part of a cache's state as one tensor, a view if it is in one piece."""
     return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
 
 
@@ -139,7 +140,7 @@ def copied(cache: Any) -> Any:
         twin.recompose(shares)
     stored = [name for name in given if name.startswith("checkpoint.")]
     others = set(given) - set(stored)
-    restore(twin, others, lambda name: _tensor(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
+    restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
     copies = dict(twin.checkpoint_rows())
     for name, rows in cache.checkpoint_rows():
         if isinstance(rows, PagedRows) and rows.lends:
@@ -277,7 +278,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     """Return a cache of another kind with the entries of ``cache``, copied in chunks. ids: as in :func:`fork`."""
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
-    reason = None if cache.reading else _lacks(cache, twin)
+    reason = None if cache.reading else _falls_short(cache, twin)
     if reason is None and not twin.reading:
         reason = _reads_itself(twin)
     if ids is not None and not (cache.stream.plain and len(ids) == length and cache.rows <= 1):
@@ -304,7 +305,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     return twin
 
 
-def _lacks(cache: Any, twin: Any) -> str | None:
+def _falls_short(cache: Any, twin: Any) -> str | None:
     """Return why the entries of ``cache`` are not as good as ``twin`` says; None: they are exact, or both are
     ``endless``, none is lost, and ``twin`` is exact up to no more tokens."""
     if cache.exactness is Exactness.EXACT:

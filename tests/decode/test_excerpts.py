@@ -33,13 +33,11 @@ def test_chunks_are_the_text_and_end_with_sentences(size: int) -> None:
 
 def test_excerpts_have_the_words_of_the_question_in_the_order_of_the_text() -> None:
     text = [ord(letter) for letter in "A fox.A hen.A dog.A cow.A pig.A fox."]
-    for question, limit, found in (
-        ("dog", 36, "A dog."),
-        ("fox, dog", 12, "A dog.A fox."),
-        ("no", 36, ""),
-        ("fox", 3, ""),
-    ):
-        assert Letters().decode(Excerpts(Letters(), text, 6).select(question, limit)) == found  # of equals the newest
+    index = Excerpts(Letters(), text, 6)
+    for question, limit, found in (("dog", 36, "A dog."), ("fox, dog", 12, "A dog.A fox."), ("no", 36, "")):
+        spans = index.spans(index.scores(question), limit)
+        assert "".join(Letters().decode(text[start:stop]) for start, stop in spans) == found  # of equals the newest
+    assert index.spans(index.scores("fox"), 3) == []
 
 
 def test_a_text_within_the_limit_is_read_as_a_whole() -> None:

@@ -37,7 +37,7 @@ from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, piec
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, SessionUnwritable, StoreError, UsageError
 from kvkeep.memory.extent import ShapeError, within
-from kvkeep.memory.rows import BLOCK, Rows, concatenated
+from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
@@ -112,10 +112,10 @@ class StoredSession(Reference):
             raise UsageError(f"A session needs the ids of all {length} tokens of its cache, for each of its rows.")
         parts = transfer.parts(cache)
         text = TextRows(cache, parts)
-        state = {name: _tensor(part) for name, part in parts.items() if name not in text.targets}
+        state = {name: transfer.tensor_of(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        for length, end in cache.stream.block_ends.items():
-            state |= {f"end.{length}.{name}": tensor for name, tensor in end.items()}
+        for place, end in cache.stream.block_ends.items():
+            state |= {f"end.{place}.{name}": tensor for name, tensor in end.items()}
         key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
             "fingerprint": fingerprint(cache.model),
@@ -381,7 +381,3 @@ def check_savable(cache: Cache) -> None:
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
             "is not keys and values."
         )
-
-
-def _tensor(part: Tensor | Rows) -> Tensor:
-    return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)

@@ -33,7 +33,7 @@ class Excerpted(NamedTuple):
 
 
 def excerpt(tokenizer: Any, text: str, question: str, limit: int) -> Excerpted:
-    """Return about ``limit`` tokens of ``text``: the chunks that :class:`Excerpts` selects for ``question``, or all of
+    """Return about ``limit`` tokens of ``text``: the chunks that match ``question`` best, or all of
     a shorter text. Raises UsageError if the text has no word of the question."""
     encoded = tokenizer(
         text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
@@ -63,7 +63,6 @@ class Excerpts:
     """A text in chunks of at most ``size`` tokens, of which questions select some. text: at least one token."""
 
     def __init__(self, tokenizer: Any, text: Sequence[int], size: int = CHUNK_TOKENS) -> None:
-        self._text = text
         self._spans = list(chunks(tokenizer, text, size))
         self._index = BM25([tokenizer.decode(text[start:stop]) for start, stop in self._spans])
 
@@ -82,10 +81,6 @@ class Excerpts:
             chosen.append((start, stop))
             left -= stop - start
         return sorted(chosen)
-
-    def select(self, question: str, limit: int) -> list[int]:
-        """Return the tokens of the chunks that match the question best, at most ``limit``, in the order of the text."""
-        return [token for start, stop in self.spans(self.scores(question), limit) for token in self._text[start:stop]]
 
 
 def chunks(tokenizer: Any, text: Sequence[int], size: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ class RecentPages(PagedRows):
     """Pages that together never have more than ``capacity`` rows. Before a page is allocated, the oldest pages are
     freed, and their rows are lost. Only the first ``smallest`` rows stay, as :attr:`beginning`; they are within the
     capacity, too. Rows are lost in units of one size, so what is lost depends on the number of rows only, and not on
-    how they were appended. The rows of one :meth:`append` and of two units have to fit."""
+    how they were appended. The rows of one :meth:`append`, and three times ``smallest``, have to fit."""
 
     def __init__(self, capacity: int, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:
         super().__init__(home, smallest, largest)
@@ -32,10 +32,10 @@ class RecentPages(PagedRows):
     def _page_size(self, missing: int) -> int:
         return self._unit - self._within
 
-    def _make_space(self, rows: int) -> None:
+    def _make_space(self) -> None:
         if self._within:
             return  # there is space for a unit
-        while self._unit < self._allocated - self.first > self.capacity - self.smallest - self._unit:
+        while self._allocated - self.first > self.capacity - self.smallest - self._unit:
             if not self.first:
                 self.beginning.append(self.pages[0][..., : self.smallest, :])
             self.first += self._unit
@@ -81,5 +81,5 @@ def unit_rows(capacity: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS
 def recent_pages_of(count: int, capacity: int, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> list[int]:
     """Return the rows of each page of :class:`RecentPages`, and of its beginning, after appending ``count`` rows."""
     unit = unit_rows(capacity, smallest, largest)
-    pages, most = -(-count // unit), max(2, (capacity // smallest - 1) * smallest // unit)
-    return [unit] * pages if pages <= most else [smallest] + [unit] * most
+    pages, limit = -(-count // unit), (capacity // smallest - 1) * smallest // unit
+    return [unit] * pages if pages <= limit else [smallest] + [unit] * limit

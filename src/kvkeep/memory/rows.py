@@ -272,7 +272,7 @@ class PagedRows:
         stop = self.length + count
         while stop > self._allocated:
             size = self._page_size(stop - self._allocated)
-            self._make_space(size)
+            self._make_space()
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)
@@ -286,7 +286,7 @@ class PagedRows:
         store :meth:`holds` them; otherwise append them."""
         if not self.holds(rows):
             return self.append(rows)
-        self._make_space(rows.shape[-2])
+        self._make_space()
         self.starts.append(self.length)
         self.pages.append(rows)
         self.length += rows.shape[-2]
@@ -298,8 +298,8 @@ class PagedRows:
         """Return the rows of the next page, given ``missing`` rows."""
         return page_rows(missing, self._allocated, self.smallest, self.largest)
 
-    def _make_space(self, rows: int) -> None:
-        """Called before a page of ``rows`` is added."""
+    def _make_space(self) -> None:
+        """Called before a page is added."""
 
     def holds(self, rows: Tensor) -> bool:
         """Return whether ``rows`` can be the next page: they are whole blocks, and the pages so far are full."""

@@ -263,8 +263,8 @@ class _Builder:
         adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":
-            blocks = self.method.recall.endless
-            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page, blocks)
+            endless = self.method.recall.endless
+            return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page, endless)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")

@@ -115,6 +115,7 @@ class OpenSession:
             "method": cache.method.name,
             "budget": None if cache.request.budget is None else str(cache.request.budget),
             "exact_tokens": cache.exact_tokens,
+            "lost_tokens": cache.lost_tokens,
             "memory_bytes": self.memory_bytes,
             "used": self.used,
             "note": self.unsaved or self.note,

@@ -68,7 +68,12 @@ class Retrieved(Shortener):
         if limit >= len(text):
             return lambda question: text
         index, tokenizer = Excerpts(loaded.tokenizer, text, self.size), loaded.tokenizer
-        return lambda question: index.select(tokenizer.decode(question, skip_special_tokens=True), limit)
+
+        def selected(question: Sequence[int]) -> Sequence[int]:
+            spans = index.spans(index.scores(tokenizer.decode(question, skip_special_tokens=True)), limit)
+            return [token for start, stop in spans for token in text[start:stop]]
+
+        return selected
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from kvkeep.step.plan import Destination, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-def rows_of(home: Place, spec: CheckpointSpec, blocks: bool = False) -> Rows:
-    """Return an empty store of rows for ``spec``. blocks: as of :class:`EntryCheckpoint`."""
+def rows_of(home: Place, spec: CheckpointSpec, beginning: bool = False) -> Rows:
+    """Return an empty store of rows for ``spec``. beginning: as of :class:`EntryCheckpoint`."""
     if spec.capacity is None:
         return PagedRows(home)
-    return RecentPages(spec.capacity, home) if blocks else Ring(spec.capacity, home)
+    return RecentPages(spec.capacity, home) if beginning else Ring(spec.capacity, home)
 
 
 class EntryCheckpoint(Checkpoint):
-    """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots. blocks: whether
-    blocks are read from it (:meth:`blocks`), also where its capacity is limited."""
+    """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots. beginning: whether
+    it keeps the first block where its capacity is limited, so that :meth:`blocks` finds it."""
 
     by_token = False
     copies = True
@@ -42,12 +42,12 @@ class EntryCheckpoint(Checkpoint):
         spec: CheckpointSpec,
         meter: Meter,
         page: int,
-        blocks: bool = False,
+        beginning: bool = False,
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
-        self._rows = {layer: (rows_of(home, spec, blocks), rows_of(home, spec, blocks)) for layer in layers}
+        self._rows = {layer: (rows_of(home, spec, beginning), rows_of(home, spec, beginning)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
