@@ -81,7 +81,8 @@ class Request:
         for option in ("checkpoint", "where", "capacity", "folder", "budget", "chunk"):
             value = checkpoint if option == "checkpoint" else getattr(self, option)
             if value is not None and option not in self.method.options:
-                raise UsageError(f"Method '{spec}' takes no {option}; 'kv-direct' does.")
+                others = "'kv-direct' and 'endless' do" if option == "capacity" else "'kv-direct' does"
+                raise UsageError(f"Method '{spec}' takes no {option}; {others}.")
         if self.method.budgeted and self.budget is None:
             if self.method.selector.keeps_all:
                 raise UsageError(f"Method '{spec}' needs a budget: its maximum number of entries (budget=4096).")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvkeep.cli.chat import context_limit
@@ -29,7 +29,7 @@ def ask(chat: Chat, question: str, *files: Attachment) -> None:
         return
     chat.pending, chat.attachments = before
     prompt = chat.talk.prompt(text)
-    if _answer(chat, len(prompt), lambda **options: chat.talk.answer(text, prompt, **options), question):
+    if _answer(chat, prompt, lambda **options: chat.talk.answer(text, prompt, **options), question):
         chat.pending, chat.attachments = None, []
 
 
@@ -53,13 +53,13 @@ def retry(chat: Chat, temperature: float | None) -> None:
     sampling: dict[str, Any] = {"temperature": chat.temperature or RETRY_TEMPERATURE}
     sampling |= {} if temperature is None else {"temperature": temperature}
     sampling |= {} if chat.seed is None else {"seed": chat.seed + chat.retries}
-    _answer(chat, len(chat.talk.last_prompt()), lambda **options: chat.talk.retry(**options | sampling), "/retry")
+    _answer(chat, chat.talk.last_prompt(), lambda **options: chat.talk.retry(**options | sampling), "/retry")
 
 
 def continue_answer(chat: Chat) -> None:
     """Continue an answer that was cut."""
     if _fits(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
-        _answer(chat, len(chat.talk.unfinished().sequence), chat.talk.continue_answer, "/continue")
+        _answer(chat, chat.talk.unfinished().sequence, chat.talk.continue_answer, "/continue")
 
 
 def save(chat: Chat) -> None:
@@ -81,11 +81,11 @@ def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
     return True
 
 
-def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], line: str) -> bool:
-    """Show the answer to a prompt of ``tokens``, save it, and show the state of the cache. Return False if the user
+def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generation], line: str) -> bool:
+    """Show the answer to ``prompt``, save it, and show the state of the cache. Return False if the user
     stopped it before its first token."""
     before = Passed.of(chat.talk.cache)
-    result = stream_answer(chat, tokens, generate)
+    result = stream_answer(chat, prompt, generate)
     if result is None:
         chat.fail(line, STOPPED)
         return False

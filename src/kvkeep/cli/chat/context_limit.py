@@ -120,16 +120,16 @@ def _summary(chat: Chat, question: str | None) -> None:
     turns, talk = _oldest(chat, question), chat.talk
     if turns == 1 and talk.messages[-2 * talk.turns]["content"] == SUMMARISED:
         raise UsageError(f"The conversation has only a summary left to forget. {_others(chat)}")
-    tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _min_answer(chat)
+    prompt, limit = talk.summary_prompt(turns), (talk.positions or 0) - _min_answer(chat)
     space = limit - talk.summarised(turns, question)
-    if space < _min_answer(chat) or not fits(chat, tokens):
+    if space < _min_answer(chat) or not fits(chat, len(prompt)):
         raise UsageError(f"A summary does not fit into the context of {talk.positions:,} tokens. {_others(chat)}")
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
 
     def summarise(**options: Any) -> Generation:
         return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(MAX_SUMMARY_TOKENS, space)})
 
-    written = stream_answer(chat, tokens, summarise)
+    written = stream_answer(chat, prompt, summarise)
     if written is None:
         raise UsageError("There is no summary, so nothing was changed.")
     cut = written.stopped != "eos" and whole_sentences(written.text) != written.text.strip()

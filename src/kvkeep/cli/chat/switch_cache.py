@@ -67,7 +67,8 @@ def describe(cache: Cache) -> str:
     if cache.request.budget is None:
         return f"{cache.method.name}, without a budget"
     given = "" if str(cache.request.budget) == str(cache.entries) else f" ({cache.request.budget})"
-    return f"{cache.method.name} within {cache.entries} entries per layer{given}"
+    stored = "" if cache.request.capacity is None else f", with at most {cache.request.capacity:,} older ones"
+    return f"{cache.method.name} within {cache.entries} entries per layer{given}{stored}"
 
 
 def _request(cache: Cache, method: str | None, budget: str | None) -> Request | None:

@@ -96,7 +96,7 @@ class PromisingBlocks(Recall):
             needs = f"attends to all of the first {exact:,} tokens"
             hint = f", or fewer exact tokens (endless+blocks:exact={fewer})" if fewer >= max(newest, 1) else ""
             if newest > exact:
-                needs, hint = f"holds {newest:,} of the newest entries and a chunk", ", or a smaller budget"
+                needs, hint = f"evicts up to {newest:,} entries at once (a budget and a chunk)", ", or a smaller budget"
             raise UsageError(
                 f"A capacity of {capacity:,} entries is too small for 'endless', which {needs}; give at least "
                 f"{least:,}{hint}."
