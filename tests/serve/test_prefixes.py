@@ -99,6 +99,48 @@ def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -
     assert last.ended.cached == len(third) - 9 - 1
 
 
+def test_two_conversations_with_a_common_beginning_keep_their_own_sessions() -> None:
+    """The beginning, within the exact part, is copied from the other one; the rest is never taken from it."""
+    engine, system = serving(), text(250, 0)
+    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=300", "budget": 24, "chunk": 16}
+    chats, cached = [[*system, *text(90, 1)], [*system, *text(95, 2)]], list[list[int]]()
+    for turn in range(3):
+        cached.append([])
+        for number, ids in enumerate(chats):
+            client = Client(engine, ids, NEW, owner="me", **kind)
+            run(engine)
+            cached[-1].append(client.ended.cached)
+            chats[number] = [*ids, *client.ended.tokens, *text(9, 3 + turn)]
+    assert cached == [[0, 250], [345, 350], [360, 365]]
+
+
+def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:
+    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
+    for more in (1, 2, 5):
+        found = list[list[int]]()
+        for before in (False, True):
+            engine, first = serving(), text(190, 0)
+            if before:
+                Client(engine, first, 1, owner="me", **kind)
+                run(engine)
+            one = Client(engine, [*first, *text(more, 1)], 60, owner="me", **kind)
+            run(engine)
+            assert one.ended.cached == (190 if before else 0)
+            found.append([*one.ended.tokens])
+        assert found[0] == found[1]
+
+
+def test_a_whole_text_is_copied_where_windows_are_full() -> None:
+    engine, first = serving("gemma3"), text(60, 0)
+    kind: dict[str, Any] = {"method": "kv-direct", "budget": 24, "chunk": 16}
+    named = Client(engine, first, NEW, name=("me", "a"), **kind)
+    run(engine)
+    second = [*first, *named.ended.tokens, *text(9, 1)]
+    other = Client(engine, second, NEW, owner="me", **kind)
+    run(engine)
+    assert other.ended.cached == 60 + NEW - 1 and [*other.ended.tokens] == alone(engine, second, **kind)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> None:
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""

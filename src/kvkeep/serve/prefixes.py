@@ -3,8 +3,9 @@
 Only exact caches of one kind share prefixes, because their output depends only on the tokens. Where the CPU kernel
 attends to them, sessions share the blocks of ``full`` in memory, and those of ``kv-direct`` on disk. Another cache is
 copied, if the prefix is at least half of the tokens that its session has read. An unnamed session stays in memory after
-its answer until the memory is needed, so clients without session names can continue their conversations. That of
-``endless`` beyond its exact part depends on more than the tokens, and is not shared: one conversation takes it over.
+its answer until the memory is needed, so clients without session names can continue their conversations. Beyond its
+exact part, a text of ``endless`` depends on more than its tokens: another conversation copies at most that part, and
+only its own next turn takes the session over.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Prefix:
     @property
     def taken(self) -> bool:
         """Whether the session's own cache is taken and not a copy: the session is idle, has no name, and has read only
-        this prefix, or cannot be shared."""
+        this prefix, or this prefix cannot be copied from it."""
         one = self.session
-        return _can_move(one) and (len(self.ids) == len(one.past.ids) or not _gives(one.cache))
+        return _can_move(one) and (len(self.ids) == len(one.past.ids) or not _begins_exactly(one.cache, len(self.ids)))
 
     @property
     def once(self) -> int:
@@ -58,7 +59,8 @@ class Prefix:
         if transfer.lends(cache):
             return CachedText(transfer.begun(cache, len(self.ids)), self.ids)
         twin = transfer.copied(cache)
-        twin.crop(len(self.ids) - cache.get_seq_length())
+        if surplus := cache.get_seq_length() - len(self.ids):  # a full window refuses to be cropped at all
+            twin.crop(-surplus)
         return CachedText(twin, self.ids)
 
 
@@ -92,6 +94,12 @@ def can_share(session: OpenSession) -> bool:
 
 def _gives(cache: KeepCache) -> bool:
     return cache.exactness == "exact" and not cache.geometry.other_layers
+
+
+def _begins_exactly(cache: KeepCache, length: int) -> bool:
+    """Return whether the first ``length`` tokens of a cache that gives, or of ``endless``, are as in an exact cache."""
+    exact = cache.exact_part
+    return _gives(cache) or (exact is not None and length <= exact and not cache.lost_tokens)
 
 
 def _can_move(session: OpenSession) -> bool:

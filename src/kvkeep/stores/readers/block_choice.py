@@ -45,19 +45,16 @@ class BlockChoice:
         """Whether a pass of one token keeps the choice."""
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
-    def note(self, new: int, blocks: int = 0) -> None:
-        """Note the question in a pass of ``new`` tokens, if they are several, which chooses among ``blocks`` blocks;
-        none where the pass attends to all entries."""
-        if new > 1:
-            self._question = self.ledger.length - min(new, QUESTION), self.ledger.length, blocks
-
     def choose(self, blocks: int, new: int, gone: tuple[int, int]) -> None:
         """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
         Several tokens are a text or a question. One is a part of an answer, in which the question still counts. Where
         blocks have been lost since a choice, it is made again, by the same words. gone: as :attr:`gone`."""
         if new > 1 or not self.holds:
             self._at = self.ledger.length
-            self.note(new, blocks)
+            if new > 1:
+                self._question = self._at - min(new, QUESTION), self._at, blocks
+            elif not self._question[1]:  # it was asked while all entries were attended: the tokens until then
+                self._question = max(0, self._at - 1 - QUESTION), self._at - 1, 0
             again = self._question[1] == self._at  # the question, or its last token after a crop
             self.blocks = self._question[2] if again else blocks
         elif self.numbers is not None and self.gone == gone:

@@ -59,8 +59,6 @@ class RecalledBlocks(ReadEvicted):
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if self._exactly(layer):
-            if self.first:
-                self.choice.note(step.new)
             return super().attend(layer, step)
         if layer.ledger.visible is not None or step.wide(layer.length) is not None:
             raise UsageError(
