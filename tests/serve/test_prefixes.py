@@ -114,6 +114,18 @@ def test_two_conversations_with_a_common_beginning_keep_their_own_sessions() -> 
     assert cached == [[0, 250], [345, 350], [360, 365]]
 
 
+def test_a_beginning_is_read_again_where_the_other_session_has_lost_entries() -> None:
+    """Also while it has lost none that the first block does not have."""
+    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24, "capacity": 1400}
+    for length in (900, 1200, 2000):
+        engine, first = serving(), text(length, 0)
+        one = Client(engine, first, NEW, owner="me", **kind)
+        run(engine)
+        other = Client(engine, [*first[:60], *text(40, 1)], NEW, owner="me", **kind)
+        run(engine)
+        assert one.ended.tokens and [*other.ended.tokens] == alone(engine, [*first[:60], *text(40, 1)], **kind)
+
+
 def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:
     kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
     for more in (1, 2, 5):

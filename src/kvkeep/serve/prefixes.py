@@ -97,9 +97,10 @@ def _gives(cache: KeepCache) -> bool:
 
 
 def _begins_exactly(cache: KeepCache, length: int) -> bool:
-    """Return whether the first ``length`` tokens of a cache that gives, or of ``endless``, are as in an exact cache."""
+    """Return whether a copy of ``cache``, cropped to ``length`` tokens, is exact: ``cache`` is, or it is ``endless`` and
+    has lost nothing."""
     exact = cache.exact_part
-    return _gives(cache) or (exact is not None and length <= exact and not cache.lost_tokens)
+    return _gives(cache) or (exact is not None and length <= exact and cache.exactness != "lossy")
 
 
 def _can_move(session: OpenSession) -> bool:

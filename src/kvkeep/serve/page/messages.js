@@ -85,6 +85,7 @@ export function after(message, talk, actions, run) {
     const prompt = `prompt: ${number(usage.prompt_tokens - cached)} read, ${number(cached)} from memory`;
     line.append(make("span", "", `${number(usage.completion_tokens)} tokens${speed}; ${prompt}`));
     if (usage.exact_tokens) line.append(make("span", "", `exact up to ${number(usage.exact_tokens)} tokens`));
+    if (usage.lost_tokens) line.append(make("span", "", `${number(usage.lost_tokens)} dropped`));
   }
   if (ended) line.append(make("span", "", ended));
   return line;
