@@ -224,7 +224,7 @@ class KeepCache(Cache):
             )
         length = self.ledger.length + tokens_to_remove
         self.check_positions(length)
-        if self.method.recall.endless and self._lacks(length):
+        if self.method.recall.endless and self.lacks(length):
             raise UsageError(
                 "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "
                 "removed; call reset()."
@@ -236,7 +236,7 @@ class KeepCache(Cache):
         self.stream.forget_from(length)
         self.stream.text = None
 
-    def _lacks(self, length: int) -> bool:
+    def lacks(self, length: int) -> bool:
         """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without
         a choice: all of an exact text, else the newest ones."""
         first = max((rows.first for _, rows in self.checkpoint_rows()), default=0)

@@ -116,14 +116,19 @@ def test_two_conversations_with_a_common_beginning_keep_their_own_sessions() -> 
 
 def test_a_beginning_is_read_again_where_the_other_session_has_lost_entries() -> None:
     """Also while it has lost none that the first block does not have."""
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24, "capacity": 1400}
-    for length in (900, 1200, 2000):
-        engine, first = serving(), text(length, 0)
-        one = Client(engine, first, NEW, owner="me", **kind)
+    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=1000", "budget": 24, "capacity": 2300}
+    for length, copied in ((1500, 990), (1900, 0)):
+        engine = Engine(Loaded(tiny("llama", positions=4096), tokenizer(), "tiny", "tiny"), PLENTY)
+        first = text(length, 0)
+        one, second = Client(engine, first, NEW, owner="me", **kind), [*first[:990], *text(40, 1)]
         run(engine)
-        other = Client(engine, [*first[:60], *text(40, 1)], NEW, owner="me", **kind)
+        assert one.ended.exact_tokens == 1000 and not one.ended.lost_tokens
+        other = Client(engine, second, NEW, owner="me", **kind)
         run(engine)
-        assert one.ended.tokens and [*other.ended.tokens] == alone(engine, [*first[:60], *text(40, 1)], **kind)
+        third = [*first, *one.ended.tokens, *text(9, 2)]
+        again = Client(engine, third, NEW, owner="me", **kind)
+        run(engine)
+        assert (other.ended.cached, again.ended.cached) == (copied, len(third) - 10), "none takes the other's session"
 
 
 def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:

@@ -97,10 +97,9 @@ def _gives(cache: KeepCache) -> bool:
 
 
 def _begins_exactly(cache: KeepCache, length: int) -> bool:
-    """Return whether a copy of ``cache``, cropped to ``length`` tokens, is exact: ``cache`` is, or it is ``endless`` and
-    has lost nothing."""
+    """Return whether the first ``length`` tokens of a cache that can be cropped to them are read exactly."""
     exact = cache.exact_part
-    return _gives(cache) or (exact is not None and length <= exact and cache.exactness != "lossy")
+    return _gives(cache) or (exact is not None and length <= exact)
 
 
 def _can_move(session: OpenSession) -> bool:
@@ -118,10 +117,12 @@ def _steady(session: OpenSession) -> bool:
 
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
-    """Return the common prefix, if cropping a cache that has read ``ids`` costs less than reading the prefix."""
+    """Return the common prefix, if a cache that has read ``ids`` is cropped to it for less than reading it costs."""
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
     count = common_prefix(ids, prompt)
+    if cache.lacks(count):
+        return ()
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
     cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
     return ids[:count] if cuts and (2 * count >= len(ids) or transfer.lends(cache)) else ()
