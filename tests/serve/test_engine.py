@@ -246,7 +246,7 @@ def test_a_session_with_as_many_tokens_as_its_capacity_is_stored_or_the_capacity
     endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24}
     capacity, ids, refused, restored = 1400, text(2900, 1), 0, 0
     needed = capacity * serving().geometry.full_bytes_per_token
-    for number, factor in enumerate((1.3, 1.45)):
+    for number, factor in enumerate((1.3, 1.6)):
         store = Store(tmp_path / str(number), quota=int(factor * needed))
         try:
             engine = serving(memory=600_000, capacity=capacity, store=store, **endless)
