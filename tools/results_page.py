@@ -6,7 +6,7 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``numbers: NAME``: the main numbers of a study;
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
-* ``scores: STORE METRIC METHOD``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
@@ -213,8 +213,8 @@ def _paired(named: str) -> Iterator[str]:
 
 
 def _scores(named: str) -> Iterator[str]:
-    file, name, method = named.split()
-    (group,) = _groups(file)
+    file, name, method, *models = named.split()
+    (group,) = (one for one in _groups(file) if not models or one.model in models)
     assert isinstance(group, TaskGroup)
     budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
     results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
