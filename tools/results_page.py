@@ -212,10 +212,16 @@ def _paired(named: str) -> Iterator[str]:
             yield _line(f"`{other}`", *cells)
 
 
-def _scores(named: str) -> Iterator[str]:
-    file, name, method, *models = named.split()
+def _only_group(file: str, models: Sequence[str]) -> TaskGroup:
+    """Return the group of the model that is named, or the only one."""
     (group,) = (one for one in _groups(file) if not models or one.model in models)
     assert isinstance(group, TaskGroup)
+    return group
+
+
+def _scores(named: str) -> Iterator[str]:
+    file, name, method, *models = named.split()
+    group = _only_group(file, models)
     budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
     results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
     metric = group.metric(name)
@@ -236,8 +242,7 @@ def _scores(named: str) -> Iterator[str]:
 
 def _points(named: str) -> Iterator[str]:
     file, name, *models = named.split()
-    (group,) = (one for one in _groups(file) if not models or one.model in models)
-    assert isinstance(group, TaskGroup)
+    group = _only_group(file, models)
     metric = group.metric(name)
     form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)
     places = {axis: group.places(axis) for axis in group.task.axes}

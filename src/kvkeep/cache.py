@@ -222,6 +222,8 @@ class KeepCache(Cache):
                 "crop() takes the number of tokens to remove as a negative number, at least "
                 f"-{self.get_seq_length()}, not {tokens_to_remove}."
             )
+        if not tokens_to_remove:  # a full sliding window refuses even this
+            return
         length = self.ledger.length + tokens_to_remove
         self.check_positions(length)
         if self.method.recall.endless and self.lacks(length):

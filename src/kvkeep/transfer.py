@@ -326,12 +326,7 @@ def _reads_itself(twin: Any) -> str | None:
         return f"'{method.name}' gives entries positions of its own, {only}"
     if method.fate.makes_room:
         return f"'{method.name}' merges by attention, {only}"
-    if (
-        twin.checkpoint is not None
-        and twin.checkpoint.by_token
-        and twin.spec is not None
-        and twin.spec.kind != "tokens"
-    ):
+    if twin.checkpoint is not None and twin.checkpoint.by_token and twin.spec.kind != "tokens":
         return f"checkpoint kind '{twin.spec}' is of residuals, {only}"
     return None
 

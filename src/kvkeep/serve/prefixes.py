@@ -59,8 +59,7 @@ class Prefix:
         if transfer.lends(cache):
             return CachedText(transfer.begun(cache, len(self.ids)), self.ids)
         twin = transfer.copied(cache)
-        if surplus := cache.get_seq_length() - len(self.ids):  # a full window refuses to be cropped at all
-            twin.crop(-surplus)
+        twin.crop(len(self.ids) - cache.get_seq_length())
         return CachedText(twin, self.ids)
 
 

@@ -188,6 +188,7 @@ def test_a_full_context_continues_by_endless_without_reading_again(method: str) 
     lines = [note for note in notes if "tokens in memory" in note]
     exact = [line.startswith("exact: ") for line in lines]
     assert exact == sorted(exact, reverse=True) and exact[0] and not exact[-1]
+    assert ["of recalled blocks and bookkeeping" in line for line in lines] == [not one for one in exact]
     assert lines[-1].startswith("exact up to 512 tokens: ") and lines.index(lines[-1]) == exact.index(False)
     assert notes.index(said_once) == notes.index(lines[exact.index(False)]) + 1
     asked = chat(*LONG, "/context endless", "/context", "/budget 40", **common)

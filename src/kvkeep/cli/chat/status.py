@@ -48,7 +48,7 @@ def places(cache: Any, memory: Memory) -> list[str]:
         bytes_here -= stored if spec.where == "device" else 0
     parts = [f"{exact}{here} in memory ({size(bytes_here)})"]
     if isinstance(cache, KeepCache) and cache.exact_part is not None:
-        parts.append(f"recalled blocks {size(memory.bookkeeping_bytes)}")
+        parts.append(f"{size(memory.bookkeeping_bytes)} of recalled blocks and bookkeeping")
     if away and spec is not None:
         parts.append(f"{away:,} {_source(spec, stored)}")
     elif stored and spec is not None:
