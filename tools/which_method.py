@@ -59,7 +59,8 @@ def main() -> None:
     texts = {row["budget"]: row["texts"] for row in rows if row["need"] == NEEDS["unseen"]}
     counts = ", ".join(f"{budget}: {count} text{'s' if count > 1 else ''}" for budget, count in texts.items())
     titled = group.experiment.with_(title=f"Which method? Needles whose question is unseen ({counts})")
-    draw_quality(replace(group, records=unseen, experiment=titled), STORE.parent / "which-method-quality.png")
+    drawn = replace(group, records=unseen, experiment=titled)
+    draw_quality(drawn, STORE.parent / "which-method-quality.png", "match")
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
 
 

@@ -83,10 +83,10 @@ def draw_frontier(group: DrawnGroup, axis: Axis, path: FilePath) -> None:
         place(axes, labels, list(at.values()), steps)
 
 
-def draw_quality(group: DrawnGroup, path: FilePath) -> None:
-    """Draw quality and memory with 95 % intervals. Each method has a panel with the task's first metric against the
-    bytes held, with the other methods in grey and the baseline as a line. For a single budget, draw bars of the metrics
-    that have a difference from the baseline. Raises StoreError if the file cannot be written."""
+def draw_quality(group: DrawnGroup, path: FilePath, metric: str | None = None) -> None:
+    """Draw quality and memory with 95 % intervals. Each method has a panel with a metric, by default the task's first,
+    against the bytes held, with the other methods in grey and the baseline as a line. For a single budget, draw bars of
+    the metrics that have a difference from the baseline. Raises StoreError if the file cannot be written."""
     one_budget = len({result.budget for result in group.measured if result.budget is not None}) < 2
     methods = _by_method(group.measured)
     rows = math.ceil(len(methods.keys() - {group.experiment.baseline}) / _PANELS)
@@ -94,7 +94,8 @@ def draw_quality(group: DrawnGroup, path: FilePath) -> None:
         if one_budget:
             _bars(figure, group)
         else:
-            _panels(figure, group, methods, rows)
+            drawn = next(one for one in group.task.metrics if metric in (None, one.name))
+            _panels(figure, group, drawn, methods, rows)
 
 
 def _bars(figure: Any, group: DrawnGroup) -> None:
@@ -114,8 +115,8 @@ def _bars(figure: Any, group: DrawnGroup) -> None:
     grid[0][0].invert_yaxis()  # first result on top; all panels share the axis
 
 
-def _panels(figure: Any, group: DrawnGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
-    metric, baseline = group.task.metrics[0], group.experiment.baseline
+def _panels(figure: Any, group: DrawnGroup, metric: Metric, methods: dict[str, list[MethodResult]], rows: int) -> None:
+    baseline = group.experiment.baseline
     across = [_mean(metric, result) for result in methods.pop(baseline, ())]
     megabytes = {
         name: [result.held_bytes / 1e6 for result in sorted(mine, key=lambda result: result.held_bytes)]
