@@ -20,11 +20,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+from kvkeep_lab.cell import Point
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
@@ -35,7 +36,8 @@ from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
-from kvkeep_lab.tasks.base import Point
+from kvkeep_lab.subject import at_once
+from kvkeep_lab.tables import markdown
 
 from kvkeep.cli.recommended import measured
 
@@ -75,7 +77,7 @@ def _groups(file: str) -> list[TaskGroup | StudyGroup]:
 
 
 def _newest(name: str) -> list[Group]:
-    """Return an experiment's groups, one for each model: that of its latest setting with the claims' methods."""
+    """Return an experiment's groups, one for each model: that of its latest setting, in the first store with one."""
     found: dict[str, Group] = {}
     for store in sorted(RESULTS.glob("lab-*.jsonl")):
         if f'"{name}"' in store.read_text("utf-8"):
@@ -99,9 +101,21 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _head(*cells: str, left: int = 1, right: int | None = None) -> str:
+    return markdown(cells, (), left, right)
+
+
+def _budgets(group: TaskGroup) -> list[str]:
+    return list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+
+
+def _percent(budgets: Iterable[str]) -> list[str]:
+    return [budget.replace("%", " %") for budget in budgets]
+
+
 def _claims(named: str) -> Iterator[str]:
-    yield _line("the paper's", "its claim", "ours", "N", "model", "difference of the protocol", "verdict")
-    yield _line("---", "---", "---", "---:", "---", "---", "---")
+    headings = ("the paper's", "its claim", "ours", "N", "model", "difference of the protocol", "verdict")
+    yield _head(*headings, left=3, right=1)
     chosen: dict[str, list[int]] = {}
     for name, claim in judged(named):
         chosen.setdefault(name, []).append(claim)
@@ -112,15 +126,16 @@ def _claims(named: str) -> Iterator[str]:
         assert experiment.paper is not None
         where, claims = experiment.paper.where, experiment.paper.claims
         measured = _newest(name)
+        decided = [number for number, claim in enumerate(claims, 1) if claim.metric is not None]
+        verdicts = [(group, dict(zip(decided, group.judged(), strict=True))) for group in measured]
         for number in numbers:
             claim = claims[number - 1]
             if claim.metric is None or not measured:
                 verdict = "no number decides it" if claim.metric is None else "not run"
                 yield _line(where, _cell(claim.says), "-", "-", "-", "-", verdict)
                 continue
-            place = sum(other.metric is not None for other in claims[: number - 1])
-            for group in measured:
-                one = list(group.judged())[place]
+            for group, found in verdicts:
+                one = found[number]
                 counts[one.outcome] += 1
                 ours = " ".join(re.sub(r"^(So|Ours|Not so|Undecided): ", "", text) for text in one.ours)
                 yield _line(
@@ -157,8 +172,7 @@ def _answers(name: str) -> Iterator[str]:
     assert isinstance(group, StudyGroup)
     counts = (0, 64, 256, 512)
     less = [student([fmean(_less(record.data, count)) for record in group.records]) for count in counts]
-    yield _line("tokens of the answer", *map(str, counts))
-    yield _line("---", *["---:"] * len(counts))
+    yield _head("tokens of the answer", *map(str, counts))
     yield _line("KVSlimmer takes less time than AsymKV, %", *(_shown(one, "{:.1f}", 100) for one in less))
 
 
@@ -178,58 +192,46 @@ def _shown(found: Estimate, form: str, factor: float = 1) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def _group(file: str, model: str) -> TaskGroup:
-    (group,) = (one for one in _groups(file) if one.model == model and "-tuning" not in one.experiment.name)
+def _group(file: str, *models: str) -> TaskGroup:
+    """Return the group of the model that is named, or the only one; not that of a search of parameters."""
+    measured = (one for one in _groups(file) if not one.experiment.name.endswith("-tuning"))
+    (group,) = (one for one in measured if not models or one.model in models)
     assert isinstance(group, TaskGroup)
     return group
 
 
 def _result(group: TaskGroup, method: str, budget: str) -> MethodResult | None:
     """Return a method's result with the parameters that were chosen for the budget."""
-    chosen = group.experiment.chosen.get(group.model, {}).get(budget, {}).get(method, method)
+    chosen = group.experiment.choice(method, group.model, budget)
     return next((one for one in group.results if (one.method, one.budget) == (chosen, budget)), None)
 
 
 def _paired(named: str) -> Iterator[str]:
     file, model, method = named.split()
     group = _group(file, model)
-    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
-    yield _line(f"KL less that of `{method}`", *(budget.replace("%", " %") for budget in budgets))
-    yield _line("---", *["---:"] * len(budgets))
+    budgets = _budgets(group)
+    yield _head(f"KL less that of `{method}`", *_percent(budgets))
     for other in group.experiment.methods:
-        if other in (method, "stock") or other.startswith("stock-"):
+        if other == method:
             continue
         cells = []
         for budget in budgets:
             base, result = _result(group, method, budget), _result(group, other, budget)
-            measured = base is not None and result is not None and base.scores and result.scores
-            cells.append(
-                _shown(estimate(result.minus(base.samples, "kl")), "{:+.2g}")
-                if measured and base is not None and result is not None
-                else "-"
-            )
+            measured = base and result and base.scores and result.scores
+            cells.append(_shown(estimate(result.minus(base.samples, "kl")), "{:+.2g}") if measured else "-")
         if set(cells) != {"-"}:
             yield _line(f"`{other}`", *cells)
 
 
-def _only_group(file: str, models: Sequence[str]) -> TaskGroup:
-    """Return the group of the model that is named, or the only one."""
-    (group,) = (one for one in _groups(file) if not models or one.model in models)
-    assert isinstance(group, TaskGroup)
-    return group
-
-
 def _scores(named: str) -> Iterator[str]:
     file, name, method, *models = named.split()
-    group = _only_group(file, models)
-    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+    group = _group(file, *models)
+    budgets = _budgets(group)
     results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
     metric = group.metric(name)
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
-    words = [budget.replace("%", " %") for budget in budgets]
-    columns = (f"{word}{less}" for word in words for less in ("", f", `{method}` less it"))
-    yield _line(titled(metric), *columns)
-    yield _line("---", *["---:"] * 2 * len(budgets))
+    columns = (f"{word}{less}" for word in _percent(budgets) for less in ("", f", `{method}` less it"))
+    yield _head(titled(metric), *columns)
     for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
@@ -242,7 +244,7 @@ def _scores(named: str) -> Iterator[str]:
 
 def _points(named: str) -> Iterator[str]:
     file, name, *models = named.split()
-    group = _only_group(file, models)
+    group = _group(file, *models)
     metric = group.metric(name)
     form, factor = ("{:.0f}", 100) if metric.percent else ("{:.2f}", 1)
     places = {axis: group.places(axis) for axis in group.task.axes}
@@ -252,8 +254,7 @@ def _points(named: str) -> Iterator[str]:
         dict.fromkeys(point for by in found.values() for point in by),
         key=lambda point: [places[axis].index(json.loads(point)[axis]) for axis in places],
     )
-    yield _line(titled(metric), *(_heading(json.loads(point), axes) for point in points))
-    yield _line("---", *["---:"] * len(points))
+    yield _head(titled(metric), *(_heading(json.loads(point), axes) for point in points))
     for label, by in found.items():
         yield _line(label, *(_shown(estimate(by[point]), form, factor) if point in by else "-" for point in points))
 
@@ -274,9 +275,8 @@ def _by_point(one: MethodResult, name: str) -> dict[str, list[float]]:
 def _bytes(named: str) -> Iterator[str]:
     file, model, *methods = named.replace(",", "").split()
     group = _group(file, model)
-    budgets = list(dict.fromkeys(one.budget for one in group.measured if one.budget))
-    yield _line("% of the bytes of a bfloat16 cache", *(budget.replace("%", " %") for budget in budgets))
-    yield _line("---", *["---:"] * len(budgets))
+    budgets = _budgets(group)
+    yield _head("% of the bytes of a bfloat16 cache", *_percent(budgets))
     for method in methods:
         cells = []
         for budget in budgets:
@@ -288,11 +288,10 @@ def _bytes(named: str) -> Iterator[str]:
 
 def _which(budget: str, before: str) -> Iterator[str]:
     """Yield the table of needs: the page's first two columns, and the stores' numbers."""
-    yield _line(
+    yield _head(
         "need", "method", "KL (SmolLM2)", "ln p of needles (SmolLM2)", "found, % (Qwen 0.5B)",
-        "question seen, % (Qwen 0.5B)", "step, ms", "bytes, %", "N",
+        "question seen, `+oneshot`, % (Qwen 0.5B)", "step, ms", "bytes, %", "N", left=2,
     )  # fmt: skip
-    yield _line("---", "---", *["---:"] * 7)
     for row in before.splitlines()[2:]:
         need, method = (cell.strip() for cell in row.strip("|").split("|")[:2])
         yield _line(need, method, *_choice(method.strip("`"), budget))
@@ -325,7 +324,9 @@ def _needles(method: str, budget: str) -> Estimate | None:
 
 
 def _found(method: str, need: str) -> Estimate | None:
-    """Return the share of needles that a method finds at 25 %, as ``kvkeep methods --for`` prints it."""
+    """Return the share of needles that a method finds at 25 %, as ``kvkeep methods --for`` prints it. If the question
+    is seen, a method reads the prompt in one pass."""
+    method = at_once(method) if need == "known-question" else method
     for row in measured()["rows"]:
         if (row["need"], row["budget"], row["method"]) == (need, "25%", method):
             return Estimate(*row["match"], row["n"])
@@ -351,7 +352,7 @@ def _table(found: re.Match[str]) -> str:
         for budget in (cell.strip().replace(" ", "") for cell in budgets.strip("|").split("|")):
             result = _result(group, method, budget)
             if result is None or not result.scores:
-                cells.append("refused" if result is not None and "no room" in result.error else "-")
+                cells.append("refused" if result is not None and result.error.startswith("A budget of") else "-")
                 continue
             kl, match = result.scores["kl"].mean, result.scores["match"].mean
             number = f"{kl:.2g}"

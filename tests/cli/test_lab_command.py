@@ -41,7 +41,7 @@ def data(tmp_path: Path, words: str) -> Path:
 def test_the_list_names_experiments_and_tasks(run: Run) -> None:
     code, out, err = run("lab", "list")
     assert code == 0, err
-    assert all(name in out for name in ("match-by-budget", "needle-25", "xsum", "KVReviver", "Fig. 5", "samples"))
+    assert all(name in out for name in ("bounded", "needle-25", "xsum", "KVReviver", "Fig. 5", "samples"))
     code, out, _ = run("lab", "list", "--json")
     found = json.loads(out)
     assert [one["name"] for one in found["experiments"]] == packaged() and "depth" in found["tasks"]["needle"]["sizes"]
@@ -58,7 +58,7 @@ def test_the_smoke_version_of_every_experiment(
     run: Run, name: str, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = load_experiment(name)
-    packages = experiment.subject.packages
+    packages = {} if isinstance(experiment, StudyExperiment) else experiment.task.packages
     if any(find_spec(package) is None for package in packages):
         pytest.skip(f"{', '.join(packages.values())} is not installed")
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, digest, load_expe
 from kvkeep.errors import UsageError
 
 OURS = (  # beside no paper
-    "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond", "match-by-budget",
+    "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond",
     "novel", "novel-rephrased", "novel-rephrased-within",
     "other-author", "peers", "revive-parts", "which-method", "xsum",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def written(tmp_path: Path, text: str) -> Experiment:
 
 
 def test_packaged_experiments_load() -> None:
-    assert {"match-by-budget", "needle-25", "xsum"} <= set(packaged())
+    assert {"bounded", "needle-25", "xsum"} <= set(packaged())
     for name in packaged():
         experiment = load_experiment(name)
         assert experiment.name == name and (experiment.paper is None) == (name in OURS)
@@ -108,6 +108,9 @@ def test_the_digest_covers_names_and_contents_of_files(tmp_path: Path) -> None:
          r"\[smoke\] of experiment 'small' is wrong at 'task.depht': there is no"),
         (SMALL, {'"needle"': '"noodle"'}, r"wrong at 'task': Unknown task 'noodle': did you mean needle"),
         (SMALL, {'name = "needle"\n': ""}, r"wrong at 'task': it needs a name: .*match, needle, "),
+        (SMALL, {'"needle"': '["needle"]'}, r"wrong at 'task': Unknown task '\['needle'\]'"),
+        (SMALL, {"[smoke]": "[smoke]\ntune = 3"}, r"\[smoke\] of experiment 'small' is wrong at 'tune'"),
+        (SMALL, {"[smoke]": "[smoke]\ntune = {candidates = 3}"}, r"\[smoke\] of .* is wrong at 'tune"),
         (SMALL, {"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
         (SMALL, {"[task]": "[task"}, r"small.toml' is not TOML: "),
         (SMALL, {"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),

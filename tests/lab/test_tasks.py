@@ -171,6 +171,14 @@ def test_articles_are_read_in_every_form_and_drawn_by_seed(tmp_path: Path) -> No
     path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
     with pytest.raises(UsageError, match="Row 2 of .* is not an article with a summary; such have 'article' and"):
         articles(path)
+    for wrong in (
+        {"article": None, "summary_gt": "b"},
+        {"article": " ", "summary_gt": "b"},
+        {"article": "a", "summary_gt": ["b"]},
+    ):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(UsageError, match="Row 1 of .* is not an article with a summary"):
+            Summary(file=path.name).sources(tmp_path)
 
 
 @pytest.mark.skipif(find_spec("rouge_score") is None, reason="rouge-score is not installed")

@@ -92,7 +92,7 @@ def judged(
 ) -> ComparedAnswer:
     """Return the comparison of an answer, generated with ``cache``, with the stock cache's answer."""
     pairs = list(zip(result.tokens, reference.tokens, strict=False))
-    differs_at = next((place for place, (ours, their_timing) in enumerate(pairs) if ours != their_timing), None)
+    differs_at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     gap = noise = None
     if differs_at is not None:
         gap, noise = _margin(model, list(prompt.ids), list(reference.tokens), differs_at, pairs[differs_at][0])
@@ -104,12 +104,12 @@ def judged(
             for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
             if sliding
         )
-    timing, their_timing = result.timing, reference.timing
+    timing, theirs = result.timing, reference.timing
     seconds = (
         timing.prefill_s,
         timing.decode_s,
-        timing.prefill_s / their_timing.prefill_s,
-        timing.decode_s / their_timing.decode_s,
+        timing.prefill_s / theirs.prefill_s,
+        timing.decode_s / theirs.decode_s,
     )
     about = key, case.label, prompt.kind, len(prompt.ids), len(result.tokens)
     same, held_bytes = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes

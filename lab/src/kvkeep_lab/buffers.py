@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import StoreError
+from kvkeep.errors import StoreError, reason_of
 from kvkeep.memory.places import Disk, Place, place
 from kvkeep_lab.timing import synchronize
 
@@ -51,8 +51,7 @@ class Storage:
             os.fsync(file.fileno())  # an unwritten page cannot be dropped
             mapped = mmap.mmap(file.fileno(), tensor.nbytes)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise StoreError(f"Entries cannot be kept in '{self.home.folder}': {reason}.") from error
+            raise StoreError(f"Entries cannot be kept in '{self.home.folder}': {reason_of(error)}.") from error
         self._files.append((file, mapped))
         return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 

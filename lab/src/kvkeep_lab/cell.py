@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvkeep_lab.tasks.base import Point, named
+Point = dict[str, int | float | str]
+"""One value for each of a task's axes: a size, or a name."""
+
+
+def named(value: float | str) -> str:
+    """Return a value of an axis as text."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True)

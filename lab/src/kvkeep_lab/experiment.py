@@ -39,7 +39,7 @@ def _chosen(what: str, known: Mapping[str, type[BaseModel]]) -> BeforeValidator:
         name = sizes.pop("name", None)
         if name is None:
             raise UsageError(f"it needs a name: {', '.join(known)}")
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise unknown(what, str(name), known)
         return known[name].model_validate(sizes)
 
@@ -124,20 +124,13 @@ class ExperimentBase(BaseModel, ABC):
     def smoked(self) -> Self:
         """Return the experiment with the changes of :attr:`smoke`."""
         changed = _merged(self.model_dump(mode="json"), self.smoke)
-        if (tune := changed.get("tune")) is not None:  # only for the remaining methods
-            tune["candidates"] = {
-                name: candidates for name, candidates in tune["candidates"].items() if name in changed["methods"]
-            }
+        match changed:
+            case {"tune": {"candidates": dict(candidates)}, "methods": list(methods)}:  # only for the remaining methods
+                changed["tune"]["candidates"] = {name: candidates[name] for name in candidates if name in methods}
         return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the source files. Raises UsageError if files or packages are missing."""
-        for module, package in self.subject.packages.items():
-            if find_spec(module) is None:
-                extra = "kvkeep[lab]" if self.subject.extra == "lab" else f"kvkeep-lab[{self.subject.extra}]"
-                raise UsageError(
-                    f"'{self.subject.name}' needs the package '{package}', which is missing: pip install '{extra}'."
-                )
+        """Return the source files. Raises UsageError if files are missing."""
         return self.subject.sources(data)
 
 
@@ -168,6 +161,16 @@ class Experiment(ExperimentBase):
     def subject(self) -> Task:
         """The task."""
         return self.task
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the source files. Raises UsageError if files or packages are missing."""
+        for module, package in self.task.packages.items():
+            if find_spec(module) is None:
+                extra = "kvkeep[lab]" if self.task.extra == "lab" else f"kvkeep-lab[{self.task.extra}]"
+                raise UsageError(
+                    f"'{self.task.name}' needs the package '{package}', which is missing: pip install '{extra}'."
+                )
+        return super().sources(data)
 
     def _setting(self) -> dict[str, Any]:
         return {"task": {"name": self.task.name, **self.task.setting()}, "chunk": self.chunk}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import StoreError, UsageError
+from kvkeep.errors import StoreError, UsageError, reason_of
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH_PX, DPI = 1600, 160
@@ -82,7 +82,7 @@ def save(figure: Any, path: FilePath) -> None:
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
-        raise StoreError(f"The figure '{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        raise StoreError(f"The figure '{path}' cannot be written: {reason_of(error)}.") from error
 
 
 def plain(axes: Any, grid: Any) -> None:

@@ -6,11 +6,12 @@ import html
 import json
 import os
 import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from kvkeep import __version__
-from kvkeep.errors import StoreError, UsageError
+from kvkeep.errors import StoreError, UsageError, reason_of
 from kvkeep_lab.inspection import STATES, Inspection
 
 
@@ -37,7 +38,12 @@ def render(inspection: Inspection) -> str:
         "MODEL": html.escape(inspection.model),
         "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
     }
-    template = resources.files("kvkeep_lab").joinpath("inspection.html").read_text(encoding="utf-8")
+    return filled("kvkeep_lab", "inspection.html", values)
+
+
+def filled(package: str, name: str, values: Mapping[str, str]) -> str:
+    """Return a template of a package with ``values`` in place of their names."""
+    template = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     # One pass, so that placeholders within a value are not replaced.
     return re.sub(r"@@([A-Z]+)@@", lambda place: values[place[1]], template)
 
@@ -78,5 +84,6 @@ def write_page(target: Path, page: str) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise StoreError(f"The output '{target}' could not be written: {reason}; name another place.") from error
+        raise StoreError(
+            f"The output '{target}' could not be written: {reason_of(error)}; name another place."
+        ) from error

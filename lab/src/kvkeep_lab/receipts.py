@@ -21,7 +21,6 @@ from torch import Tensor
 from kvkeep import transfer
 from kvkeep.blocks.sessions import Session, load_session, save_session
 from kvkeep.cache import KeepCache
-from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.verified import verified
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -32,7 +31,6 @@ from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import library
 from kvkeep.native.structures import NUMERICS_VERSION
-from kvkeep.policies.methods import resolve
 from kvkeep_lab.answers import AnswerCase
 from kvkeep_lab.reading import takes
 
@@ -228,8 +226,3 @@ def _ids(tokens: Sequence[int]) -> bytes:
 def _bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor in the order of its elements, each little-endian as on all supported processors."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def exact_cases() -> list[AnswerCase]:
-    """Return the cases whose method is exact."""
-    return [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]

@@ -138,11 +138,6 @@ class Comparison:
         """Tokens of prompt and continuation; the base of budgets in percent."""
         return self.prompt_tokens + self.new_tokens
 
-    @property
-    def measured(self) -> list[ReferenceRow]:
-        """The rows with figures."""
-        return [row for row in self.rows if not row.error]
-
 
 @dataclass(frozen=True)
 class Position:

@@ -11,15 +11,13 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from kvkeep.errors import StoreError
-
-if TYPE_CHECKING:
-    from kvkeep_lab.cell import Cell
+from kvkeep.errors import StoreError, reason_of
+from kvkeep_lab.cell import Cell
 
 
 class Definition(BaseModel):
@@ -249,14 +247,14 @@ def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
     except FileNotFoundError:
         return [], start
     except OSError as error:
-        raise StoreError(f"The results '{path}' cannot be read: {_reason(error)}.") from error
+        raise StoreError(f"The results '{path}' cannot be read: {reason_of(error)}.") from error
     data = data[: data.rfind(b"\n") + 1]  # the last line may be incomplete
     return [line for line in data.splitlines() if line.strip()], start + len(data)
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:
     """Return the error to raise if ``path`` cannot be written."""
-    return StoreError(f"The results '{path}' cannot be written: {_reason(error)}.")
+    return StoreError(f"The results '{path}' cannot be written: {reason_of(error)}.")
 
 
 def _ends_torn(file: int) -> bool:
@@ -265,7 +263,3 @@ def _ends_torn(file: int) -> bool:
         return False
     os.lseek(file, size - 1, os.SEEK_SET)
     return os.read(file, 1) != b"\n"
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

@@ -91,6 +91,15 @@ class ReadText:
     """Number of its first tokens that no peer leaves out: the chat template and the instruction."""
 
 
+def at_once(method: str) -> str:
+    """Return the name of a method that reads each prompt in one pass before it evicts entries: ``method`` itself if it
+    evicts none, or reads the whole text first anyway."""
+    if method == STOCK or peer_of(method) is not None:
+        return method
+    found = resolve(method)
+    return method if found.oneshot or found.reading is not None or found.selector.keeps_all else f"{method}+{ONESHOT}"
+
+
 @dataclass
 class Subject:
     """One model with one cache method, kvkeep's or a peer's."""
@@ -223,14 +232,9 @@ class Subject:
         return replace(answer, cost=cost)
 
     def at_once(self) -> Subject:
-        """Return the subject that reads each prompt in one pass before it evicts entries; itself if its method evicts
-        none, or reads the whole text first anyway."""
-        if self.method == STOCK or peer_of(self.method) is not None:
-            return self
-        method = resolve(self.method)
-        if method.oneshot or method.reading is not None or method.selector.keeps_all:
-            return self
-        return replace(self, method=f"{self.method}+{ONESHOT}", _read=None)
+        """Return the subject that reads each prompt in one pass before it evicts entries."""
+        method = at_once(self.method)
+        return self if method == self.method else replace(self, method=method, _read=None)
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
         """Return ln p of each token from index ``first`` on. Earlier tokens are read as a prompt, the others ``step``

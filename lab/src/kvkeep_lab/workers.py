@@ -18,13 +18,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvkeep.errors import KvkeepError, UsageError
+from kvkeep_lab.cell import Cell
 from kvkeep_lab.store import Record, ResultFile
-
-if TYPE_CHECKING:  # a worker imports torch when it has a job
-    from kvkeep_lab.cell import Cell
 
 ATTEMPTS = 3
 """Number of workers that may die on a cell before it counts as failed."""

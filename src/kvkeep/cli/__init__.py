@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, reason_of
 from kvkeep.native.library import check_environment
 
 COMMANDS = {
@@ -105,7 +105,7 @@ def main() -> None:
         sys.exit(1)
     except (OSError, MemoryError, RuntimeError) as error:
         if (failure := standard_streams.output_error()) is not None:
-            _fail(f"Writing to standard output failed: {(failure.strerror or str(failure)).lower()}.", 1)
+            _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
         if not out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or "MemoryError"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kvkeep.budget import Budget
 from kvkeep.cli.output import out, print_json, show
 from kvkeep.errors import UsageError, unknown
 
@@ -31,15 +32,14 @@ def print_recommended(need: str, budget: str | None, as_json: bool) -> None:
     found = measured()
     rows = [row for row in found["rows"] if row["need"] == need]
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
-    if not rows:
-        raise UsageError(f"No method has been measured for '{need}' yet; measure yours with 'kvkeep compare'.")
-    if budget is not None and budget not in budgets:
+    chosen_budgets = budgets if budget is None else [one for one in budgets if _same(one, budget)]
+    if not chosen_budgets:
         raise UsageError(
-            f"A budget of {budget} was not measured for '{need}', only {' and '.join(budgets)}; measure yours with "
-            "'kvkeep compare'."
+            f"A budget of {budget} was not measured for '{need}', only {' and '.join(budgets)}; 'kvkeep compare' "
+            "measures how far from the full cache a method is on your text at yours."
         )
     chosen = sorted(
-        (row for row in rows if budget in (None, row["budget"])),
+        (row for row in rows if row["budget"] in chosen_budgets),
         key=lambda row: (budgets.index(row["budget"]), -row["match"][0], -row["loglik"][0]),
     )
     if as_json:
@@ -49,23 +49,32 @@ def print_recommended(need: str, budget: str | None, as_json: bool) -> None:
         f"For {NEEDS[need]}. 'kv-direct' answers as 'full' does at every budget: it keeps evicted entries on disk and "
         "reads them again. If they may be lost:"
     )
-    for one in dict.fromkeys(row["budget"] for row in chosen):
+    for one in chosen_budgets:
         table = Table(box=None, header_style="bold")
-        for heading in (f"at {one}", "found", "ln p a token", "bytes", "N"):
+        for heading in (f"at {one}", "found", "ln p a token", "bytes"):
             table.add_column(heading, justify="left" if heading.startswith("at") else "right")
         for row in (row for row in chosen if row["budget"] == one):
             share = f"{row['bytes']:.1%}"
-            table.add_row(row["method"], _share(row["match"]), _number(row["loglik"]), share, str(row["n"]))
+            table.add_row(row["method"], _share(row["match"]), _number(row["loglik"]), share)
         show(table)
-    best = next(row for row in chosen if row["method"] != "full")
-    out.print(f"The first of those that drop entries: kvkeep generate -x {best['method']} -b {best['budget']}")
-    texts = max(row["texts"] for row in chosen)
+    for one in chosen_budgets:
+        best = next(row for row in chosen if row["method"] != "full" and row["budget"] == one)
+        out.print(f"The first of those that drop entries: kvkeep generate -x {best['method']} -b {one}")
+    if need == "known-question":
+        out.print("+oneshot: the prompt is read as a whole, in a full cache, before entries are dropped.")
+    row = chosen[0]
     out.print(
-        "found: the share of the answers written right; in brackets 95 % intervals. bytes: with bookkeeping, of the "
-        f"full cache's in bfloat16. Measured with {found['model']}, {texts} text{'s' if texts > 1 else ''} of "
-        f"{found['tokens']:,} tokens; other models and texts may differ: 'kvkeep compare' measures yours. Store: "
-        f"{found['store']}."
+        "found: the share of the answers written right; in brackets 95 % intervals over texts. bytes: with "
+        f"bookkeeping, of the full cache's in bfloat16. Measured with {found['model']}: {row['n']} facts in "
+        f"{row['texts']} texts of {found['tokens']:,} tokens ({', '.join(found['kinds'])}), the same at each budget. "
+        "Other models and texts may differ: 'kvkeep compare' measures how far from the full cache a method is on "
+        f"yours. Store: {found['store']}."
     )
+
+
+def _same(one: str, other: str) -> bool:
+    mine, given = Budget.parse(one), Budget.parse(other)
+    return (mine.unit, mine.amount) == (given.unit, given.amount)
 
 
 def _share(estimate: list[float]) -> str:

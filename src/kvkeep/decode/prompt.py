@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from kvkeep.errors import EmptyText, UsageError
+from kvkeep.errors import EmptyText, UsageError, reason_of
 
 Messages = list[dict[str, str]]
 
@@ -19,7 +19,7 @@ def read_text(path: str) -> str:
     try:
         data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(f"The file '{path}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise UsageError(f"The file '{path}' cannot be read: {reason_of(error)}.") from error
     name = "standard input" if path == "-" else f"the file '{path}'"
     if b"\0" in data:
         raise UsageError(f"There is no text in {name}: it is binary; give a text file (UTF-8).")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvkeep.errors import StoreError, unknown
+from kvkeep.errors import StoreError, reason_of, unknown
 from kvkeep.memory.place_names import PLACES
 from kvkeep.models.folders import cache_folder
 
@@ -86,7 +86,7 @@ class Disk:
         return mapped.view(shape)
 
     def _refusal(self, error: OSError) -> StoreError:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+        reason = "the disk is full" if error.errno == errno.ENOSPC else reason_of(error)
         return StoreError(
             f"Checkpoints cannot be kept in '{self.folder}': {reason}; name another folder with free space, or "
             "keep them in host memory."

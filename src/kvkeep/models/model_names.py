@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvkeep.errors import ModelError, UsageError, unknown
+from kvkeep.errors import ModelError, UsageError, reason_of, unknown
 from kvkeep.models.embedded import EMBEDDED
 
 FORMATS = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
@@ -55,6 +55,6 @@ def _check_magic(text: str, path: Path) -> None:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise ModelError(f"The file '{text}' cannot be read: {reason_of(error)}.") from error
     if magic != b"GGUF":
         raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvkeep.errors import ModelError
+from kvkeep.errors import ModelError, reason_of
 from kvkeep.files import abandoned, owner
 
 _PREFIX = ".scratch-"
@@ -29,7 +29,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:  # transformers raises OSError without errno
             raise
-        raise unwritable(parent, (error.strerror or str(error)).lower()) from error
+        raise unwritable(parent, reason_of(error)) from error
 
 
 def unwritable(folder: Path, reason: str) -> ModelError:

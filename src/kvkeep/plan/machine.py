@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, reason_of
 from kvkeep.units import size
 
 SHEET = "from the data sheet, not measured"
@@ -104,9 +104,7 @@ class Machine:
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UsageError(
-                f"The machine '{path}' cannot be read: {(error.strerror or str(error)).lower()}."
-            ) from None
+            raise UsageError(f"The machine '{path}' cannot be read: {reason_of(error)}.") from None
         except ValueError:
             raise UsageError(f"The machine '{path}' is not a JSON file; 'kvkeep plan --json' prints one.") from None
         if not isinstance(given, dict):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, reason_of
 from kvkeep.models.folders import cache_folder
 from kvkeep.native.library import path as native_path
 from kvkeep.plan.estimate import DTYPE, estimated, named, processor_name
@@ -72,7 +72,7 @@ def only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "measuring").open("w")
     except OSError as error:
-        raise KvkeepError(f"Rates cannot be kept in '{folder}': {(error.strerror or str(error)).lower()}.") from None
+        raise KvkeepError(f"Rates cannot be kept in '{folder}': {reason_of(error)}.") from None
     with file:
         try:
             import fcntl

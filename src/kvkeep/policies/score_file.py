@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, reason_of
 
 
 def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
@@ -18,7 +18,7 @@ def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
         with open(path, encoding="utf-8") as file:
             return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
     except ValueError:
         reason = "it is not a table of numbers"
     raise UsageError(f"Scores cannot be read from '{path}': {reason}.")

@@ -78,13 +78,22 @@ def test_records_of_unknown_methods_are_left_out_and_named(tmp_path: Path) -> No
     assert not chapter.blocks and "`once`" in chapter.missing[0] and "no-longer" in chapter.missing[0]
 
 
+def test_a_baseline_with_a_budget_is_compared_at_each_budget(tmp_path: Path) -> None:
+    (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(baseline="h2o", paper=None))])
+    lines = {(line.method, line.budget): line for line in group.results}
+    for budget in ("10%", "25%"):
+        mine, base = lines["window", budget], lines["h2o", budget]
+        less = mine.scores["loglik"].mean - base.scores["loglik"].mean
+        assert mine.beside["loglik"].mean == pytest.approx(less) and not base.beside
+
+
 def test_claims_come_from_the_packaged_experiment_and_not_from_the_store(tmp_path: Path) -> None:
     today = load_experiment("needle-25")
     assert today.paper is not None
     old = {"title": today.paper.title, "where": today.paper.where, "setting": "?", "claims": ["As it once was."]}
     (group,) = groups([filled(tmp_path / "a.jsonl", EXPERIMENT.with_(name="needle-25", paper=old))])
     assert group.experiment.paper == today.paper and group.experiment.budgets == EXPERIMENT.budgets
-    gone = filled(tmp_path / "c.jsonl", EXPERIMENT.with_(name="match-by-budget", paper=old))  # which has none today
+    gone = filled(tmp_path / "c.jsonl", EXPERIMENT.with_(name="bounded", paper=old))  # which has none today
     assert [group.experiment.paper for group in groups([gone])] == [None]
     other = {**old, "where": "Fig. 1000"}
     (group,) = groups([filled(tmp_path / "b.jsonl", EXPERIMENT.with_(name="needle-25", paper=other))])

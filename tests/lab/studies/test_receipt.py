@@ -16,18 +16,21 @@ import torch
 from conftest import WORDS, saved
 from families import tiny
 from kvkeep_lab import receipts
-from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, exact_cases, prompts, rows, start
+from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
 from measuring import tool
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.loading import Loaded, load
 from kvkeep.native import library
 from kvkeep.native.structures import NUMERICS_VERSION
+from kvkeep.policies.methods import resolve
 
+EXACT = [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "receipts.md"
 PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
@@ -161,15 +164,15 @@ def test_exact_methods_have_the_digests_of_full(folder: Path) -> None:
     loaded = load(folder, weights="bfloat16", device="cpu")
     texts = prompts(loaded, text())
     assert [len(prompt) for prompt in texts] == list(LENGTHS)
-    found = list(rows(loaded, exact_cases(), texts, lambda label, done: None))
+    found = list(rows(loaded, EXACT, texts, lambda label, done: None))
     assert all(row.promised and row.exactness == "exact" and not row.error for row in found)
     assert len({row.logits for row in found}) == 1
     assert len({row.session for row in found}) == len(found)
-    again = list(rows(loaded, exact_cases()[-1:], texts, lambda label, done: None))
+    again = list(rows(loaded, EXACT[-1:], texts, lambda label, done: None))
     assert again == found[-1:], "a method that drafts depends on time"
     shifted = [[*prompt[1:], prompt[0]] for prompt in texts]
     assert not {row.logits for row in found} & {
-        row.logits for row in rows(loaded, exact_cases()[:1], shifted, lambda label, done: None)
+        row.logits for row in rows(loaded, EXACT[:1], shifted, lambda label, done: None)
     }
 
 
@@ -253,7 +256,7 @@ def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     texts, section = prompts(loaded, receipts.text()), tables()[model]
     begun, known = start(loaded, texts), printed(section)
     assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
-    for row in rows(loaded, exact_cases(), texts, lambda label, done: None):
+    for row in rows(loaded, EXACT, texts, lambda label, done: None):
         assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
 
 

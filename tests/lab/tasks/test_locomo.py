@@ -80,8 +80,22 @@ def test_several_answers_are_scored_one_by_one() -> None:
     assert several_f1("cat", "cat, mouse, bird, fish") == 0.25
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '[{"qa": []}]', '[{"conversation": {}, "qa": [{}]}]'])
+def changed(**fields: Any) -> str:
+    """The file with other fields of the conversation (or its questions, ``qa``); None removes one."""
+    known = {"qa": ASKED, **CONVERSATION, **fields}
+    asked = known.pop("qa")
+    return json.dumps([{"conversation": {key: one for key, one in known.items() if one is not None}, "qa": asked}])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[]", '[{"qa": []}]', '[{"conversation": {}, "qa": [{}]}]', changed(qa=[]), changed(speaker_a=None),
+        changed(session_1_date_time=None), changed(session_1=["I read."]), changed(session_1=[{"speaker": "Ann"}]),
+        changed(qa=[ASKED[0] | {"question": 7}]), changed(qa=[ASKED[0] | {"evidence": None}]),
+    ],
+)  # fmt: skip
 def test_a_file_of_another_shape_is_refused_in_a_sentence(data: Path, content: str) -> None:
     (data / FILE).write_text(content)
     with pytest.raises(UsageError, match="has no conversation 0 in the form of LoCoMo"):
-        samples(data)
+        Locomo(conversation=[0]).sources(data)  # before a model is loaded

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvkeep_lab.tasks.texts import passage, read_once
+from kvkeep_lab.tasks.texts import passage, read_once, text_files
 
 from kvkeep.errors import UsageError
 
@@ -44,3 +45,14 @@ def test_a_text_that_is_read_once_ends_where_questions_differ() -> None:
     text, questions = read_once(prompts, [1, 2, 7, 8, 9, 5], [1, 2, 5], 9)
     assert (text.ids, text.head, text.context) == ((1, 2, 7, 8), 2, 9)
     assert [[*text.ids, *rest] for rest in questions] == prompts
+
+
+def test_a_folder_whose_texts_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for content, sentence in ((b"", "it is empty"), (b"a\0b", "it is binary"), (b"\xff", "is not UTF-8")):
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(UsageError, match=sentence):
+            text_files(tmp_path)
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(UsageError, match="cannot be read: is a directory"):
+        text_files(tmp_path)

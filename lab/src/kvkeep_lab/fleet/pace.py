@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, reason_of
 from kvkeep.memory.rows import BLOCK
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import cost
@@ -88,7 +88,7 @@ class ReplicaPace:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls.of(given)
         except OSError as error:
-            raise UsageError(f"The pace '{path}' cannot be read: {(error.strerror or str(error)).lower()}.") from None
+            raise UsageError(f"The pace '{path}' cannot be read: {reason_of(error)}.") from None
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise UsageError(f"The pace '{path}' is not a JSON file.") from None
         except ValueError as error:

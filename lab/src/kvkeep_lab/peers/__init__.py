@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvkeep.policies import registry
 from kvkeep.policies.specs import build
 from kvkeep_lab.peers.base import Peer, PeerReader
-from kvkeep_lab.peers.kvpress import Kvpress
+from kvkeep_lab.peers.kvpress import KvpressPeer
 from kvkeep_lab.peers.llmlingua import LLMLingua
 from kvkeep_lab.peers.shorteners import Retrieved, Shortener, Summarised, Truncated
 from kvkeep_lab.peers.stock import Offloaded, Static, StockQuantised
@@ -20,7 +20,7 @@ PEERS: dict[str, type[Peer]] = {
     "stock-static": Static,
     "stock-offloaded": Offloaded,
     "stock-quantized": StockQuantised,
-    "peer-kvpress": Kvpress,
+    "peer-kvpress": KvpressPeer,
     "peer-llmlingua": LLMLingua,
     "prompt-newest": Truncated,
     "prompt-bm25": Retrieved,

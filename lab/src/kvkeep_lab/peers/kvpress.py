@@ -27,7 +27,7 @@ PYTHON = "KVKEEP_KVPRESS_PYTHON"
 
 
 @dataclass(frozen=True)
-class Kvpress(Peer):
+class KvpressPeer(Peer):
     """A press, run by kvpress: one pass over the complete prompt, pruned layer by layer during the pass.
 
     The budget is the number of prompt entries that are kept, including ``unseen``. Generated tokens are added to it and
@@ -45,7 +45,7 @@ class Kvpress(Peer):
     """Parameters of the press as text ("window_size=32,kernel_size=7")."""
 
     @classmethod
-    def from_spec(cls, text: str) -> Kvpress:
+    def from_spec(cls, text: str) -> KvpressPeer:
         """Return the peer for ``NAME`` or ``NAME,PARAMETER=VALUE,...``; raises UsageError without a name."""
         press, *given = text.split(",")
         if not press or "=" in press:
@@ -77,7 +77,7 @@ class Kvpress(Peer):
 
 
 class _Remote(PeerReader):
-    def __init__(self, process: KvpressProcess, peer: Kvpress, entries: int | None) -> None:
+    def __init__(self, process: KvpressProcess, peer: KvpressPeer, entries: int | None) -> None:
         self.process, self.peer, self.entries = process, peer, entries
         self.exactness = Exactness.EXACT if entries is None else Exactness.LOSSY
         self._last: dict[str, Any] = {}

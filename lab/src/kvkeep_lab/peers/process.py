@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, reason_of
 
 _PROGRAM = Path(__file__).with_name("worker.py")
 
@@ -42,7 +42,7 @@ class PeerProcess:
             )
         except OSError as error:
             self._stderr.close()
-            raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+            raise UsageError(f"'{python}' cannot be run: {reason_of(error)}.") from error
 
     def ask(self, **question: Any) -> dict[str, Any]:
         """Return the answer. Raises KvkeepError with the reason if there is none."""

@@ -19,7 +19,7 @@ from typing import IO, ClassVar
 
 import torch
 
-from kvkeep.errors import KvkeepError, UsageError, unknown
+from kvkeep.errors import KvkeepError, UsageError, reason_of, unknown
 from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
@@ -78,7 +78,7 @@ class Server(ABC):
                     start_new_session=True,
                 )
             except OSError as error:
-                raise UsageError(f"'{line[0]}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+                raise UsageError(f"'{line[0]}' cannot be run: {reason_of(error)}.") from error
             try:
                 _wait(self.name, process, f"http://127.0.0.1:{port}/v1/models", said)
                 yield Running(process.pid, f"http://127.0.0.1:{port}/v1")

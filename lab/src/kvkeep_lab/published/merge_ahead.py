@@ -20,6 +20,7 @@ from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.neighbours import MergesNeighbours
+from kvkeep.stores.evicted.pairs import gathered
 from kvkeep.stores.resident.banks import Bank
 from kvkeep.stores.resident.eviction import Arriving
 from kvkeep_lab.published.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
@@ -73,9 +74,9 @@ class MergeAhead(MergesNeighbours):
         if bank.vacant:
             order = slots.argsort(dim=1, stable=True)
             keys, values, slots, counts, scores, heard = (
-                _gathered(rows, order) for rows in (keys, values, slots, counts, scores, heard)
+                gathered(rows, order) for rows in (keys, values, slots, counts, scores, heard)
             )
-            gradient = None if gradient is None else _gathered(gradient, order)
+            gradient = None if gradient is None else gathered(gradient, order)
         free, used = self.slack - 1, (slots >= 0).sum(1, keepdim=True)
         tight = used + arriving > bank.budget - (free if several else 0)
         merging = (used > 0) & (arriving > 0) & (tight | several)
@@ -152,10 +153,6 @@ def _entries(bank: Bank) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return bank.keys[:, :used], bank.values[:, :used], bank.slots[:, :used], bank.counts(), bank.scored()[:, :used]
 
 
-def _gathered(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
-
-
 def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, scores: Tensor) -> None:
     """Write entries to a bank in the order of the text; the last column is used in every lane."""
     used = (slots >= 0).sum(1)
@@ -164,10 +161,10 @@ def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tens
     last = slots.argsort(dim=1, stable=True)[:, slots.shape[1] - longest :]
     extra = torch.zeros(bank.slots.shape, device=slots.device)
     fresh = torch.zeros_like(extra)
-    extra[:, :longest] = (_gathered(counts, last) - 1).clamp(min=0)
-    fresh[:, :longest] = _gathered(scores, last)
-    bank.keys[:, :longest], bank.values[:, :longest] = _gathered(keys, last), _gathered(values, last)
-    slots = _gathered(slots, last)
+    extra[:, :longest] = (gathered(counts, last) - 1).clamp(min=0)
+    fresh[:, :longest] = gathered(scores, last)
+    bank.keys[:, :longest], bank.values[:, :longest] = gathered(keys, last), gathered(values, last)
+    slots = gathered(slots, last)
     bank.slots[:, longest:] = -1
     bank.slots[:, :longest] = slots
     bank.extra, bank.scores = extra, fresh

@@ -9,11 +9,12 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvkeep_lab.cell import named
 from kvkeep_lab.figures import COLOURS, FilePath, blank, plain, save
 from kvkeep_lab.report.formatting import shown, titled
 from kvkeep_lab.report.labels import Label, place
 from kvkeep_lab.report.methods import NOISE, Axis, MethodResult, frontier
-from kvkeep_lab.tasks.base import Metric, named
+from kvkeep_lab.tasks.base import Metric
 
 if TYPE_CHECKING:
     from kvkeep_lab.experiment import Experiment

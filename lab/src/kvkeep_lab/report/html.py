@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import html
 import os
-import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
 
 from kvkeep import __version__
-from kvkeep.errors import StoreError
+from kvkeep.errors import StoreError, reason_of
 from kvkeep_lab.figures import check_figure
-from kvkeep_lab.page import write_page
+from kvkeep_lab.page import filled, write_page
 from kvkeep_lab.report.chapter import Chapter
 from kvkeep_lab.report.markdown import OVERVIEW, anchors, markdown
 
@@ -37,7 +35,7 @@ def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"The folder '{folder}' cannot be made: {(error.strerror or str(error)).lower()}.") from error
+        raise StoreError(f"The folder '{folder}' cannot be made: {reason_of(error)}.") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StoreError(f"The report cannot be written: the folder '{folder}' is write-protected.")
     check_figure(folder / "report.png")
@@ -78,9 +76,7 @@ def page(text: str, pictures: Mapping[str, Path]) -> str:
         "CONTENTS": f"<ul>\n{''.join(contents)}</ul>",
         "BODY": reader.renderer.render(tokens, reader.options, {}),
     }
-    template = resources.files("kvkeep_lab.report").joinpath("page.html").read_text(encoding="utf-8")
-    # One pass, so that placeholders within a value are not replaced.
-    return re.sub(r"@@([A-Z]+)@@", lambda place: values[place[1]], template)
+    return filled("kvkeep_lab.report", "page.html", values)
 
 
 def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
@@ -111,4 +107,4 @@ def _inlined(file: Path) -> str:
     try:
         return f"data:{_TYPES[file.suffix]};base64,{b64encode(file.read_bytes()).decode()}"
     except OSError as error:
-        raise StoreError(f"The figure '{file}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise StoreError(f"The figure '{file}' cannot be read: {reason_of(error)}.") from error

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from kvkeep_lab.cell import Point
 from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.paper import PaperValue
 from kvkeep_lab.statistics import Estimate, estimate
 from kvkeep_lab.store import TaskRecord
-from kvkeep_lab.tasks.base import Metric, Point
+from kvkeep_lab.tasks.base import Metric
 
 Place = tuple[str, int]
 """A point as JSON, and a seed. Methods have the same prompts at the same place."""
@@ -98,9 +99,16 @@ def method_results(experiment: Experiment, model: str, records: Sequence[TaskRec
     of: dict[tuple[str, str | None], list[TaskRecord]] = {way: [] for way in experiment.ways(model)}
     for record in records:
         of.setdefault((record.method, record.budget), []).append(record)
-    first = next((mine for (method, _), mine in of.items() if method == experiment.baseline and mine), [])
-    baseline = _samples([record for record in first if record.status == "done"])
-    return tuple(_result(experiment, *way, mine, baseline) for way, mine in of.items() if mine)
+    baseline = {
+        budget: _samples([record for record in mine if record.status == "done"])
+        for (method, budget), mine in of.items()
+        if method == experiment.baseline
+    }
+    return tuple(
+        _result(experiment, *way, mine, baseline.get(way[1], baseline.get(None, {})))
+        for way, mine in of.items()
+        if mine
+    )
 
 
 def _result(

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import named
 from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.paper import Claim, PaperValue
 from kvkeep_lab.reading import takes
@@ -23,7 +24,7 @@ from kvkeep_lab.report.verdicts import ClaimCase
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.store import TaskRecord
 from kvkeep_lab.tables import markdown, megabytes, milliseconds
-from kvkeep_lab.tasks.base import Metric, Task, named
+from kvkeep_lab.tasks.base import Metric, Task
 
 
 @dataclass(frozen=True)

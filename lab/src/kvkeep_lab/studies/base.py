@@ -151,10 +151,6 @@ class Study(BaseModel, ABC):
     """The main numbers, which the report compares with a paper's. :meth:`scores` returns them."""
     certain: ClassVar[tuple[str, ...]] = ()
     """Names of metrics that are the same for every seed and run."""
-    packages: ClassVar[dict[str, str]] = {}
-    """Required packages: names on PyPI by module."""
-    extra: ClassVar[str] = "lab"
-    """kvkeep's extra with these packages."""
     text: ClassVar[Literal["none", "optional", "needed"]] = "none"
     """Whether the command reads files."""
     reads: ClassVar[str] = ""

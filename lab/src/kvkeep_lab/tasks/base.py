@@ -13,10 +13,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kvkeep.errors import unknown
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import AnswerCost, Subject
-
-Point = dict[str, int | float | str]
-"""One value for each of a task's axes: a size, or a name."""
 
 
 def among(what: str, names: Iterable[str]) -> AfterValidator:
@@ -28,11 +26,6 @@ def among(what: str, names: Iterable[str]) -> AfterValidator:
         return name
 
     return AfterValidator(check)
-
-
-def named(value: float | str) -> str:
-    """Return a value of an axis as text."""
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True)

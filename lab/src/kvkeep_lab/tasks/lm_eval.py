@@ -14,8 +14,9 @@ from pydantic import Field, model_validator
 
 from kvkeep.errors import UsageError
 from kvkeep.models.silence import silenced
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import AnswerCost, Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, rows, source
 
 SPLITS = ("train", "validation", "test")

@@ -17,8 +17,9 @@ from pydantic import Field
 
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.texts import read_once
 
@@ -60,7 +61,10 @@ class Locomo(Task):
     new: int = Field(24, ge=1, description="tokens written")
 
     def sources(self, data: Path | None) -> list[Path]:
-        return [source(data, FILE)]
+        found = source(data, FILE)
+        for number in self.conversation:
+            _read(found, number)
+        return [found]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Choose ``samples`` questions of a conversation, at equal distances in the file's order from question ``seed``
@@ -104,8 +108,11 @@ def _read(path: Path, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]
         rows = json.loads(path.read_text("utf-8"))
         conversation, questions = rows[number]["conversation"], rows[number]["qa"]
         questions = [one for one in questions if one["category"] in (1, 2, 3, 4) and str(one["answer"]).strip()]
-        list(_turns(conversation))
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        turns = [turn["dia_id"] for turn in _turns(conversation) if turn["speaker"] and isinstance(turn["text"], str)]
+        fitting = all(isinstance(one["question"], str) and isinstance(one["evidence"], list) for one in questions)
+        if not (_start(conversation) and turns and questions and fitting):
+            raise ValueError("no turns, no questions, or other kinds of fields")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
             f"'{path}' has no conversation {number} in the form of LoCoMo (qa, conversation with session_1, ...); give "
             "another data folder."

@@ -18,8 +18,9 @@ from pydantic import Field
 
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from kvkeep.decode.prompt import encode
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.longbench import cut
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from kvkeep_lab.cell import Point
 from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.subject import AnswerCost, Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 

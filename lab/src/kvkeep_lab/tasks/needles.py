@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.ruler.generated import MANY, NEEDLE, NOISE, ONE, drawn
 from kvkeep_lab.tasks.ruler.task import largest, string_match
 from kvkeep_lab.tasks.texts import begun, joined, read_once, text_files

@@ -14,8 +14,9 @@ from pydantic import Field
 
 from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.needle import contains
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.texts import begun, read_once

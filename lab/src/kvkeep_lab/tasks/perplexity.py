@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import drawn, source
 
 
@@ -44,7 +45,9 @@ class Perplexity(Task):
         return self
 
     def sources(self, data: Path | None) -> list[Path]:
-        return [source(data, self.file)]
+        found = source(data, self.file)
+        read_text(str(found))
+        return [found]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Return windows: the first ones for seed 0, else a random draw."""

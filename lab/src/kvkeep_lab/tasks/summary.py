@@ -14,8 +14,9 @@ from pydantic import Field
 
 from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 _KINDS = ("rouge1", "rouge2", "rougeL")
@@ -72,7 +73,9 @@ class Summary(Task):
 
     def sources(self, data: Path | None) -> list[Path]:
         """Return the file in ``data``, or without ``data`` that of :data:`HUBS`."""
-        return [source(data, self.file, HUBS.get(self.file))]
+        found = source(data, self.file, HUBS.get(self.file))
+        articles(found)
+        return [found]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Return articles of the file: the first ones for seed 0, else a random draw."""
@@ -114,15 +117,19 @@ def articles(path: Path) -> list[Article]:
     """Return the article of every row. Raises UsageError for a row of an unknown form."""
     found = []
     for number, row in enumerate(rows(path), start=1):
-        form = next((form for form in FORMS if form.article in row and form.summary in row), None)
+        form = next((form for form in FORMS if _text(row, form.article) and _text(row, form.summary)), None)
         if form is None:
             known = ", ".join(f"'{form.article}' and '{form.summary}'" for form in FORMS)
             raise UsageError(f"Row {number} of '{path}' is not an article with a summary; such have {known}.")
-        given = str(row[form.article])
+        given = row[form.article]
         prompt = "\n\n".join(part for part in (given, form.instruction) if part)
         text = _HELM.fullmatch(given)
-        found.append(Article(given.strip() if text is None else text[1], prompt, str(row[form.summary])))
+        found.append(Article(given.strip() if text is None else text[1], prompt, row[form.summary]))
     return found
+
+
+def _text(row: dict[str, Any], field: str) -> bool:
+    return isinstance(row.get(field), str) and bool(row[field].strip())
 
 
 def rouge(expected: str, text: str) -> dict[str, float]:

@@ -22,14 +22,16 @@ class ShortText(UsageError):
     """A text is too short for the requested passages."""
 
 
-def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
-    """Return the ``.txt`` files of ``data``/``folder``, or of ``data`` itself, by name; raises UsageError if there are
-    none."""
+def text_files(data: Path | None) -> list[Path]:
+    """Return the ``.txt`` files of ``data``/haystack, or of ``data`` itself, by name; raises UsageError if there are
+    none, or one has no readable text."""
     if data is None:
-        raise UsageError(f"This task cuts its prompts from texts: give --data FOLDER, with .txt files in {folder}/.")
-    found = sorted((data / folder).glob("*.txt")) or sorted(data.glob("*.txt"))
+        raise UsageError("This task cuts its prompts from texts: give --data FOLDER, with .txt files in haystack/.")
+    found = sorted((data / "haystack").glob("*.txt")) or sorted(data.glob("*.txt"))
     if not found:
-        raise UsageError(f"There are no .txt files in '{data / folder}' or '{data}'; give another folder (--data).")
+        raise UsageError(f"There are no .txt files in '{data / 'haystack'}' or '{data}'; give another folder (--data).")
+    for file in found:
+        read_text(str(file))
     return found
 
 

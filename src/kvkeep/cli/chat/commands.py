@@ -14,7 +14,7 @@ from kvkeep.cli.chat.saving import transcript
 from kvkeep.cli.chat.state import Attachment, Chat, Leave
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.decode.prompt import read_text
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import UsageError, reason_of, unknown
 from kvkeep.policies.methods import STOCK, names
 from kvkeep.stock import memory_of
 from kvkeep.units import size
@@ -215,7 +215,7 @@ def _write_new(path: str, text: str) -> str:
     except FileExistsError:
         raise UsageError(f"There is a file '{path}' already; give another name.") from None
     except OSError as error:
-        raise UsageError(f"The file '{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        raise UsageError(f"The file '{path}' cannot be written: {reason_of(error)}.") from error
     return path
 
 

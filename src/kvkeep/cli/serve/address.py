@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, reason_of
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Address:
             made.bind((self.host, self.port))
         except OSError as error:
             made.close()
-            reason = (error.strerror or str(error)).lower()
             raise UsageError(
-                f"The server cannot listen on {self.host}:{self.port}: {reason}; choose another --port or --host."
+                f"The server cannot listen on {self.host}:{self.port}: {reason_of(error)}; choose another --port or "
+                "--host."
             ) from None
         return made
 

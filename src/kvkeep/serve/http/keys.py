@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, reason_of
 from kvkeep.models.folders import data_folder
 from kvkeep.serve.http.errors import APIError
 
@@ -75,7 +75,7 @@ def kept_key() -> tuple[str, Path, bool]:
             raise UsageError(f"The file '{path}' has no key; delete it, and a new key is made.") from None
         return key, path, False
     except OSError as error:
-        raise UsageError(f"A key cannot be saved in '{path}': {(error.strerror or str(error)).lower()}.") from error
+        raise UsageError(f"A key cannot be saved in '{path}': {reason_of(error)}.") from error
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(key + "\n")
     return key, path, True

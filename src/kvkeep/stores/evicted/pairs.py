@@ -67,7 +67,7 @@ class OrderedEntries:
 
     def at(self, index: Tensor) -> OrderedEntries:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return OrderedEntries(**{name: _gathered(part, index) for name, part in parts if part is not None})
+        return OrderedEntries(**{name: gathered(part, index) for name, part in parts if part is not None})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> OrderedEntries:
         """Return the entries with new values in some fields at ``at`` (lanes, n), where ``real``."""
@@ -162,7 +162,8 @@ def _from_end(counts: Tensor) -> Tensor:
     return counts.flip(1).cumsum(1).flip(1)
 
 
-def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+def gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows ``index`` of each lane."""
     return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
 
 

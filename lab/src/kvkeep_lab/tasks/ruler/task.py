@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvkeep.errors import UsageError
+from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Point, Sample, Task, TaskOutcome, among
+from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.generated import RulerQuestion
