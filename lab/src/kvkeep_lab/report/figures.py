@@ -117,8 +117,7 @@ def _bars(figure: Any, group: DrawnGroup) -> None:
 
 
 def _panels(figure: Any, group: DrawnGroup, metric: Metric, methods: dict[str, list[MethodResult]], rows: int) -> None:
-    baseline = group.experiment.baseline
-    across = [_mean(metric, result) for result in methods.pop(baseline, ())]
+    baseline = methods.pop(group.experiment.baseline, [])
     megabytes = {
         name: [result.held_bytes / 1e6 for result in sorted(mine, key=lambda result: result.held_bytes)]
         for name, mine in methods.items()
@@ -128,8 +127,9 @@ def _panels(figure: Any, group: DrawnGroup, metric: Metric, methods: dict[str, l
     for axes, name in zip(grid, methods, strict=False):
         for other, (means, _) in of.items():
             axes.plot(megabytes[other], means, color="0.87", linewidth=0.8, zorder=1)
-        for mean in across:
-            axes.axhline(mean, color="0.3", linewidth=0.8, linestyle=":")
+        for result in baseline:
+            if values := [value for mine in methods[name] for value in _paired(metric, result, mine)]:
+                axes.axhline(shown(metric, fmean(values)), color="0.3", linewidth=0.8, linestyle=":")
         style: dict[str, Any] = {"color": _BLUE, "marker": "o", "markersize": 4, "elinewidth": 0.8, "capsize": 2}
         axes.errorbar(megabytes[name], of[name][0], yerr=of[name][1], zorder=3, clip_on=False, **style)
         axes.set_title(name, loc="left", fontsize=9)
@@ -142,8 +142,16 @@ def _panels(figure: Any, group: DrawnGroup, metric: Metric, methods: dict[str, l
     _quality_axis(grid[0], metric, group.measured)
     for axes in grid[max(0, len(methods) - _PANELS) : len(methods)]:
         axes.tick_params(labelbottom=True)
-    figure.supxlabel("keys and values held (MB); dotted: the baseline; grey: the other methods", fontsize=9)
+    figure.supxlabel(
+        "keys and values held (MB); dotted: the baseline on the same samples; grey: the other methods", fontsize=9
+    )
     figure.supylabel(titled(metric), fontsize=9)
+
+
+def _paired(metric: Metric, baseline: MethodResult, result: MethodResult) -> list[float]:
+    """Return the baseline's numbers at the places that a result has."""
+    shared = (scores for place, scores in baseline.samples.items() if place in result.samples)
+    return [value for scores in shared for value in scores.get(metric.name, ())]
 
 
 def draw_maps(group: DrawnGroup, path: FilePath) -> None:
@@ -250,6 +258,9 @@ def _quality_axis(axes: Any, metric: Metric, results: Sequence[MethodResult]) ->
     means = [_mean(metric, result) for result in results]
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
+    elif metric.kind == "perplexity":
+        axes.set_yscale("log")
+        _plain_numbers(axes.yaxis, means)
     elif metric.better == "lower" and min(means) >= 0:
         smallest = min((mean for mean in means if mean > NOISE), default=NOISE)  # exact methods have about 0
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)))
