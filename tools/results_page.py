@@ -44,7 +44,7 @@ from kvkeep.cli.recommended import measured
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
-BENCH = "bench-smollm2-zen4.json"
+BENCH = "bench-methods-xeon.json"
 
 
 def main() -> None:
@@ -290,7 +290,7 @@ def _which(budget: str, before: str) -> Iterator[str]:
     """Yield the table of needs: the page's first two columns, and the stores' numbers."""
     yield _head(
         "need", "method", "KL (SmolLM2)", "ln p of needles (SmolLM2)", "found, % (Qwen 0.5B)",
-        "question seen, `+oneshot`, % (Qwen 0.5B)", "step, ms", "bytes, %", "N", left=2,
+        "question seen, `+oneshot`, % (Qwen 0.5B)", "read, s", "step, ms", "bytes, %", "N", left=2,
     )  # fmt: skip
     for row in before.splitlines()[2:]:
         need, method = (cell.strip() for cell in row.strip("|").split("|")[:2])
@@ -308,7 +308,7 @@ def _choice(method: str, budget: str) -> Iterator[str]:
     yield "exact" if exact else "-" if needles is None else _shown(needles, "{:+.2f}")
     for one in (unseen, seen):
         yield "as `full`" if one is None and exact else "-" if one is None else _shown(one, "{:.0f}", 100)
-    yield _step(method)
+    yield from _times(method)
     yield "-" if found is None or found.booked_share is None else f"{100 * found.booked_share:.1f}"
     yield ", ".join("-" if count is None else str(count) for count in counts)
 
@@ -333,11 +333,11 @@ def _found(method: str, need: str) -> Estimate | None:
     return None
 
 
-def _step(method: str) -> str:
-    """Return the time of a step after 4,096 tokens on the processor of the record."""
-    label = {"kv-direct": "kv-direct kv@disk"}.get(method, method)
+def _times(method: str) -> tuple[str, str]:
+    """Return the times of reading 4,096 tokens and of a step after them, on the processor of the record."""
     rows = json.loads((RESULTS / BENCH).read_text("utf-8"))["rows"]
-    return next((f"{row['step_ms']:.1f}" for row in rows if (row["label"], row["context"]) == (label, 4096)), "-")
+    found = (row for row in rows if (row["label"], row["context"]) == (method, 4096))
+    return next(((f"{row['prefill_s']:.1f}", f"{row['step_ms']:.1f}") for row in found), ("-", "-"))
 
 
 def _table(found: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.head_weights import head_weights
 from kvkeep_lab.studies.alignment import MEASURES, AlignmentStudy, backward
 from kvkeep_lab.studies.bounds import BoundsStudy, certified, loose
-from kvkeep_lab.studies.effective_rank import EffectiveRank, Ranks, layer_ranks, product_singular_values
+from kvkeep_lab.studies.effective_rank import EffectiveRank, Ranks, layer_ranks, product_singular_values, score_errors
 from kvkeep_lab.studies.reactivation import ReactivationStudy, reactivated
 from kvkeep_lab.studies.spectra import SpectraStudy, contributed, modes
 from kvkeep_lab.studies.truncation import WAYS, Truncation, best_scores, scored_by, truncated, truncations
@@ -330,6 +330,13 @@ def test_scores_of_a_rank_equal_the_truncated_svd() -> None:
     norms = rows.norm(dim=1)
     off = (found - rows @ m @ rows.T).abs()
     assert bool((off <= s[:, 3, None, None] * norms[:, None] * norms + 1e-3).all()) and float(off.max()) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_no_error_of_a_score_exceeds_its_bound(family: str) -> None:
+    """Eq. 22 of KV-Direct. Random weights come to about a third of it."""
+    errors = score_errors(tiny(family), PROMPT, [1, 2, 4])
+    assert list(errors) == [1, 2, 4] and all(0.2 < error < 0.5 for error in errors.values())
 
 
 def truncate(family: str, ranks: list[int], new: int) -> list[Truncation]:

@@ -7,13 +7,14 @@ also measures:
 
 * M stacked over the query heads of a KV head;
 * W_q R_D W_k^T, with the rotation by a distance D;
-* energies of s_i^4. Eq. 19 has squares, but these energies are close to the paper's numbers for the same model.
+* energies of s_i^4. Eq. 19 has squares, but these energies are close to the paper's numbers for the same model;
+* the error of each score by the best M of rank r, divided by its bound s_(r+1) ||h_i|| ||h_j|| / sqrt(d) (Eq. 22).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
@@ -31,7 +32,7 @@ from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.head_weights import HeadWeights, head_weights
 from kvkeep_lab.statistics import each, effective_rank, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, Trial, first_tokens, part, rising
-from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
+from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, best_scores, truncations
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -72,6 +73,9 @@ class Ranks:
     prompt_tokens: int = 0
     new_tokens: int = 0
     truncations: tuple[Truncation, ...] = ()
+    errors: dict[int, float] = field(default_factory=dict)
+    """By rank below d_head: the greatest error of a score by its bound (Eq. 22), of all pairs of tokens of the prompt,
+    heads and layers."""
 
     def values(self, of: str) -> list[float]:
         """Return all ranks of ``of``: "heads", "groups" or "fourth"."""
@@ -93,7 +97,8 @@ class EffectiveRank(Study):
         "From the weights: the least rank with 90 % of the energy of M = W_q W_k^T, by query head. Then a prompt is "
         "continued greedily with keys and values truncated to a rank: of every entry, of keys or values alone, of all "
         "but the first token, or of those that are not among the newest (lowrank); and with scores by the best M of "
-        "that rank (Eq. 21), keys and values left whole. KL is of the full cache's text."
+        "that rank (Eq. 21), keys and values left whole. KL is of the full cache's text. Eq. 22: the greatest error of "
+        "such a score by its bound, of all pairs of the prompt's tokens, heads and layers, at every rank."
     )
     found = Ranks
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -103,8 +108,9 @@ class EffectiveRank(Study):
         Metric("half_match", "tokens that are the same at half of the width"),
         Metric("half_kl", "KL at half of the width (nats)", "lower", "number"),
         Metric("whole_match", "tokens that are the same at all of the width"),
+        Metric("bound", "error of a score by its bound, the greatest", "lower", "number"),
     )
-    certain = ("rank", "share", "half_energy")  # the others depend on the prompt
+    certain = ("rank", "share", "half_energy", "bound")  # the others are means over the prompt
     text = "optional"
 
     shares: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Flag(default=[0.25, 0.5, 0.75, 1.0])] = Field(
@@ -140,7 +146,8 @@ class EffectiveRank(Study):
             return Ranks(layers)
         listed = self.ranks or sorted({max(1, round(share * dim)) for share in self.shares})
         rows = truncations(trial.model, ids, listed, new=self.new, progress=part(trial.progress, 1, 2))
-        return Ranks(layers, len(ids), self.new, tuple(rows))
+        errors = score_errors(trial.model, ids, [rank for rank in listed if rank < dim])
+        return Ranks(layers, len(ids), self.new, tuple(rows), errors)
 
     def scores(self, found: Ranks) -> dict[str, float]:
         dim = found.layers[0].dim
@@ -153,7 +160,7 @@ class EffectiveRank(Study):
             assert row.match is not None and row.kl is not None
             scores |= {"half_match": row.match, "half_kl": row.kl} if row.rank == dim // 2 else {}
             scores |= {"whole_match": row.match} if row.rank == dim else {}
-        return scores
+        return scores | ({"bound": max(found.errors.values())} if found.errors else {})
 
     def tables(self, found: Ranks) -> list[Table]:
         dim = found.layers[0].dim
@@ -183,6 +190,9 @@ class EffectiveRank(Study):
             ["rank", "energy of M", *WAYS, "the paper's"],
             notes=sorted({row.error for row in found.truncations if row.error}),
         )
+        if found.errors:
+            greatest = max(found.errors.values())
+            table.notes = [*table.notes, f"The greatest error of a score is {number(greatest)} of its bound (Eq. 22)."]
         by_rank = {(row.way, row.rank): row for row in found.truncations}
         for rank in each(found.truncations, "rank"):
             rows = [by_rank.get((way, rank)) for way in WAYS]  # an earlier result has fewer ways
@@ -238,6 +248,41 @@ def layer_ranks(model: Any, progress: Progress = lambda what, done, total: None)
         found.append(_layer(adapter, layer, mine, keys, turns))
         progress("layers", layer.index + 1, len(weights))
     return found
+
+
+@torch.no_grad()
+def score_errors(model: Any, prompt: Sequence[int], ranks: Sequence[int]) -> dict[int, float]:
+    """Return by rank the greatest error of a score of residuals by M_r, divided by its bound (Eq. 22), of all pairs of
+    the prompt's tokens, query heads and layers."""
+    weights, geometry = head_weights(model), ModelGeometry.from_config(model.config)
+    greatest = dict.fromkeys(ranks, 0.0)
+
+    def watch(mine: HeadWeights, keys: Tensor) -> Callable[..., None]:
+        def see(module: Any, given: tuple[Tensor, ...]) -> None:
+            rows = given[0][0].double()  # (tokens, hidden)
+            key = keys.repeat_interleave(len(mine.query) // len(keys), 0).double()
+            products, others = rows @ mine.query.double().transpose(1, 2), rows @ key.transpose(1, 2)
+            values = product_singular_values(mine.query.transpose(1, 2), key.transpose(1, 2))
+            lengths = rows.norm(dim=1)
+            for rank in ranks:
+                less = products - products @ best_scores(mine.query, keys, rank).double()
+                errors = (less @ others.transpose(1, 2)).abs()
+                bounds = values[:, rank, None, None] * lengths[:, None] * lengths
+                greatest[rank] = max(greatest[rank], float((errors / bounds).max()))
+
+        return see
+
+    handles = []
+    try:
+        for layer, mine in zip(geometry.layers, weights, strict=True):
+            keys = weights[layer.source].key
+            assert keys is not None
+            handles.append(mine.module.register_forward_pre_hook(watch(mine, keys)))
+        model(torch.tensor([list(prompt)], device=next(model.parameters()).device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return greatest
 
 
 def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: Tensor, turns: bool) -> LayerRank:
