@@ -550,10 +550,11 @@ void hash_sessions() {
     KvStep *of_one[] = {&first.step, &second.step}, *of_two[] = {&third.step, &fourth.step};
     KvStep* const* steps[] = {of_one, of_two};
     const float scaling[] = {0.125f, 0.25f};
+    const int64_t step_counts[] = {2, 2};
     Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
     fill(x, 94, 40);
     fill_angles(cos, sin, 2, Layer::DIM / 2);
-    kvkeep_run_layers(layers, steps, scaling, 2, 2, 2, cos, sin, x);
+    kvkeep_run_layers(layers, steps, scaling, 2, step_counts, 2, cos, sin, x);
     hash.add(x);
     fourth.add(hash);
   });

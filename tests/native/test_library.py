@@ -169,8 +169,8 @@ def test_a_library_with_other_structures_or_constants_is_not_used(
         swapped = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]  # two fields of the same size
         other = type(name, (ctypes.Structure,), {"_fields_": swapped})
         monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], other))
-        start = structures.KvStep.reduce_max.offset
-        why = rf"KvStep\.token is 8 bytes at {start + 8}, not 8 bytes at {start}"
+        start = structures.KvStep.first_lane.offset
+        why = rf"KvStep\.token_lanes is 8 bytes at {start + 8}, not 8 bytes at {start}"
     else:
         monkeypatch.setitem(structures.CONSTANTS, name, 77)
         why = rf"{name} is {'missing' if name == 'KV_NEW' else '[0-9]+'}, not 77"

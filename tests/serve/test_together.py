@@ -99,6 +99,30 @@ def test_a_token_of_one_cache_goes_through_all_layers_in_one_call(tmp_path: Path
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == len(text)
 
 
+@pytest.mark.parametrize("spec", ["kvzip:sinks=2", "kvzip:least=1"])
+def test_scored_entries_are_planned_though_heads_keep_different_numbers(
+    spec: str, tmp_path: Path, passes: list[int]
+) -> None:
+    """Two sessions together answer as each does by itself, and but for rounding as layer by layer."""
+    model = loaded("llama", tmp_path)
+    caches = [KeepCache(model, spec, 24) for _ in range(5)]
+    texts = [prompt(1, 190, seed)[0].tolist() for seed in (3, 4)]
+    for number, cache in enumerate(caches):
+        in_one_call(model, cache, texts[number % 2][:150])
+    if "least" not in spec:
+        assert any(len(layer.resident.banks) > 1 for layer in caches[0].layers)
+    before = len(passes)
+    for tokens in zip(*(text[150:] for text in texts), strict=True):
+        together = read(model, caches[:2], [[token] for token in tokens])
+        for token, cache, found in zip(tokens, caches[2:4], together, strict=True):
+            assert torch.equal(in_one_call(model, cache, [token]), found)
+        torch.testing.assert_close(alone(model, caches[4], [tokens[0]]), together[0], atol=0.1, rtol=0.1)
+    assert len(passes) - before == 3 * 40
+    for one, other in zip(caches[0].layers, caches[4].layers, strict=True):
+        for bank, same in zip(one.resident.banks, other.resident.banks, strict=True):
+            assert torch.equal(bank.slots, same.slots)
+
+
 @pytest.mark.parametrize("name", ["h2o+quantize:8", "snapkv+quantize:4", "window+quantize:4"])
 def test_quantised_groups_plan_each_token_but_the_one_that_fills_a_group(
     name: str, tmp_path: Path, passes: list[int]

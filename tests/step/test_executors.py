@@ -32,7 +32,7 @@ from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
-PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova", "h2o+quantize:8")
+PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova", "h2o+quantize:8", "kvzip")
 """Cases whose single tokens are told before the pass."""
 WRITTEN = ("keys", "values", "slots", "scores", "extra", "newest")
 
@@ -80,8 +80,9 @@ class Copies:
         append = self.destination(one.append)
         assert append is not None
         spans = [Span(self.coded(span.keys), self.coded(span.values), span.start, span.stop) for span in one.attend]
-        own = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
-        return replace(one, append=append, evict=self.destination(one.evict), attend=spans, compiled=None, **own)
+        own: dict[str, Any] = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
+        own |= {"evict": self.destination(one.evict), "others": [self.step(other) for other in one.others]}
+        return replace(one, append=append, attend=spans, compiled=None, **own)
 
 
 def assert_same_writes(one: LayerStep, other: LayerStep) -> None:
@@ -156,11 +157,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     def ran(steps: Sequence[LayerStep], *given: Any) -> Tensor:
         others, counts["run"] = [Copies().step(one) for one in steps], counts["run"] + 1
         found, wanted = run(steps, *given), plain.run(others, *given)
-        for one, other in zip(steps, others, strict=True):
+        parts = [part for planned in steps for part in planned.parts]
+        for one, other in zip(parts, [part for planned in others for part in planned.parts], strict=True):
             assert_same_writes(one, other)
             if one.received is not None and other.received is not None:
                 torch.testing.assert_close(one.received, other.received, atol=2e-2, rtol=2e-2)
-        assert_near(found, wanted, [dense(span.segment().value) for one in steps for span in one.attend])
+        assert_near(found, wanted, [dense(span.segment().value) for part in parts for span in part.attend])
         return found
 
     def attended(self: WatchedRun) -> tuple[Tensor, Tensor]:
@@ -229,6 +231,33 @@ def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> N
         assert_same_writes(one, other)
 
 
+def test_lanes_of_a_token_may_have_different_entries() -> None:
+    """Lanes 0 and 2 have 5 entries, lane 1 has 3; the other session has one step for all its lanes."""
+    generator = torch.Generator().manual_seed(3)
+
+    def part(first: int, lanes: int, rows: int) -> LayerStep:
+        keys, values = (torch.randn(lanes, rows + 1, 8, generator=generator).bfloat16() for _ in "kv")
+        slots = torch.arange(rows + 1, dtype=torch.int32).repeat(lanes, 1)
+        return LayerStep(Destination(keys, values, rows, slots), rows, attend=[Span(keys, values, 0, rows + 1)],
+                         first_lane=first)  # fmt: skip
+
+    one, whole = part(0, 1, 5), part(0, 3, 4)
+    one.others = [part(1, 1, 3), part(2, 1, 5)]
+    whole.reduce, whole.received = "sum", torch.empty(3, 5)
+    others = [Copies().step(step) for step in (one, whole)]
+    query = torch.randn(1, 6, 2, 8, generator=generator).bfloat16()
+    key, value = torch.randn(2, 1, 3, 2, 8, generator=generator).bfloat16()
+    found = native.run([one, whole], [0, 1], query, key, value, 0.3)
+    assert_near(found, plain.run(others, [0, 1], query, key, value, 0.3), [value])
+    for mine, theirs in zip((one, whole), others, strict=True):
+        for ours, copied in zip(mine.parts, theirs.parts, strict=True):
+            assert_same_writes(ours, copied)
+    assert others[1].received is not None
+    torch.testing.assert_close(whole.received, others[1].received, atol=2e-2, rtol=2e-2)
+    alone = native.run([others[1]], [1], query, key, value, 0.3)  # writes the same entries again
+    assert torch.equal(alone[:, 1], found[:, 1])
+
+
 def test_a_step_that_was_compiled_follows_its_changes() -> None:
     """Parts change the row, the spans and the destination of a step from token to token, and keep the objects."""
     keys, values = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 8).bfloat16()
@@ -257,7 +286,14 @@ def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPa
         states = {f"{layer.index}.{key}": part for layer in layers for key, part in layer.state().items()}
         return torch.cat(given, 1).float(), states
 
-    methods = [("window", 40), ("h2o", 40), ("quantized:8", 200), ("snapkv+quantize:4", 120), ("revive", 100)]
+    methods = [
+        ("window", 40),
+        ("h2o", 40),
+        ("kvzip", 40),
+        ("quantized:8", 200),
+        ("snapkv+quantize:4", 120),
+        ("revive", 100),
+    ]
     by_library = [run(*method) for method in methods]
     for module, names in (
         (native, ("can_attend", "can_read", "can_insert")),

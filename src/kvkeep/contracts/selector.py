@@ -98,6 +98,8 @@ class Selector(ABC):
     """Only age decides which entries are evicted."""
     scores_arrivals: ClassVar[bool] = False
     """New entries get a first score from :meth:`arrive`; otherwise it is 0."""
+    scores_by_slot: ClassVar[bool] = False
+    """:meth:`arrive` reads only the slots of entries, so a step can be planned before its keys are known."""
     needs_kv: ClassVar[bool] = False
     """:meth:`rank` and :meth:`observe` read keys and values."""
     of_any_layer: ClassVar[bool] = False

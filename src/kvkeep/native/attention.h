@@ -209,31 +209,33 @@ static void received(const KvAttention* a, const float* lse, int64_t last, int r
 static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
                             int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
-  bool wanted = false;
+  int64_t wanted = 0;  // the largest number of lanes of a step whose received attention is wanted
   for (int64_t i = 0; i < count; i++) {
     KvAttention& a = steps[i]->attention;
-    const int64_t token = steps[i]->token, row = token * heads;
-    a.groups = heads / a.lanes;
+    const int64_t token = steps[i]->token, first = steps[i]->first_lane;
+    const int64_t lanes = steps[i]->token_lanes ? steps[i]->token_lanes : a.lanes;
+    a.groups = heads / lanes;
+    const int64_t row = token * heads + first * a.groups;
     a.query = query + row * a.dim;
     a.scaling = scaling;
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
-    wanted |= steps[i]->received != nullptr;
+    if (steps[i]->received) wanted = max64(wanted, a.lanes);
     for (int64_t lane = 0; lane < a.lanes; lane++) {
-      const int64_t place = by_token ? token * a.lanes + lane : lane * tokens + token;
+      const int64_t place = by_token ? token * lanes + first + lane : (first + lane) * tokens + token;
       const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
       insert_in_lane(steps[i]->insert, lane, (const char*)new_key, (const char*)new_value);
     }
   }
   attend_jobs(jobs, count);
   if (!wanted) return;
-  const int64_t lanes = steps[0]->attention.lanes;
-  parallel_for(count * lanes, [&](int64_t task) {
-    const KvStep& step = *steps[task / lanes];
-    if (!step.received) return;
-    const float* lse_of_step = jobs[task / lanes].lse;
+  parallel_for(count * wanted, [&](int64_t task) {
+    const KvStep& step = *steps[task / wanted];
+    const int64_t lane = task % wanted;
+    if (!step.received || lane >= step.attention.lanes) return;
+    const float* lse_of_step = jobs[task / wanted].lse;
     const int64_t blocks = (step.attention.entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
     for (int64_t block = 0; block < blocks; block++)
-      receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, step.received, task % lanes, block);
+      receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, step.received, lane, block);
   });
 }
 

@@ -81,7 +81,7 @@ static void after_attention(const KvLayer* l, const bf16* attended, const bf16* 
 }
 
 static void run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                       int64_t sessions, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
+                       const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
   const KvLayer& l = *layers[0];
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
   const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));
@@ -95,7 +95,7 @@ static void run_layers(const KvLayer* const* layers, KvStep* const* const* steps
   with_team(tokens <= MAX_DIRECT_ROWS, [&] {
     for (int64_t i = 0; i < count; i++) {
       run_before_attention(*layers[i], x, tokens, 1, cos, sin, false, query, key, value, scratch);
-      attend_sessions(steps[i], sessions, query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
+      attend_sessions(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
       run_after_attention(*layers[i], attended, x, tokens, x, scratch);
     }
   });

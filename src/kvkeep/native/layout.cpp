@@ -49,7 +49,7 @@ const KvField FIELDS[] = {
 
     STRUCTURE(KvStep),
     FIELD(KvStep, attention), FIELD(KvStep, insert), FIELD(KvStep, received), FIELD(KvStep, reduce_max),
-    FIELD(KvStep, token),
+    FIELD(KvStep, token), FIELD(KvStep, first_lane), FIELD(KvStep, token_lanes),
 };
 
 const KvNumber NUMBERS[] = {

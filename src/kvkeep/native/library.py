@@ -53,7 +53,7 @@ _SIGNATURES = {
     "kvkeep_received": "pplip",
     "kvkeep_insert": "plpp",
     "kvkeep_attend_sessions": "plpppllifpp",
-    "kvkeep_run_layers": "ppplllppp",
+    "kvkeep_run_layers": "ppplplppp",
 }
 """Arguments of each function, and behind a colon the result, as kvkeep.h declares them: ``p`` a pointer, ``l`` and
 ``i`` integers of 64 and 32 bits, ``f`` a float, ``s`` a string."""

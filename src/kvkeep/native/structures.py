@@ -125,7 +125,7 @@ class KvStep(ctypes.Structure):
         ("attention", KvAttention),
         ("insert", KvInsert),
         *_pointers("received"),
-        *_integers("reduce_max token"),
+        *_integers("reduce_max token first_lane token_lanes"),
     ]
 
 
@@ -146,7 +146,7 @@ STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
 PIECE_BYTES = ctypes.sizeof(KvPiece)
 """The bytes from one piece of a table to the next."""
 Table = ctypes.Array[Any]
-"""An array of structures, addresses or floats in memory, as kernels read it."""
+"""An array of structures, addresses or numbers in memory, as kernels read it."""
 
 # ---- addresses and tables -----------------------------------------------------------
 
@@ -164,6 +164,11 @@ def address_of(struct: ctypes.Structure | Table) -> int:
 def address_table(addresses: Sequence[int | None]) -> Table:
     """Return a table of pointers."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def count_table(numbers: Sequence[int]) -> Table:
+    """Return a table of ints of 64 bits."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def float_table(numbers: Sequence[float]) -> Table:

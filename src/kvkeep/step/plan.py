@@ -164,8 +164,22 @@ class LayerStep:
     it is not computed."""
     received: Tensor | None = None
     """(lanes, entries) float32; the executor writes that attention here."""
+    first_lane: int = 0
+    """The first of its lanes among the KV heads of the token."""
+    others: Sequence[LayerStep] = ()
+    """The steps of the token's other lanes, if lanes have different numbers of entries; they have no others."""
     compiled: Any = field(default=None, repr=False)
     """The native executor's form of the step, which the executor keeps up to date."""
+
+    @property
+    def parts(self) -> Sequence[LayerStep]:
+        """This step, and those of the other lanes."""
+        return (self, *self.others) if self.others else (self,)
+
+    @property
+    def token_lanes(self) -> int:
+        """The number of lanes of all parts."""
+        return sum(len(part.append.keys) for part in self.parts)
 
     @property
     def entries(self) -> int:

@@ -57,10 +57,10 @@ def run(
     (1, kv_heads, row, dim).
     """
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    for step, token in zip(steps, tokens, strict=True):
-        insert(step, key[0, :, token], value[0, :, token])
-        lanes = key.shape[1]
-        grouped = query[0, :, token].unflatten(0, (lanes, -1))[:, :, None]
+    for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
+        lanes = slice(step.first_lane, step.first_lane + len(step.append.keys))
+        insert(step, key[0, lanes, token], value[0, lanes, token])
+        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes, :, None]
         segments = [span.segment() for span in step.attend]
         if step.reduce:
             assert step.received is not None
@@ -68,7 +68,7 @@ def run(
             torch.cat(received, 1, out=step.received)
         else:
             found = combined(grouped, segments, scaling)[0].to(query.dtype)
-        output[0, token] = found.flatten(0, 2)
+        output[0, token].unflatten(0, (key.shape[1], -1))[lanes] = found.flatten(1, 2)
     return output
 
 

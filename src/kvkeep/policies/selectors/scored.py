@@ -17,6 +17,7 @@ class Scored(Selector):
     After all scored entries, the oldest is evicted."""
 
     scores_arrivals: ClassVar[bool] = True
+    scores_by_slot: ClassVar[bool] = True
     sinks: int = 0
     """First entries that always stay."""
 

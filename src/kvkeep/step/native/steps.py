@@ -16,6 +16,7 @@ from kvkeep.native.structures import (
     address,
     address_of,
     address_table,
+    count_table,
 )
 from kvkeep.step.native.entries import SpanTable
 from kvkeep.step.plan import Destination, LayerStep
@@ -57,7 +58,7 @@ def run(
     table = _step_table(steps, tokens)
     kernels().kvkeep_attend_sessions(
         address_of(table),
-        len(steps),
+        len(table),
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
@@ -82,12 +83,13 @@ def run_layers(
     """
     x = x.clone(memory_format=torch.contiguous_format)
     tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]
+    counts = count_table([len(table) for table in tables])
     kernels().kvkeep_run_layers(
         address_of(layers),
         address_of(by_layer := address_table([address_of(table) for table in tables])),
         address_of(scaling),
         len(by_layer),
-        x.shape[1],
+        address_of(counts),
         x.shape[1],
         cos.data_ptr(),
         sin.data_ptr(),
@@ -97,10 +99,13 @@ def run_layers(
 
 
 def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int]) -> Table:
-    compiled = [_compiled(step) for step in steps]
-    for one, token in zip(compiled, tokens, strict=True):
-        one.struct.token = token
-    return address_table([address_of(one.struct) for one in compiled])
+    addresses = []
+    for step, token in zip(steps, tokens, strict=True):
+        for part in step.parts:
+            struct = _compiled(part).struct
+            struct.token, struct.first_lane, struct.token_lanes = token, part.first_lane, step.token_lanes
+            addresses.append(address_of(struct))
+    return address_table(addresses)
 
 
 def _compiled(step: LayerStep) -> _Compiled:

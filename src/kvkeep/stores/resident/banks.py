@@ -60,6 +60,7 @@ class Bank:
     vacant: int = 0
     """The number of empty columns in use: the largest of any lane."""
     _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # valid while keys and values stay
+    _parts: list[tuple[slice, LayerStep, Span]] = field(default_factory=list, repr=False)  # as valid as `_next`
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
@@ -112,6 +113,26 @@ class Bank:
         step, span = self._next
         step.append.row, step.slot, span.stop = self.used, slot, seen
         return step, span
+
+    def next_parts(self, slot: int, seen: int) -> list[tuple[slice, LayerStep, Span]]:
+        """Return the steps of :meth:`next_step` for lanes that lie one after the other in a row: a single one if this
+        bank has all of them, else one for each lane. Before each: its lanes within the bank."""
+        if not self._parts:
+            lanes = [None] if self.lanes is None else self.lanes.tolist()
+            for number, lane in enumerate(lanes):
+                rows = slice(None) if lane is None else slice(number, number + 1)
+                keys, values = self.keys[rows], self.values[rows]
+                step = LayerStep(Destination(keys, values), first_lane=lane or 0)
+                self._parts.append((rows, step, Span(keys, values, 0, seen)))
+        for _, step, span in self._parts:
+            step.append.row, step.slot, span.stop = self.used, slot, seen
+        return self._parts
+
+    def advance(self) -> None:
+        """Note that a planned step has run, and forget its scores and ranks."""
+        self.used = min(self.columns, self.used + 1)
+        for _, step, _ in self._parts:
+            step.ranks = step.new_scores = step.append.slots = step.append.scores = None
 
     def counts(self) -> Tensor:
         """Return the number of tokens that each column in use stands for, (lanes, used) float32, 0 for an empty one."""

@@ -156,6 +156,8 @@ class Selected(WorkingSet):
 
     def plan(self) -> LayerStep | None:
         bank, selector = self.banks.banks[0], self.selector
+        if selector.scores_by_slot:
+            return self._plan_scored()
         if not bank.columns or self._seen_by_all() != bank.used:
             return None
         if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
@@ -171,17 +173,43 @@ class Selected(WorkingSet):
         step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
         return step
 
+    def _plan_scored(self) -> LayerStep | None:
+        """Return the step of a selector whose scores of new entries are known before their keys. Lanes may have
+        different budgets."""
+        slot, parts = self.length, list[LayerStep]()
+        if self.window != 0 or self.selector.needs_kv or self.ledger.visible is not None:
+            return None
+        slots = torch.full((self.banks.lanes, 1), slot, dtype=torch.int32, device=self.banks.banks[0].slots.device)
+        entries = self.ranking.candidates(None, slots, None, slot + 1, 1)
+        arriving = self.selector.arrive(entries, self.banks.banks[0].keys).float()
+        for bank in self.banks:
+            evicts = bank.used == bank.columns
+            if not bank.columns or bank.vacant or bank.extra is not None or (evicts and bank.columns < bank.budget):
+                return None
+            bank.scores = bank.scored().contiguous()  # a selector may return an expanded tensor
+            ranks, scores = self.ranking.of(bank, slot + 1).contiguous() if evicts else None, bank.of(arriving)
+            for lanes, step, span in bank.next_parts(slot, bank.used + (not evicts)):
+                if self.store.plan(step, evicts) != ():
+                    return None
+                step.append.slots, step.append.scores = bank.slots[lanes], bank.scores[lanes]
+                step.ranks, step.new_scores = None if ranks is None else ranks[lanes], scores[lanes].flatten()
+                step.oldest, step.attend = self.selector.may_tie or self.ranking.scored, [span]
+                parts.append(step)
+        first, *others = sorted(parts, key=lambda part: part.first_lane)
+        first.others = others
+        return first
+
     def commit(self) -> None:
-        bank = self.banks.banks[0]
-        if bank.used == bank.columns:
+        if any(bank.used == bank.columns for bank in self.banks):
             self.store.commit(None)
-        bank.used = min(bank.columns, bank.used + 1)
+        for bank in self.banks:
+            bank.advance()
         self.length += 1
 
     @property
     def group(self) -> Hashable | None:
         bank = self.banks.banks[0]
-        scored = bank.used == bank.columns or self.window != 0
+        scored = not self.selector.scores_by_slot and (bank.used == bank.columns or self.window != 0)
         return (*bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
