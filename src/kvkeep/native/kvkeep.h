@@ -240,15 +240,18 @@ void kvkeep_received(const KvAttention* attention, const float* lse, int64_t las
  * insert->key_bytes and insert->value_bytes. */
 void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values);
 /* Runs the attention of one layer for one token of each of some sessions: inserts its entry, then attends. A token's
- * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads, tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens,
- * heads, value_dim) and lse: (tokens, heads): the rows of these sessions' tokens are written, and no others. */
+ * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
+ * tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens, heads, value_dim) and lse: (tokens, heads):
+ * the rows of these sessions' tokens are written, and no others. */
 void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
                             const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
                             uint16_t* out, float* lse);
 /* Runs `count` layers of the same shapes, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim). x: (tokens, hidden), read and written. */
+ * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim). x: (tokens,
+ * hidden), read and written. */
 void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                       const int64_t* step_counts, int64_t tokens, const uint16_t* cos, const uint16_t* sin, uint16_t* x);
+                       const int64_t* step_counts, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
+                       uint16_t* x);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -36,7 +36,7 @@ COMMANDS = {
         ["largest", "oracle", "gathering"],
     ),
     "analyse rank": (
-        "--limit 60 --ranks 8,2 -n 4", "layers prompt_tokens new_tokens truncations figure",
+        "--limit 60 --ranks 8,2 -n 4", "layers prompt_tokens new_tokens truncations errors figure",
         ["Effective rank", "Truncated", "60 tokens read, 4 written"],
     ),
     "analyse kept": ("--limit 60 -x window,h2o -b 16", "tokens rows figure", ["window, h2o", "differing"]),
