@@ -18,6 +18,7 @@ from kvkeep.engine.batch import Read, forward
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
+from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.step.native import steps
 from kvkeep.stream import CacheStream
 
@@ -121,6 +122,26 @@ def test_scored_entries_are_planned_though_heads_keep_different_numbers(
     for one, other in zip(caches[0].layers, caches[4].layers, strict=True):
         for bank, same in zip(one.resident.banks, other.resident.banks, strict=True):
             assert torch.equal(bank.slots, same.slots)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.int64, "expanded"])
+def test_a_planned_step_takes_ranks_and_scores_as_selectors_may_give_them(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of any kind of number, and first scores that are one number expanded."""
+    model = loaded("llama", tmp_path)
+    if kind == "expanded":
+        monkeypatch.setattr(KVzip, "arrive", lambda self, new, keys: new.slots[:1, :1].float().expand(new.slots.shape))
+    else:
+        monkeypatch.setattr(KVzip, "rank", lambda self, entries: (entries.slots.long() * 7919 % 101).to(kind))
+    one, other = (KeepCache(model, "kvzip:least=1", 24) for _ in range(2))
+    text = prompt(1, 90, 3)[0].tolist()
+    for run, cache in ((in_one_call, one), (alone, other)):
+        for part in (text[:60], *([token] for token in text[60:])):
+            run(model, cache, part)
+    for ours, theirs in zip(one.layers, other.layers, strict=True):
+        for bank, same in zip(ours.resident.banks, theirs.resident.banks, strict=True):
+            assert torch.equal(bank.slots, same.slots) and torch.equal(bank.scores, same.scores)
 
 
 @pytest.mark.parametrize("name", ["h2o+quantize:8", "snapkv+quantize:4", "window+quantize:4"])

@@ -129,8 +129,12 @@ class Bank:
         return self._parts
 
     def advance(self) -> None:
-        """Note that a planned step has run, and forget its scores and ranks."""
+        """Note that a planned step has run."""
         self.used = min(self.columns, self.used + 1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the scores and ranks of a planned step."""
         for _, step, _ in self._parts:
             step.ranks = step.new_scores = step.append.slots = step.append.scores = None
 

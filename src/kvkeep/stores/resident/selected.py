@@ -148,6 +148,8 @@ class Selected(WorkingSet):
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         self._scores, self._hand = {}, keys.shape[1]
+        for bank in self.banks:
+            bank.forget()
         self.banks.reserve(keys, values, self.length)
 
     def spans(self) -> Sequence[Span] | None:
@@ -187,9 +189,12 @@ class Selected(WorkingSet):
             if not bank.columns or bank.vacant or bank.extra is not None or (evicts and bank.columns < bank.budget):
                 return None
             bank.scores = bank.scored().contiguous()  # a selector may return an expanded tensor
-            ranks, scores = self.ranking.of(bank, slot + 1).contiguous() if evicts else None, bank.of(arriving)
+            scores, ranks = bank.of(arriving).contiguous(), None
+            if evicts:
+                ranks = self.ranking.of(bank, slot + 1).contiguous()
+                ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
             for lanes, step, span in bank.next_parts(slot, bank.used + (not evicts)):
-                if self.store.plan(step, evicts) != ():
+                if self.store.plan(step, evicts) != () or step.evict is not None:  # a store of evicted entries
                     return None
                 step.append.slots, step.append.scores = bank.slots[lanes], bank.scores[lanes]
                 step.ranks, step.new_scores = None if ranks is None else ranks[lanes], scores[lanes].flatten()
