@@ -101,9 +101,10 @@ def run_layers(
 def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int]) -> Table:
     addresses = []
     for step, token in zip(steps, tokens, strict=True):
+        lanes = step.token_lanes
         for part in step.parts:
             struct = _compiled(part).struct
-            struct.token, struct.first_lane, struct.token_lanes = token, part.first_lane, step.token_lanes
+            struct.token, struct.first_lane, struct.token_lanes = token, part.first_lane, lanes
             addresses.append(address_of(struct))
     return address_table(addresses)
 
