@@ -60,7 +60,8 @@ def main() -> None:
     draw_depths(group, STORE.parent / "which-method-depths.png")
     unseen = [record for record in common if record.point["question"] == "unseen"]
     titled = group.experiment.with_(title="Which method? Needles whose question is unseen")
-    drawn = replace(group, records=unseen, experiment=titled)
+    texts = [record.model_copy(update={"scores": {"match": [fmean(record.scores["match"])]}}) for record in unseen]
+    drawn = replace(group, records=texts, experiment=titled)
     draw_quality(drawn, STORE.parent / "which-method-quality.png", "match")
     print(f"{len(records)} cells, {len(rows)} rows: {TABLE.relative_to(ROOT)}, two figures")
 

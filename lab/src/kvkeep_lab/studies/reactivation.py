@@ -179,16 +179,16 @@ class ReactivationStudy(TextStudy):
         with panels(path, title, 3, 4.6) as (left, middle, right):
             for place, rule in enumerate(each(found.rows, "rule")):
                 style, ratios = styled(place), [100 * each for each in found.ratios]
-                for name, words, line in (("reactivated", "tokens", "-"), ("missed", "of all activations", ":")):
+                for name, line, label in (("reactivated", "-", rule), ("missed", ":", None)):
                     shares = [100 * found.mean(rule, each, name) for each in found.ratios]
-                    left.plot(ratios, shares, line, **style, label=f"{rule}: {words}")
+                    left.plot(ratios, shares, line, **style, label=label)
                 rows = found.of(rule, ratio)
                 middle.plot([row.layer for row in rows], [100 * row.reactivated for row in rows], **style, label=rule)
                 rates = zip(found.distances, found.at_distance(rule, ratio), strict=True)
                 shown = [((low + high) / 2, 100 * rate) for (low, high), rate in rates if rate]
                 if shown:
                     right.plot(*zip(*shown, strict=True), **style, label=rule)
-            dress(left, "become active, %", "heavy hitters, % of the prompt", y=0, legend=True)
+            dress(left, "become active, %; dotted: activations", "heavy hitters, % of the prompt", y=0, legend=True)
             dress(middle, f"tokens that become active, %, at {100 * ratio:g} %", "layer", y=0, legend=True)
             dress(right, f"active, % of pairs, at {100 * ratio:g} %", "tokens back", x="log2", y="log", legend=True)
 
