@@ -11,7 +11,7 @@ from kvkeep.errors import UsageError
 
 OURS = (  # beside no paper
     "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond",
-    "novel", "novel-rephrased", "novel-rephrased-within",
+    "novel", "novel-perplexity", "novel-rephrased", "novel-rephrased-within",
     "other-author", "peers", "revive-parts", "which-method", "xsum",
 )  # fmt: skip
 SMALL = """
