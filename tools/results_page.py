@@ -7,6 +7,8 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts, because one cache answers all questions
+  about a text;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
@@ -21,7 +23,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -91,7 +94,7 @@ def _made(found: re.Match[str]) -> str:
     kind, named, before = found.groups()
     makers = {
         "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
-        "scores": _scores, "points": _points,
+        "scores": _scores, "texts": partial(_scores, by_text=True), "points": _points,
     }  # fmt: skip
     lines = _which(named, before) if kind == "which" else makers[kind](named)
     return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
@@ -223,22 +226,34 @@ def _paired(named: str) -> Iterator[str]:
             yield _line(f"`{other}`", *cells)
 
 
-def _scores(named: str) -> Iterator[str]:
+def _scores(named: str, by_text: bool = False) -> Iterator[str]:
     file, name, method, *models = named.split()
     group = _group(file, *models)
     budgets = _budgets(group)
     results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
     metric = group.metric(name)
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
+
+    def shown(texts: Iterable[Sequence[float]], form: str) -> str:
+        """Return the mean of numbers that are given text by text; a single text has no interval over texts."""
+        found = [numbers for numbers in texts if numbers]
+        if not found or (by_text and len(found) == 1):
+            return form.format(factor * fmean(found[0])) if found else "-"
+        over = student([fmean(numbers) for numbers in found]) if by_text else estimate([*chain(*found)])
+        return _shown(over, form, factor)
+
     columns = (f"{word}{less}" for word in _percent(budgets) for less in ("", f", `{method}` less it"))
     yield _head(titled(metric), *columns)
     for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
             one, base = results.get((other, budget)), results.get((method, budget))
-            cells.append("-" if one is None else _shown(one.scores[name], form, factor))
-            less = [] if one is None or base is None or other == method else base.minus(one.samples, name)
-            cells.append(_shown(estimate(less), form.replace(":", ":+"), factor) if less else "-")
+            texts = {} if one is None else one.samples
+            cells.append(shown((scores.get(name, []) for scores in texts.values()), form))
+            less = []
+            if base is not None and other != method:
+                less = [base.minus({place: texts[place]}, name) for place in base.samples if place in texts]
+            cells.append(shown(less, form.replace(":", ":+")))
         yield _line(f"`{other}`", *cells)
 
 
