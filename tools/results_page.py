@@ -143,20 +143,16 @@ def _claims(named: str) -> Iterator[str]:
                 ours = " ".join(re.sub(r"^(So|Ours|Not so|Undecided): ", "", text) for text in one.ours)
                 yield _line(
                     f"[{where}](lab-{name}.jsonl)", _cell(claim.says), _cell(ours) or "-", str(one.samples or "-"),
-                    group.model, _cell(one.why) or "-", _verdict(one.outcome),
+                    group.model, _cell(one.why) or "-", one.outcome,
                 )  # fmt: skip
         settings += [
             f"* **{where}**, theirs: {_cell(experiment.paper.setting)}."
             + "".join(f" Ours: {_cell(group.ours)}." for group in measured)
         ]
     yield ""
-    yield ", ".join(f"{counts[outcome]} {_verdict(outcome)}" for outcome in VerdictOutcome) + "."
+    yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in VerdictOutcome) + "."
     yield ""
     yield from settings
-
-
-def _verdict(outcome: VerdictOutcome) -> str:
-    return {VerdictOutcome.DIFFERS: "differs", VerdictOutcome.HOLDS: "holds"}.get(outcome, str(outcome))
 
 
 def _cell(text: str) -> str:

@@ -221,7 +221,7 @@ def test_intervals_widen_with_the_number_of_cases(tmp_path: Path) -> None:
 
 def test_one_contradicting_case_decides_and_all_cases_are_listed(tmp_path: Path) -> None:
     (verdict,) = group_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5).judged()
-    assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "does not hold here", 8)
+    assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "differs", 8)
     against, for_it, open_, missing = verdict.ours
     assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
     assert for_it.startswith("So: `full`; `quantized` at 25%: 100.0 [") and for_it.endswith("] (N = 8) each.")

@@ -82,11 +82,11 @@ def test_claims_that_differ_come_first(tmp_path: Path) -> None:
     text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER])
     assert headings(text, 2) == [*SECTIONS, "A small thing: smollm2", "Another"]
     differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in SECTIONS)
-    counts = "Does not hold here: 1, holds here: 1, undecided: 1, no verdict: 1 and not measured: 1."
+    counts = "Differs: 1, holds: 1, undecided: 1, no verdict: 1 and not measured: 1."
     assert text.index(counts) < text.index("\n## ")
-    assert '* "Windows find most." **Does not hold here.**' in differing_ and "Theirs: a large model" in differing_
+    assert '* "Windows find most." **Differs.**' in differing_ and "Theirs: a large model" in differing_
     assert "Q4\\_1.gguf), prompts of 127 to 256 tokens, N = 8 a row" in differing_
-    assert '* "Quantising finds all." **Holds here.**' in agreeing
+    assert '* "Quantising finds all." **Holds.**' in agreeing
     assert '* "Half is found." **Undecided with 8 samples.**' in open_
     assert '* "Llamas find all." **No verdict, another model\x27s.**' in bare
     assert "Ours: `h2o` at 10% and 25%: 50.0 [" in bare
@@ -107,7 +107,7 @@ def test_a_report_of_one_experiment_begins_with_its_chapter(tmp_path: Path) -> N
     (own_chapter,) = chapters(filled(tmp_path / "r.jsonl"))
     text = markdown([own_chapter], pictures=".png")
     assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
-    places = ["Beside A Paper", "### What the paper claims", "**Does not hold here.**", "**Holds here.**"]
+    places = ["Beside A Paper", "### What the paper claims", "**Differs.**", "**Holds.**"]
     places += ["**Undecided", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
     places += ["-quality.png)", "-map.png)", "### The frontier", "### How it was measured", "## How claims are judged"]
     assert [text.index(place) for place in places] == sorted(text.index(place) for place in places)
@@ -164,7 +164,7 @@ def test_chapters_of_other_kinds_show_their_text_and_verdicts(tmp_path: Path) ->
         "A study_of_it", ("### Part", picture), "B, Table 1", "theirs", "ours", (verdict,), ("Too small.",)
     )
     text = markdown([chapter, ANOTHER], pictures=".png")
-    assert r'* "It \*is\* so." **Does not hold here.**' in text and "  * It is 3, N = 2." in text
+    assert r'* "It \*is\* so." **Differs.**' in text and "  * It is 3, N = 2." in text
     assert "## A study\\_of\\_it" in text and "](#a-study_of_it)" in text
     assert r"![a \[drawn\] thing](drawn.png)" in text and "![" not in markdown([chapter])
 

@@ -11,8 +11,8 @@ from pathlib import Path
 class VerdictOutcome(StrEnum):
     """The outcome of a paper's claim."""
 
-    DIFFERS = "does not hold here"
-    HOLDS = "holds here"
+    DIFFERS = "differs"
+    HOLDS = "holds"
     OPEN = "undecided"
     MEASURED = "no verdict"
     UNMEASURED = "not measured"
