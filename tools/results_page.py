@@ -239,7 +239,7 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
         return _shown(over, form, factor)
 
     columns = (f"{word}{less}" for word in _percent(budgets) for less in ("", f", `{method}` less it"))
-    yield _head(titled(metric), *columns)
+    yield _head("-ln p a token" if metric.kind == "perplexity" else titled(metric), *columns)
     for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
