@@ -80,7 +80,9 @@ class Copies:
         append = self.destination(one.append)
         assert append is not None
         spans = [Span(self.coded(span.keys), self.coded(span.values), span.start, span.stop) for span in one.attend]
-        own: dict[str, Any] = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
+        own: dict[str, Any] = {
+            name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "seen", "received")
+        }
         own |= {"evict": self.destination(one.evict), "others": [self.step(other) for other in one.others]}
         return replace(one, append=append, attend=spans, compiled=None, **own)
 
@@ -204,6 +206,22 @@ def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None
     assert calls["run"] or name not in PLANNED
 
 
+@pytest.mark.parametrize("crop", [False, True])
+def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(crop: bool, calls: dict[str, int]) -> None:
+    """Empty places lie in groups, and among waiting entries: of lanes that evict fewer, and of cropped entries."""
+    model = model_of("llama")
+    cache = KeepCache(model, "kvzip:sinks=2+quantize:4", 120, chunk=32)
+    ids = prompt(1, 260, seed=2)
+    step(model, cache, ids[:, :150])
+    assert not cache.reading
+    assert any(layer.evicted.holes or layer.evicted.gaps for layer in cache.layers)
+    for at in range(150, 250):
+        if crop and at == 200:
+            cache.crop(-10)
+        step(model, cache, ids[:, cache.get_seq_length() :][:, :1])
+    assert calls["run"] > 250
+
+
 @pytest.mark.parametrize("oldest", [False, True])
 @pytest.mark.parametrize("ranks", [None, torch.float32, torch.int32])
 def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> None:
@@ -258,6 +276,31 @@ def test_lanes_of_a_token_may_have_different_entries() -> None:
     assert torch.equal(alone[:, 1], found[:, 1])
 
 
+def test_a_query_does_not_see_an_empty_place() -> None:
+    """Entries that are left out of ``seen`` change nothing, whatever lies there."""
+    keys, values = (torch.randn(2, 40, 8).bfloat16() for _ in "kv")
+    seen = torch.rand(2, 50) < 0.6
+    seen[:, 39:] = True
+    query, key, value = torch.randn(1, 4, 1, 8).bfloat16(), *torch.randn(2, 1, 2, 1, 8).bfloat16()
+
+    def planned() -> LayerStep:
+        spans = [Span(keys, values, 0, 30), Span(keys, values, 30, 40)]
+        return LayerStep(Destination(keys, values, 39), attend=spans, seen=seen)
+
+    found = native.run([planned()], [0], query, key, value, 0.3)
+    assert_near(found, plain.run([planned()], [0], query, key, value, 0.3), [values])
+    keys[~seen[:, :40]], values[~seen[:, :40]] = 5, -7
+    assert torch.equal(found, native.run([planned()], [0], query, key, value, 0.3))
+    for lane in range(2):
+        kept = (part[lane : lane + 1, seen[lane, :40]] for part in (keys, values))
+        alone = LayerStep(Destination(*(part.clone() for part in kept)))
+        alone.append.row = len(alone.append.keys[0]) - 1
+        alone.attend = [Span(alone.append.keys, alone.append.values, 0, alone.append.row + 1)]
+        of_lane = query[:, 2 * lane : 2 * lane + 2], key[:, lane : lane + 1], value[:, lane : lane + 1]
+        wanted = plain.run([alone], [0], *of_lane, 0.3)
+        assert_near(found[:, :, 2 * lane : 2 * lane + 2], wanted, [values])
+
+
 def test_a_step_that_was_compiled_follows_its_changes() -> None:
     """Parts change the row, the spans and the destination of a step from token to token, and keep the objects."""
     keys, values = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 8).bfloat16()
@@ -292,6 +335,7 @@ def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPa
         ("kvzip", 40),
         ("quantized:8", 200),
         ("snapkv+quantize:4", 120),
+        ("kvzip+quantize:4", 120),
         ("revive", 100),
     ]
     by_library = [run(*method) for method in methods]

@@ -9,7 +9,7 @@ on how a store encodes the evicted entry.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -159,6 +159,9 @@ class LayerStep:
     """Where the evicted entry is copied to; its slot, score and counts are (lanes, 1) each. None: it is discarded."""
     attend: Sequence[Span] = ()
     """The entries that the query attends to after its entry is written, in this order."""
+    seen: Tensor | None = None
+    """(lanes, at least as many as there are entries) bool: False at an empty place of :attr:`attend`, which the query
+    does not see; None: no place is empty."""
     reduce: str = ""
     """How the attention that entries receive is combined over the heads of a lane: "sum" (their mean) or "max"; empty:
     it is not computed."""
@@ -183,5 +186,13 @@ class LayerStep:
 
     @property
     def entries(self) -> int:
-        """The number of entries that the query attends to."""
+        """The number of entries that the query attends to, and of empty places between them."""
         return sum(span.entries for span in self.attend)
+
+    def segments(self) -> list[Segment]:
+        """Return :attr:`attend` as segments, with :attr:`seen` as their masks."""
+        segments = [span.segment() for span in self.attend]
+        if self.seen is None:
+            return segments
+        masks = self.seen[:, None, None, : self.entries].split([span.entries for span in self.attend], -1)
+        return [replace(segment, mask=mask) for segment, mask in zip(segments, masks, strict=True)]

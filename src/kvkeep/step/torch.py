@@ -61,7 +61,7 @@ def run(
         lanes = slice(step.first_lane, step.first_lane + len(step.append.keys))
         insert(step, key[0, lanes, token], value[0, lanes, token])
         grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes, :, None]
-        segments = [span.segment() for span in step.attend]
+        segments = step.segments()
         if step.reduce:
             assert step.received is not None
             found, received = scored(grouped, segments, scaling, step.reduce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,9 +17,13 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.memory.meter import Meter
+from kvkeep.policies.fates.quantize import Quantised
 from kvkeep.policies.fates.segments import Promising
+from kvkeep.step import native
+from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
+from kvkeep.step.plan import Destination, LayerStep, Segment
 from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
@@ -115,3 +120,77 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
     for module in (native_entries, native_steps):
         monkeypatch.setattr(module, "library", lambda: None)
     assert_near(found, steps(), 0.05)
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 99), first=st.lists(st.integers(0, 70), min_size=2, max_size=2), room=st.integers(1, 3))
+def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: list[int], room: int) -> None:
+    """Codes, waiting entries and slots are those of entries that are taken with empty places; a step reads them all."""
+    random = torch.Generator().manual_seed(seed)
+    one, other = (Groups(room, Quantised(4, Meter())) for _ in range(2))
+    planned = 0
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, 16, generator=random).bfloat16()
+
+    def left(counts: list[int], slots: Tensor) -> EvictedEntries:
+        there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        keys, values = (numbers(*there.shape) * there[..., None] for _ in "kv")
+        return EvictedEntries(keys, values, torch.where(there, slots.int(), -1), holes=bool((~there).any()))
+
+    if max(first):
+        entries = left(first, torch.arange(max(first)))
+        for store in (one, other):
+            store.take(entries, NOBODY)
+    rows = [Destination(numbers(1, 1), numbers(1, 1), 0, torch.zeros(1, 1, dtype=torch.int32)) for _ in range(2)]
+    for slot in range(max(first), max(first) + 90):
+        evicts = [bool(torch.rand(1, generator=random) < share) for share in (0.9, 0.3)]
+        if not any(evicts):
+            continue
+        fresh = left([int(evict) for evict in evicts], torch.tensor([slot]))
+        for lane, row in enumerate(rows):
+            row.keys[:], row.values[:] = fresh.keys[lane], fresh.values[lane]
+            row.slots = torch.full((1, 1), slot, dtype=torch.int32)
+        steps = [LayerStep(row, slot, first_lane=lane) for lane, row in enumerate(rows)]
+        spans = [one.plan(step, evict) for step, evict in zip(steps, evicts, strict=True)]
+        other.take(fresh, NOBODY)
+        if any(found is None for found in spans):
+            one.take(fresh, NOBODY)
+            continue
+        planned += 1
+        for step, evict in zip(steps, evicts, strict=True):
+            assert (step.evict is not None) == evict
+            native.insert(step, numbers(1), numbers(1))
+        one.commit(None)
+        for lane, (step, found) in enumerate(zip(steps, spans, strict=True)):
+            step.attend = found or ()
+            assert_read_alike(step, other, lane)
+    assert planned > 50
+    for mine, theirs in zip([*one.parts, one.slots], [*other.parts, other.slots], strict=True):
+        assert mine is not None and theirs is not None and torch.equal(mine[:, : one.kept], theirs[:, : other.kept])
+    assert one.count == other.count
+    for mine, theirs in zip(one.waiting, other.waiting, strict=True):
+        assert torch.equal(mine[:, : one.count], theirs[:, : one.count])
+
+
+def assert_read_alike(step: LayerStep, store: Groups, lane: int) -> None:
+    """A planned step reads the entries that a store yields for its lane."""
+    query, row = torch.linspace(-2, 2, 16).bfloat16().expand(1, 1, 1, 16), step.append
+    resident = Segment(row.keys[:, None], row.values[:, None])
+    segments = [*(segment for segment in step.segments() if segment.key.shape[-2]), resident]
+    pieces = [resident]
+    for piece in store.pieces(query, NOBODY, 0):
+        pair = [
+            part[lane : lane + 1] if isinstance(part, Tensor) else of_lane(part, lane)
+            for part in (piece.keys, piece.values)
+        ]
+        pieces.append(Segment(*pair, (piece.slots[lane] >= 0)[None, None, None]))
+    for mine, theirs in zip(plain.combined(query, segments, 0.3), plain.combined(query, pieces, 0.3), strict=True):
+        assert_near(mine, theirs, 5e-3)
+
+
+def of_lane(part: Any, lane: int) -> Any:
+    """The codes of one lane."""
+    own = {field.name: getattr(part, field.name) for field in fields(part)}
+    return replace(part, **{name: one[lane : lane + 1] for name, one in own.items() if isinstance(one, Tensor)})

@@ -153,6 +153,8 @@ class _Compiled:
         else:
             self._evict(evict)
         self.struct.received, self.struct.reduce_max = address(step.received), step.reduce == "max"
+        self._attention.mask = address(step.seen)
+        self._attention.mask_lane_stride = 0 if step.seen is None else step.seen.stride(0)
         self._table.show(self._attention, step.attend)
 
     def _evict(self, evict: Destination) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -49,6 +50,27 @@ class Codec(ABC):
         are -1."""
 
 
+@dataclass(eq=False)
+class View:
+    """What the planned steps of some lanes read and write. It is valid until a group is written."""
+
+    lanes: slice
+    spans: list[Span]
+    """Groups, then waiting entries."""
+    seen: Tensor | None
+    """:attr:`LayerStep.seen`; None: no place is empty."""
+    coded: int
+    """The number of entries of the groups that are read."""
+    evict: Destination
+    readable: bool
+    """Whether the native library reads the spans."""
+
+    def holds(self, lanes: int, rows: int) -> bool:
+        """Return whether it is of ``lanes`` lanes, and of at least ``rows`` resident entries."""
+        wide = self.seen is None or self.seen.shape[1] >= self.coded + GROUP + rows
+        return wide and self.lanes.stop - self.lanes.start == lanes
+
+
 class Groups(EvictedStore):
     """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the maximum number of groups;
     beyond it a new group overwrites the oldest. None: no limit."""
@@ -62,9 +84,8 @@ class Groups(EvictedStore):
         self.written = 0  # number of groups written
         self.holes = False  # whether some slots are -1
         self.gaps = False  # whether some slots of waiting entries are -1
-        self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1)
-        self._spans: list[Span] | None = None  # groups and waiting entries; valid for these tensors
-        self._readable = False  # whether the native library reads all of these spans
+        self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1), -1 for none
+        self._views: dict[int, View] = {}  # by first lane; valid for these tensors
 
     @property
     def kept(self) -> int:
@@ -74,7 +95,8 @@ class Groups(EvictedStore):
         rows = left[:3]
         if not self.waiting:
             self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
-        self.gaps |= left.holes and bool((left.slots < 0).any())
+        if left.holes and bool((left.slots < 0).any()):
+            self.gaps, self._views = True, {}
         start, total = 0, left.slots.shape[1]
         while start < total:
             count = min(GROUP - self.count, total - start)
@@ -86,7 +108,7 @@ class Groups(EvictedStore):
                 self._write()
 
     def _write(self) -> None:
-        slots, self.count, self._spans = self.waiting[2], 0, None
+        slots, self.count, self._views = self.waiting[2], 0, {}
         self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
         parts = [*self.codec.encode(*self.waiting), slots]
         if self.slots is None or (self.kept == self.slots.shape[1] and self.kept != self.capacity):
@@ -114,21 +136,30 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        if not self.waiting or (evicts and self.count == GROUP - 1):  # a first group begins or a group is encoded
+        if not self.waiting or not self.codec.as_kept or (evicts and self.count == GROUP - 1):
+            return None  # a first group begins, or a group is encoded
+        rows = step.append.keys
+        view = self._view(step.first_lane, len(rows), rows.shape[1])
+        if not view.readable:
             return None
-        spans = self.spans()
-        if spans is None or self._spans is None or not self._readable:
-            return None
-        if not evicts:
-            return spans
-        keys, values, _ = self.waiting
-        step.evict = Destination(keys, values, self.count, self._evicted)
-        self._spans[-1].stop = self.count + 1
-        return self._spans
+        step.seen, view.spans[-1].stop = view.seen, self.count + evicts
+        if evicts:
+            step.evict, view.evict.row = view.evict, self.count
+        else:
+            self._evicted[view.lanes] = -1
+        return view.spans if self.count + evicts else view.spans[:-1]
 
     def commit(self, slot: int | None) -> None:
-        place = self.waiting[2][:, self.count]
+        keys, values, slots = self.waiting
+        place = slots[:, self.count]
         place.copy_(self._evicted[:, 0]) if slot is None else place.fill_(slot)
+        if slot is None and bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
+            keys[empty, self.count], values[empty, self.count], self.gaps = 0, 0, True
+            if any(view.seen is None for view in self._views.values()):
+                self._views = {}
+            for view in self._views.values():
+                assert view.seen is not None
+                view.seen[:, view.coded + self.count] = ~empty[view.lanes]
         self.count += 1
 
     def spans(self) -> Sequence[Span] | None:
@@ -136,17 +167,41 @@ class Groups(EvictedStore):
             return None
         if not self.waiting:
             return ()
-        if self._spans is None:
-            any_query, slots = self.waiting[0][:0], self.slots
-            coded = (
-                () if slots is None else self.codec.read(any_query, self._kept_parts(), slots[:, : self.kept], False)
-            )
-            self._spans = [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in coded]
-            self._spans.append(Span(self.waiting[0], self.waiting[1], 0, 0))
-            self._readable = all(native.can_read(span.keys, span.values) for span in self._spans)
-            self._evicted = self.waiting[2].new_empty(len(self.waiting[2]), 1)
-        self._spans[-1].stop = self.count
-        return self._spans if self.count else self._spans[:-1]
+        spans = self._view(0, len(self.waiting[2]), 0).spans
+        spans[-1].stop = self.count
+        return spans if self.count else spans[:-1]
+
+    def _view(self, first: int, lanes: int, rows: int) -> View:
+        """Return what steps of ``lanes`` lanes from ``first`` on read before their at most ``rows`` resident entries:
+        groups without any entry are left out."""
+        view = self._views.get(first)
+        if view is not None and view.holds(lanes, rows):
+            return view
+        which = slice(first, first + lanes)
+        keys, values, slots = (part[which] for part in self.waiting)
+        there = None if self.slots is None else self.slots[which, : self.kept] >= 0
+        runs, seen = [(0, self.kept)] if self.kept else [], None
+        if there is not None and self.holes:
+            runs = consecutive(there.any(2).any(0).tolist())
+        spans = list[Span]()
+        for start, stop in runs:
+            assert self.slots is not None
+            parts = [part[which, start:stop] for part in self.parts]
+            pieces = self.codec.read(keys[:0], parts, self.slots[which, start:stop], False)
+            spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
+        coded = sum(span.entries for span in spans)
+        if self.holes or self.gaps:
+            seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
+            if there is not None and runs:
+                torch.cat([there[:, start:stop].flatten(1) for start, stop in runs], 1, out=seen[:, :coded])
+            seen[:, coded : coded + self.count] = slots[:, : self.count] >= 0
+        if len(self._evicted) != len(self.waiting[2]):
+            self._evicted = self.waiting[2].new_full((len(self.waiting[2]), 1), -1)
+        spans.append(Span(keys, values, 0, 0))
+        readable = all(native.can_read(span.keys, span.values) for span in spans)
+        view = View(which, spans, seen, coded, Destination(keys, values, 0, self._evicted[which]), readable)
+        self._views[first] = view
+        return view
 
     def _kept_parts(self) -> list[Tensor]:
         return [part[:, : self.kept] for part in self.parts]
@@ -160,17 +215,17 @@ class Groups(EvictedStore):
     def truncate(self, length: int, resident: WorkingSet) -> None:
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
-                self.holes = self.gaps = True
+                self.holes, self.gaps, self._views = True, True, {}
                 slots.masked_fill_(slots >= length, -1)
 
     def forget(self, slots: Tensor) -> None:
         written = [] if self.slots is None else [self.slots[:, : self.kept]]
         for slots_here in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
-            self.holes = self.gaps = True
+            self.holes, self.gaps, self._views = True, True, {}
             slots_here.copy_(without(slots_here.flatten(1), slots).view_as(slots_here))
 
     def select(self, lanes: Tensor) -> None:
-        self._spans = None
+        self._views = {}
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
         self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
         self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
@@ -182,7 +237,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps, self._spans = bool(holes), True, None  # ``gaps`` is not saved
+        self.holes, self.gaps, self._views = bool(holes), True, {}  # ``gaps`` is not saved
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None
@@ -217,6 +272,12 @@ class Groups(EvictedStore):
     def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots, and for the codec's data."""
         return nbytes(self.slots, *self.waiting[2:], self._evicted) + self.codec.nbytes
+
+
+def consecutive(chosen: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return where each run of consecutive chosen ones begins and stops."""
+    edges = [number for number in range(len(chosen) + 1) if (*chosen, False)[number] != (False, *chosen)[number]]
+    return [*zip(edges[::2], edges[1::2], strict=True)]
 
 
 def grown(groups: int, capacity: int | None) -> int:

@@ -194,11 +194,13 @@ class Selected(WorkingSet):
                 ranks = self.ranking.of(bank, slot + 1).contiguous()
                 ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
             for lanes, step, span in bank.next_parts(slot, bank.used + (not evicts)):
-                if self.store.plan(step, evicts) != () or step.evict is not None:  # a store of evicted entries
+                step.evict = None
+                evicted = self.store.plan(step, evicts)
+                if evicted is None:
                     return None
                 step.append.slots, step.append.scores = bank.slots[lanes], bank.scores[lanes]
                 step.ranks, step.new_scores = None if ranks is None else ranks[lanes], scores[lanes].flatten()
-                step.oldest, step.attend = self.selector.may_tie or self.ranking.scored, [span]
+                step.oldest, step.attend = self.selector.may_tie or self.ranking.scored, [*evicted, span]
                 parts.append(step)
         first, *others = sorted(parts, key=lambda part: part.first_lane)
         first.others = others
