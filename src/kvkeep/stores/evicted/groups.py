@@ -270,8 +270,9 @@ class Groups(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, and for the codec's data."""
-        return nbytes(self.slots, *self.waiting[2:], self._evicted) + self.codec.nbytes
+        """Bytes allocated for slots, for what planned steps see, and for the codec's data."""
+        seen = (view.seen for view in self._views.values())
+        return nbytes(self.slots, *self.waiting[2:], self._evicted, *seen) + self.codec.nbytes
 
 
 def consecutive(chosen: Sequence[bool]) -> list[tuple[int, int]]:
