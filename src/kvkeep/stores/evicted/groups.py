@@ -190,15 +190,15 @@ class Groups(EvictedStore):
             pieces = self.codec.read(keys[:0], parts, self.slots[which, start:stop], False)
             spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
         coded = sum(span.entries for span in spans)
-        if self.holes or self.gaps:
+        spans.append(Span(keys, values, 0, 0))
+        readable = all(native.can_read(span.keys, span.values) for span in spans)
+        if readable and (self.holes or self.gaps):
             seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
             if there is not None and runs:
                 torch.cat([there[:, start:stop].flatten(1) for start, stop in runs], 1, out=seen[:, :coded])
             seen[:, coded : coded + self.count] = slots[:, : self.count] >= 0
         if len(self._evicted) != len(self.waiting[2]):
             self._evicted = self.waiting[2].new_full((len(self.waiting[2]), 1), -1)
-        spans.append(Span(keys, values, 0, 0))
-        readable = all(native.can_read(span.keys, span.values) for span in spans)
         view = View(which, spans, seen, coded, Destination(keys, values, 0, self._evicted[which]), readable)
         self._views[first] = view
         return view
