@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -138,6 +139,8 @@ class Groups(EvictedStore):
     def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
         if not self.waiting or not self.codec.as_kept or (evicts and self.count == GROUP - 1):
             return None  # a first group begins, or a group is encoded
+        if not native.can_read(*self.waiting[:2]):
+            return None
         rows = step.append.keys
         view = self._view(step.first_lane, len(rows), rows.shape[1])
         if not view.readable:
@@ -277,7 +280,8 @@ class Groups(EvictedStore):
 
 def consecutive(chosen: Sequence[bool]) -> list[tuple[int, int]]:
     """Return where each run of consecutive chosen ones begins and stops."""
-    edges = [number for number in range(len(chosen) + 1) if (*chosen, False)[number] != (False, *chosen)[number]]
+    padded = [False, *chosen, False]
+    edges = [number for number, (before, one) in enumerate(pairwise(padded)) if one != before]
     return [*zip(edges[::2], edges[1::2], strict=True)]
 
 

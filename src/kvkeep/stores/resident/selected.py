@@ -181,13 +181,15 @@ class Selected(WorkingSet):
         slot, parts = self.length, list[LayerStep]()
         if self.window != 0 or self.selector.needs_kv or self.ledger.visible is not None:
             return None
+        for bank in self.banks:
+            grows = bank.used == bank.columns < bank.budget
+            if not bank.columns or bank.vacant or bank.extra is not None or grows:
+                return None
         slots = torch.full((self.banks.lanes, 1), slot, dtype=torch.int32, device=self.banks.banks[0].slots.device)
         entries = self.ranking.candidates(None, slots, None, slot + 1, 1)
         arriving = self.selector.arrive(entries, self.banks.banks[0].keys).float()
         for bank in self.banks:
             evicts = bank.used == bank.columns
-            if not bank.columns or bank.vacant or bank.extra is not None or (evicts and bank.columns < bank.budget):
-                return None
             bank.scores = bank.scored().contiguous()  # a selector may return an expanded tensor
             scores, ranks = bank.of(arriving).contiguous(), None
             if evicts:
