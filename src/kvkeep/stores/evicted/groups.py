@@ -56,6 +56,7 @@ class View:
     """What the planned steps of some lanes read and write. It is valid until a group is written."""
 
     lanes: slice
+    """Which lanes."""
     spans: list[Span]
     """Groups, then waiting entries."""
     seen: Tensor | None
@@ -63,6 +64,7 @@ class View:
     coded: int
     """The number of entries of the groups that are read."""
     evict: Destination
+    """The waiting entries' tensors."""
     readable: bool
     """Whether the native library reads the spans."""
 
@@ -182,24 +184,19 @@ class Groups(EvictedStore):
             return view
         which = slice(first, first + lanes)
         keys, values, slots = (part[which] for part in self.waiting)
-        there = None if self.slots is None else self.slots[which, : self.kept] >= 0
-        runs, seen = [(0, self.kept)] if self.kept else [], None
-        if there is not None and self.holes:
-            runs = consecutive(there.any(2).any(0).tolist())
-        spans = list[Span]()
+        groups = slots.new_empty(lanes, 0, GROUP) if self.slots is None else self.slots[which, : self.kept]
+        runs, spans, seen = consecutive((groups >= 0).any(2).any(0).tolist()), list[Span](), None
         for start, stop in runs:
-            assert self.slots is not None
             parts = [part[which, start:stop] for part in self.parts]
-            pieces = self.codec.read(keys[:0], parts, self.slots[which, start:stop], False)
+            pieces = self.codec.read(keys[:0], parts, groups[:, start:stop], False)
             spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
         coded = sum(span.entries for span in spans)
         spans.append(Span(keys, values, 0, 0))
         readable = all(native.can_read(span.keys, span.values) for span in spans)
         if readable and (self.holes or self.gaps):
             seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
-            if there is not None and runs:
-                torch.cat([there[:, start:stop].flatten(1) for start, stop in runs], 1, out=seen[:, :coded])
-            seen[:, coded : coded + self.count] = slots[:, : self.count] >= 0
+            known = [*(groups[:, start:stop].flatten(1) for start, stop in runs), slots[:, : self.count]]
+            seen[:, : coded + self.count] = torch.cat(known, 1) >= 0
         if len(self._evicted) != len(self.waiting[2]):
             self._evicted = self.waiting[2].new_full((len(self.waiting[2]), 1), -1)
         view = View(which, spans, seen, coded, Destination(keys, values, 0, self._evicted[which]), readable)
