@@ -160,8 +160,8 @@ class LayerStep:
     attend: Sequence[Span] = ()
     """The entries that the query attends to after its entry is written, in this order."""
     seen: Tensor | None = None
-    """(lanes, columns) bool, one column for each place of :attr:`attend`, or more: False where the place is empty. None:
-    no place is empty."""
+    """(lanes, columns) bool, one column for each place of :attr:`attend`, or more: False where the place is empty.
+    None: no place is empty."""
     reduce: str = ""
     """How the attention that entries receive is combined over the heads of a lane: "sum" (their mean) or "max"; empty:
     it is not computed."""
