@@ -16,7 +16,7 @@ from typing import Any
 from kvkeep.errors import ModelError
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.gguf import GgufTable, table
+from kvkeep.models.gguf_table import GgufTable, table
 from kvkeep.models.gguf_reader import open_gguf, parsed_once
 from kvkeep.models.matrices import built
 from kvkeep.models.scratch import scratch, unwritable

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.models.formats import Format
-from kvkeep.models.gguf import GgufTensor
+from kvkeep.models.gguf_table import GgufTensor
 from kvkeep.models.matrices import without_memory
 from kvkeep.models.packing import Packer, Packing
 from kvkeep.models.weights import refuse_incomplete

@@ -18,7 +18,7 @@ from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf import GgufTable
+from kvkeep.models.gguf_table import GgufTable
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
 from kvkeep.models.weight_memory import Weights, WeightTensor, bits_of_file, check_memory, weight_memory

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
 from kvkeep.models.blocks import quantised
-from kvkeep.models.gguf import GgufTensor
+from kvkeep.models.gguf_table import GgufTensor
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
 from kvkeep.native.library import trim_memory

@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import ModelError
 from kvkeep.models.blocks import GROUP, KINDS, Kind
 from kvkeep.models.formats import Format, chosen_format
-from kvkeep.models.gguf import GgufTable
+from kvkeep.models.gguf_table import GgufTable
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
 from kvkeep.units import size
