@@ -148,7 +148,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA_TYPE),
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), _GEMMA4_TYPE),
     "sarvam-moe": PreTokenizer((_NOT_NEWLINES,), bytes_as_letters=False, escaped_spaces=True),
-    "whitespace": PreTokenizer((r"\S+",), bytes_as_letters=False),
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORDS}|\p{{N}}+|{_OTHERS}|{_SPACES}"), ignore_merges=True
     ),
