@@ -46,7 +46,7 @@ def test_parts_of_a_file_are_read_as_one(tmp_path: Path) -> None:
     parts[1].rename(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"has 3 parts, and m-00002-of-00003\.gguf is missing beside it"):
         read_header(parts[0])
-    with pytest.raises(ModelError, match="is part 2 of 3 of a model, and its name does not say so"):
+    with pytest.raises(ModelError, match="states that it is part 2 of 3 of a model, and its name does not say so"):
         read_header(tmp_path / "other.gguf")
     shutil.copy(parts[0], parts[1])
     with pytest.raises(ModelError, match="is part 1 of 3"):

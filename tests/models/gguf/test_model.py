@@ -55,10 +55,12 @@ def _about(key: str) -> str:
     abouts = {
         "general.architecture": "architecture", "general.type": "type", "general.alignment": "alignment",
         "split.no": "part", "split.count": "part", "llama.block_count": "layers", "llama.vocab_size": "tokens",
-        "tokenizer.ggml.tokens": "vocabulary",
+        "tokenizer.ggml.tokens": "vocabulary", "tokenizer.ggml.token_type": "types of", "tokenizer.ggml.merges": "merge 1",
+        "tokenizer.ggml.model": "tokenizer of a kind", "tokenizer.ggml.pre": "pre-tokenizer",
+        "llama.rope.scaling.type": "scales its positions", "llama.expert_count": "expert",
+        "llama.attention.key_length": "dimension_count", "llama.attention.head_count": "heads",
     }  # fmt: skip
-    sizes = ("embedding_length", "feed_forward_length", "head_count", "head_count_kv", "dimension_count", "key_length")
-    return abouts.get(key, "shape" if key.rpartition(".")[2] in sizes else key)
+    return abouts.get(key, key)
 
 
 @pytest.mark.parametrize(

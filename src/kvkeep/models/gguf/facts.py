@@ -43,11 +43,13 @@ class Facts:
         found: int = self.keys.need(f"{self.architecture}.{key}", int)
         return found
 
-    def each(self, key: str, default: int | None = None) -> list[Any]:
-        """Return a whole number for each layer."""
+    def each(self, key: str, default: int | None = None) -> list[int]:
+        """Return a whole number for each layer. Raises ModelError if the file states none and there is no default."""
+        if default is None and f"{self.architecture}.{key}" not in self.keys:
+            self.need(key)
         return self.keys.several(f"{self.architecture}.{key}", self.layers, int, default)
 
-    def same(self, key: str, default: int | None = None) -> Any:
+    def same(self, key: str, default: int | None = None) -> int:
         """Return a whole number that is the same for all layers. Raises UnsupportedModelError if layers differ."""
         found = set(self.each(key, default))
         if len(found) != 1:
@@ -95,13 +97,17 @@ class Facts:
     @property
     def heads(self) -> int:
         """Query heads of a layer."""
-        found: int = self.same("attention.head_count")
-        return found
+        return self.same("attention.head_count")
 
     @property
     def head_dim(self) -> int:
         """Elements of a head. Raises UnsupportedModelError if values are of another width."""
-        width = self.width // max(1, self.heads)
-        keys: int = self.count("attention.key_length", width)
+        stated = self.count("attention.key_length")
+        if stated is None and (self.heads <= 0 or self.width % self.heads):
+            raise ModelError(
+                f"'{self.keys.file}' is damaged: its attention.head_count is {self.heads}, which does not divide its "
+                f"embedding_length, {self.width}."
+            )
+        keys: int = self.width // self.heads if stated is None else stated
         self.expect("attention.value_length", keys, "reads only heads whose keys and values have one width")
         return keys

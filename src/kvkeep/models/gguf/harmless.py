@@ -23,6 +23,8 @@ HARMLESS: Mapping[str, str] = {
         "marks of texts to be filled in, which a prompt names itself",
     r"tokenizer\.ggml\.(mask|seperator|cls)_token_id": "tokens of encoders",
     r"tokenizer\.ggml\.token_type_count": "segments of encoders",
+    r"tokenizer\.ggml\.(scores|merges|pre|add_space_prefix|add_sep_token|remove_extra_whitespaces|precompiled_charsmap)":
+        "a rule of another kind of tokenizer than the file's, which reads those of its own",
     r"tokenizer\.huggingface\.json": "the tokenizer once more; the other keys are read, as llama.cpp does",
 }  # fmt: skip
 """Patterns of harmless keys, and the reason. ARCH stands for the architecture's name."""

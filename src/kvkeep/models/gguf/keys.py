@@ -48,10 +48,20 @@ class Keys:
             raise ModelError(f"'{self.file}' cannot be read as a model: it does not state {key}.")
         return self.get(key, kind)
 
+    def items(self, key: str, kind: type[T], default: list[T] | None = None) -> Any:
+        """Return the items of a list, all of one type. Raises ModelError for another value."""
+        value = self.metadata.get(key)
+        kinds = {"b": bool, "i": int, "u": int, "f": float}
+        stored = kinds.get(value.dtype.kind) if isinstance(value, np.ndarray) else str
+        found = self.get(key, list, default)
+        if value is not None and found and stored is not kind:
+            raise ModelError(f"'{self.file}' is damaged: its {key} is a list of others than {_NAMES[kind]}.")
+        return found
+
     def several(self, key: str, count: int, kind: type[T], default: T | None = None) -> list[Any]:
         """Return ``count`` values of ``key``, one for each layer; a single value counts for all."""
         if isinstance(self.metadata.get(key), list | np.ndarray):
-            values = self.get(key, list)
+            values = self.items(key, kind)
             if len(values) != count:
                 raise ModelError(f"'{self.file}' is damaged: its {key} has {len(values)} values, not {count}.")
             return list(values)

@@ -12,7 +12,8 @@ from kvkeep.models.gguf.vocabulary import Type, Vocabulary
 def listed_merges(keys: Keys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the merges that a file lists, the first ones first. The first of two equal ones counts.
     Raises ModelError if one has no two parts, or names a token that the vocabulary ``ids`` does not have."""
-    listed = keys.need("tokenizer.ggml.merges", list)
+    keys.need("tokenizer.ggml.merges", list)
+    listed = keys.items("tokenizer.ggml.merges", str)
     merges = []
     for number, merge in enumerate(listed):
         at = merge.find(" ", 1)  # a first part may begin with a space
@@ -40,7 +41,8 @@ def merges_by_score(keys: Keys, vocabulary: Vocabulary) -> list[tuple[str, str]]
     Raises ModelError if there is not one score for each token.
     """
     ids = vocabulary.ids
-    scores = keys.need("tokenizer.ggml.scores", list)
+    keys.need("tokenizer.ggml.scores", list)
+    scores = keys.items("tokenizer.ggml.scores", float)
     if len(scores) != len(ids):
         raise ModelError(
             f"'{keys.file}' is damaged: its vocabulary has {len(ids):,} tokens and {len(scores):,} scores; fetch it again."

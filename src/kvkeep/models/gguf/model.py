@@ -47,7 +47,7 @@ class GgufModel:
     @cached_property
     def ends(self) -> list[int]:
         """The ids of tokens that end an answer."""
-        return end_ids(self.facts.keys, self.tokenizer)
+        return [*end_ids(self.facts.keys, self.pre)]
 
     @cached_property
     def tensors(self) -> Mapping[str, GgufTensor]:

@@ -25,8 +25,8 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
         raise ModelError(
-            f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.dimension_count is {rotated}, and a head "
-            f"has {facts.head_dim} elements."
+            f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.dimension_count is {rotated}, and each "
+            f"of its {facts.heads} heads has {facts.head_dim} elements."
         )
     if rotated != facts.head_dim:
         made["partial_rotary_factor"] = rotated / facts.head_dim
