@@ -269,7 +269,7 @@ def _steady_positions(text: Any) -> int | None:
     stated = getattr(text, "rope_parameters", None) or {}
     found = []
     for one in [stated, *(value for value in stated.values() if isinstance(value, dict))]:
-        if one.get("rope_type") == "longrope":
+        if one.get("rope_type") == "longrope" and one.get("long_factor") != one.get("short_factor"):
             found.append(one.get("original_max_position_embeddings") or text.max_position_embeddings)
         elif "dynamic" in (one.get("rope_type") or ""):
             found.append(text.max_position_embeddings - 1)  # at this length, the angles are those of the previous call

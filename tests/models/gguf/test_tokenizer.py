@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
@@ -22,7 +23,12 @@ TEXT = "a 4.\n\n1. First Ünï 中文 👩‍👩‍👧 \x00 ab  c"
 def keys(**values: Any) -> Keys:
     """Keys of ``tokenizer.ggml``; two underscores are a point of a whole name, None is left out."""
     named = {key.replace("__", ".") if "__" in key else f"tokenizer.ggml.{key}": one for key, one in values.items()}
-    named = {key: one for key, one in named.items() if one is not None}
+    stored = {"token_type": np.int32, "scores": np.float32}
+    named = {
+        key: np.array(one, stored[name]) if (name := key.rpartition(".")[2]) in stored and type(one) is list else one
+        for key, one in named.items()
+        if one is not None
+    }
     return Keys(Path("model.gguf"), named)
 
 

@@ -73,17 +73,21 @@ def read_header(file: Path) -> Header:
     parts = [_read(part) for part in parts_of(file)]
     metadata, tensors = dict(parts[0][0]), dict[str, FileTensor]()
     for number, (stated, found) in enumerate(parts):
-        if int(stated.get("split.count", 1)) != len(parts) or int(stated.get("split.no", 0)) != number:
+        count, place = _whole(stated.get("split.count", 1)), _whole(stated.get("split.no", 0))
+        if (count, place) not in ((len(parts), number), (0, 0)):
             raise ModelError(
-                f"The file '{file}' is part {int(stated.get('split.no', 0)) + 1} of "
-                f"{int(stated.get('split.count', 1))} of a model, and its name does not say so; give the parts their "
-                "names back (NAME-00001-of-00003.gguf)."
+                f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not say "
+                "so; give the parts their names back (NAME-00001-of-00003.gguf)."
             )
         for name, tensor in found.items():
             if name in tensors:
                 raise ModelError(f"The tensor {name} is in two parts of '{file}'; fetch the parts again.")
             tensors[name] = tensor
     return Header(file, metadata, tensors, parts_of(file))
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int else -1
 
 
 def parts_of(file: Path) -> tuple[Path, ...]:

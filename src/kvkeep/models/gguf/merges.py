@@ -16,12 +16,11 @@ Merge = tuple[str, str]
 def listed_merges(keys: Keys, ids: Mapping[str, int]) -> list[Merge]:
     """Return the merges that a file lists, the first ones first. The first of two equal ones counts.
     Raises ModelError if one has no two parts, or names a token that the vocabulary ``ids`` does not have."""
-    listed = keys.need("tokenizer.ggml.merges", list)
+    keys.need("tokenizer.ggml.merges", list)
+    listed = keys.items("tokenizer.ggml.merges", str)
     merges = [_parts(merge) for merge in listed]
     lefts, rights = [left for left, _ in merges], [right for _, right in merges]
-    if not all(
-        map(ids.__contains__, chain(lefts, rights, map(add, lefts, rights)))
-    ):  # half a million in a tenth of 1 s
+    if not all(map(ids.__contains__, chain(lefts, rights, map(add, lefts, rights)))):
         raise _wrong(keys, merges, listed, ids)
     return merges if len(set(listed)) == len(listed) else list(dict.fromkeys(merges))
 
@@ -58,7 +57,8 @@ def merges_by_score(keys: Keys, vocabulary: Vocabulary) -> list[Merge]:
     that is none: merges do not reach it.
     """
     ids = vocabulary.ids
-    scores = keys.need("tokenizer.ggml.scores", list)
+    keys.need("tokenizer.ggml.scores", list)
+    scores = keys.items("tokenizer.ggml.scores", float)
     if len(scores) != len(ids):
         raise ModelError(
             f"'{keys.file}' is damaged: its vocabulary has {len(ids):,} tokens and {len(scores):,} scores; fetch it "

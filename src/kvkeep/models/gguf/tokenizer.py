@@ -5,9 +5,10 @@
 generates: the spaces before punctuation that its ``llama_detokenize`` takes out for some pre-tokenizers
 (``clean_spaces``) stay.
 
-Two rules of llama.cpp are not kept to the letter. Of special tokens that overlap in a text (``>>TITLE<<|endoftext|>``)
-the leftmost is taken, and llama.cpp takes the longest. After a special token of Phi-3 all white space is dropped, and
-llama.cpp drops that of ASCII.
+Three rules of llama.cpp are not kept to the letter. Of special tokens that overlap in a text
+(``>>TITLE<<|endoftext|>``) the leftmost is taken, and llama.cpp takes the longest. After a special token of Phi-3 all
+white space is dropped, and llama.cpp drops that of ASCII. Of two different tokens with the same score that overlap,
+which no sentencepiece model has, llama.cpp makes the leftmost first.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ def build_tokenizer(keys: Keys, vocabulary: Vocabulary) -> PreTrainedTokenizerFa
     built.add_tokens(list(_added(keys, vocabulary)))
     built.post_processor = _template(vocabulary)
     return _wrapped(built, vocabulary, templates_of(keys))
+
+
+def end_ids(keys: Keys, pre: str | None = None) -> tuple[int, ...]:
+    """Return the ids of all tokens that end a generation, in ascending order; ``pre`` as in `tokenizer_of`."""
+    return vocabulary_of(keys, pre).ends
 
 
 def _with_merges(keys: Keys, vocabulary: Vocabulary, splits: PreTokenizer) -> Tokenizer:

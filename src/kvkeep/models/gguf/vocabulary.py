@@ -109,7 +109,8 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
     """Return the vocabulary of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
     Raises ModelError for one that contradicts itself, UnsupportedModelError for one that kvkeep cannot build."""
     kind = kind_of(keys, pre)
-    listed = keys.need("tokenizer.ggml.tokens", list)
+    keys.need("tokenizer.ggml.tokens", list)
+    listed = keys.items("tokenizer.ggml.tokens", str)
     ids = {token or f"[EMPTY_{one}]": one for one, token in enumerate(listed)}
     if len(ids) < len(listed):
         raise _damaged(keys, f"its vocabulary has the token {_repeated(listed)[:40]!r} twice")
@@ -132,7 +133,7 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
 
 def _types(keys: Keys, count: int) -> dict[int, Type]:
     """Return the types of the tokens that are not normal, by id."""
-    stated = keys.get("tokenizer.ggml.token_type", list, [int(Type.NORMAL)] * count)
+    stated = keys.items("tokenizer.ggml.token_type", int, [int(Type.NORMAL)] * count)
     if len(stated) != count:
         raise _damaged(keys, f"its vocabulary has {count:,} tokens and the types of {len(stated):,}")
     known = set(Type)
