@@ -76,8 +76,8 @@ def read_header(file: Path) -> Header:
         count, place = _whole(stated.get("split.count", 1)), _whole(stated.get("split.no", 0))
         if (count, place) not in ((len(parts), number), (0, 0)):
             raise ModelError(
-                f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not say "
-                "so; give the parts their names back (NAME-00001-of-00003.gguf)."
+                f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not "
+                "say so; give the parts their names back (NAME-00001-of-00003.gguf)."
             )
         for name, tensor in found.items():
             if name in tensors:
