@@ -54,7 +54,7 @@ class Keys:
         kinds = {"b": bool, "i": int, "u": int, "f": float}
         stored = kinds.get(value.dtype.kind) if isinstance(value, np.ndarray) else str
         found = self.get(key, list, default)
-        if value is not None and found and stored is not kind:
+        if value is not None and found and stored is not kind and not (kind is float and stored is int):
             raise ModelError(f"'{self.file}' is damaged: its {key} is a list of others than {_NAMES[kind]}.")
         return found
 

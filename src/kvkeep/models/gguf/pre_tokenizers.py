@@ -1,8 +1,7 @@
 r"""Pre-tokenizers: how text is split before the merges of byte pair encoding, by the names that GGUF files state.
 
-The reference is llama.cpp (src/llama-vocab.cpp for the names and expressions, src/unicode.cpp for what they match there).
-The expressions are written for Oniguruma, which ``tokenizers`` uses, and differ from llama.cpp's text where the engines
-do:
+The reference is llama.cpp (src/llama-vocab.cpp for the names and expressions, src/unicode.cpp for what they match).
+The expressions are written for Oniguruma, which ``tokenizers`` uses, and differ from llama.cpp's where the engines do:
 
 * ``\d`` and ``\b`` of C++ mean ASCII, so the digits are written out.
 * llama.cpp's ``\p{Lu}``, ``\p{Ll}``, ``\p{Lt}``, ``\p{Lm}`` and ``\p{Lo}`` are any letter.
@@ -39,7 +38,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}|{_OTHERS}|{_SPACES}"
 _ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-_DEEPSEEK3 = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+_DEEPSEEK_WORDS = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+_DEEPSEEK3 = rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 _CHINESE_JAPANESE = "[一-龥぀-ゟ゠-ヿ]+"
 _CASES = (
     r"[^\r\n\p{L}\p{N}]?(?:(?=LETTER)[^a-z])*(?:(?=LETTER)[^A-Z])+ENDING"
@@ -110,7 +110,7 @@ _TINY_AYA_TYPE = PreTokenizer(
 _GEMMA4_TYPE = PreTokenizer(
     (_NOT_NEWLINES,), add_bos=True, always_bos=True, bytes_as_letters=False, escaped_spaces=True
 )
-_DEEPSEEK_WORDS = (
+_DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z\x{B5}À-ÖØ-öø-ƺƼ-ƿ\x{1C4}-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-\x{3F5}Ϸ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
     r"Ὀ-Ὅὐ-ὗὙὛὝὟ-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌῐ-\x{1FD3}ῖ-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼ\x{2102}\x{2107}\x{210A}-\x{2113}"
     r"\x{2115}\x{2119}-\x{211D}\x{2124}\x{2126}\x{2128}\x{212A}-\x{212D}\x{212F}-\x{2134}\x{2139}\x{213C}-\x{213F}"
@@ -148,7 +148,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA_TYPE),
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), _GEMMA4_TYPE),
     "sarvam-moe": PreTokenizer((_NOT_NEWLINES,), bytes_as_letters=False, escaped_spaces=True),
-    "whitespace": PreTokenizer((r"\S+",), bytes_as_letters=False),
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORDS}|\p{{N}}+|{_OTHERS}|{_SPACES}"), ignore_merges=True
     ),
@@ -161,7 +160,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     "deepseek-llm": PreTokenizer(
         (
-            r"[\r\n]", _DEEPSEEK_WORDS, r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+\z", _DEEPSEEK_CHINESE, r"\p{N}+",
+            r"[\r\n]", _DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+\z", _DEEPSEEK_CHINESE, r"\p{N}+",
         )
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
@@ -169,8 +168,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         (
             r"\p{N}{1,3}",
             _CHINESE_JAPANESE,
-            rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+|[\r\n]"
-            r"|\s+(?!\S)|\s+",
+            rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+",
             r"\p{N}",
         )
     ),

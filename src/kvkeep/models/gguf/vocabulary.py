@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens, their types and the special ones, by llama.cpp's rules (llama-vocab.cpp)."""
+"""The vocabulary of a GGUF file: its tokens, their types and roles, by llama.cpp's rules (src/llama-vocab.cpp)."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def kind_of(keys: Keys, pre: str | None = None) -> Kind:
     name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
     if name in _REFUSED:
         raise UnsupportedModelError(
-            f"'{keys.file}' has the tokenizer '{name}' ({_REFUSED[name]}), which kvkeep cannot build; use a model with a "
-            "tokenizer of the kind gpt2, llama or gemma4."
+            f"'{keys.file}' has the tokenizer '{name}' ({_REFUSED[name]}), which kvkeep cannot build; use a model with "
+            "a tokenizer of the kind gpt2, llama or gemma4."
         )
     if name == "llama":
         if pre is not None:
@@ -97,8 +97,8 @@ def kind_of(keys: Keys, pre: str | None = None) -> Kind:
         return Kind(name, bos=1, eos=2, unk=0, add_bos=True)
     if name not in ("gpt2", "gemma4"):
         raise UnsupportedModelError(
-            f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, '{name[:80]}' (known are gpt2, llama and "
-            "gemma4); update kvkeep."
+            f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, '{name[:80]}' (known are gpt2, llama "
+            "and gemma4); update kvkeep."
         )
     splits = pre_tokenizer(pre or ("gemma4" if name == "gemma4" else stated or "default"))
     default = Kind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
@@ -123,18 +123,12 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
     types |= dict.fromkeys(controls, Type.CONTROL)
     types |= dict.fromkeys((ids[name] for name in _SHOWN_NAMES if name in ids), Type.USER_DEFINED)
     ends = found - _no_ends(ids, found, types)
-    for role, asked, default in (("bos", "add_bos_token", kind.add_bos), ("eos", "add_eos_token", False)):
-        if keys.get(f"tokenizer.ggml.{asked}", bool, default) and roles[role] is None:
-            raise _damaged(keys, f"it adds a token to each text ({asked}) and does not state which ({role}_token_id)")
-    return Vocabulary(
-        kind,
-        ids,
-        types,
-        roles,
-        tuple(sorted(ends)),
-        kind.always_bos or keys.get("tokenizer.ggml.add_bos_token", bool, kind.add_bos),
-        keys.get("tokenizer.ggml.add_eos_token", bool, False),
-    )
+    add_bos = keys.get("tokenizer.ggml.add_bos_token", bool, kind.add_bos) or kind.always_bos
+    add_eos = keys.get("tokenizer.ggml.add_eos_token", bool, False)
+    for role, added in (("bos", add_bos), ("eos", add_eos)):
+        if added and roles[role] is None:
+            raise _damaged(keys, f"it has a token added to each text and does not state which ({role}_token_id)")
+    return Vocabulary(kind, ids, types, roles, tuple(sorted(ends)), add_bos, add_eos)
 
 
 def _types(keys: Keys, count: int) -> dict[int, Type]:
