@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +158,8 @@ def test_requests_that_wait_for_a_model_that_cannot_be_loaded_end(
     def noted(self: HTTPServer) -> None:
         start(self)
         pending.append(threads.submit(lambda: httpx.get(f"{self.url}/v1/models", timeout=60).status_code))
+        while not self.server_state.connections:  # a damaged file is refused at once
+            time.sleep(0.01)
 
     monkeypatch.setattr(HTTPServer, "start", noted)
     (damaged := tmp_path / "damaged.gguf").write_bytes(b"GGUF and no more")
