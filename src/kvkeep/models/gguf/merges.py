@@ -8,7 +8,7 @@ from operator import add
 
 from kvkeep.errors import ModelError, UnsupportedModelError
 from kvkeep.models.gguf.keys import Keys
-from kvkeep.models.gguf.vocabulary import Type, Vocabulary
+from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary
 
 Merge = tuple[str, str]
 
@@ -65,7 +65,7 @@ def merges_by_score(keys: Keys, vocabulary: Vocabulary) -> list[Merge]:
             "again."
         )
     _check_characters(keys, vocabulary)
-    parts = set(ids).difference(vocabulary.tokens[one] for one in vocabulary.of(Type.BYTE))
+    parts = set(ids).difference(vocabulary.tokens[one] for one in vocabulary.of(TokenType.BYTE))
     found = [
         (-score, -at, at - len(token), left, right)
         for token, score in zip(ids, scores, strict=True)

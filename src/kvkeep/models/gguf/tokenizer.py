@@ -24,12 +24,12 @@ from kvkeep.models.gguf.keys import Keys
 from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.templates import templates_of
-from kvkeep.models.gguf.vocabulary import Type, Vocabulary, vocabulary_of
+from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
 
 _SPACE = "▁"
-_SPECIAL = (Type.CONTROL, Type.UNKNOWN)
+_SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 """Types of tokens whose names are text where special tokens are not parsed."""
 
 
@@ -91,7 +91,7 @@ def _verbatim(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
     """Return what keeps the text of special tokens that spell bytes otherwise: ``ø`` is not the byte 0xF8."""
     letters = set(pre_tokenizers.ByteLevel.alphabet())
     step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for one in vocabulary.of(*_SPECIAL, Type.USER_DEFINED):
+    for one in vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED):
         text = vocabulary.tokens[one]
         if not text.isascii() and letters.issuperset(text):
             exactly = "".join(rf"\x{{{ord(letter):X}}}" for letter in text)
@@ -125,7 +125,7 @@ def _spaces(escaped: bool) -> list[decoders.Decoder]:
 
 def _added(keys: Keys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
     """Return the tokens that are split off text before it is merged."""
-    found = vocabulary.of(*_SPECIAL, Type.USER_DEFINED)
+    found = vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED)
     left, right = _stripping(keys, {vocabulary.tokens[one] for one in found})
     for one in found:
         token = vocabulary.tokens[one]

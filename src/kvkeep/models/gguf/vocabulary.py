@@ -24,7 +24,7 @@ _REFUSED = {
 """Kinds of tokenizers that a file can have and kvkeep does not build."""
 
 
-class Type(IntEnum):
+class TokenType(IntEnum):
     """Types of tokens, by their number in a file."""
 
     UNDEFINED = 0
@@ -37,7 +37,7 @@ class Type(IntEnum):
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenizerKind:
     """A kind of tokenizer, and what a file need not state."""
 
     name: str
@@ -58,10 +58,10 @@ class Kind:
 class Vocabulary:
     """The tokens of a file."""
 
-    kind: Kind
+    kind: TokenizerKind
     ids: Mapping[str, int] = field(repr=False)
     """Ids by token, in their order."""
-    types: Mapping[int, Type] = field(repr=False)
+    types: Mapping[int, TokenType] = field(repr=False)
     """The types of tokens that are not normal, by id."""
     roles: Mapping[str, int | None]
     """Ids by role (bos, eos, eot, eom, unk, sep, pad, mask, fim_pre, fim_suf, fim_mid, fim_pad, fim_rep, fim_sep)."""
@@ -77,12 +77,12 @@ class Vocabulary:
         """The tokens by id."""
         return list(self.ids)
 
-    def of(self, *types: Type) -> list[int]:
+    def of(self, *types: TokenType) -> list[int]:
         """Return the ids of tokens of any of ``types``, in ascending order."""
         return sorted(one for one, its in self.types.items() if its in types)
 
 
-def kind_of(keys: Keys, pre: str | None = None) -> Kind:
+def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
     """Return the kind of a file's tokenizer; ``pre``: the name of a pre-tokenizer to use instead of the file's.
     Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know."""
     name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
@@ -94,14 +94,14 @@ def kind_of(keys: Keys, pre: str | None = None) -> Kind:
     if name == "llama":
         if pre is not None:
             raise UsageError(f"'{keys.file}' merges tokens by their scores and splits no text before; leave --pre out.")
-        return Kind(name, bos=1, eos=2, unk=0, add_bos=True)
+        return TokenizerKind(name, bos=1, eos=2, unk=0, add_bos=True)
     if name not in ("gpt2", "gemma4"):
         raise UnsupportedModelError(
             f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, '{name[:80]}' (known are gpt2, llama "
             "and gemma4); update kvkeep."
         )
     splits = pre_tokenizer(pre or ("gemma4" if name == "gemma4" else stated or "default"))
-    default = Kind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
+    default = TokenizerKind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
     return default if name == "gpt2" else replace(default, bos=None, eos=None)
 
 
@@ -120,8 +120,8 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
     roles |= named
     found = _ends(ids, roles)
     controls = {*named.values(), *(ids[name] for name in _END_NAMES if name in ids)}
-    types |= dict.fromkeys(controls, Type.CONTROL)
-    types |= dict.fromkeys((ids[name] for name in _SHOWN_NAMES if name in ids), Type.USER_DEFINED)
+    types |= dict.fromkeys(controls, TokenType.CONTROL)
+    types |= dict.fromkeys((ids[name] for name in _SHOWN_NAMES if name in ids), TokenType.USER_DEFINED)
     ends = found - _no_ends(ids, found, types)
     add_bos = keys.get("tokenizer.ggml.add_bos_token", bool, kind.add_bos) or kind.always_bos
     add_eos = keys.get("tokenizer.ggml.add_eos_token", bool, False)
@@ -131,16 +131,16 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
     return Vocabulary(kind, ids, types, roles, tuple(sorted(ends)), add_bos, add_eos)
 
 
-def _types(keys: Keys, count: int) -> dict[int, Type]:
+def _types(keys: Keys, count: int) -> dict[int, TokenType]:
     """Return the types of the tokens that are not normal, by id."""
-    stated = keys.items("tokenizer.ggml.token_type", int, [int(Type.NORMAL)] * count)
+    stated = keys.items("tokenizer.ggml.token_type", int, [int(TokenType.NORMAL)] * count)
     if len(stated) != count:
         raise _damaged(keys, f"its vocabulary has {count:,} tokens and the types of {len(stated):,}")
-    known = set(Type)
+    known = set(TokenType)
     return {
-        one: Type(number) if number in known else Type.UNDEFINED
+        one: TokenType(number) if number in known else TokenType.UNDEFINED
         for one, number in enumerate(stated)
-        if number != Type.NORMAL
+        if number != TokenType.NORMAL
     }
 
 
@@ -195,7 +195,7 @@ _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """Tokens of gpt-oss that are shown in text, whatever their type."""
 
 
-def _stated_roles(keys: Keys, kind: Kind, count: int) -> dict[str, int | None]:
+def _stated_roles(keys: Keys, kind: TokenizerKind, count: int) -> dict[str, int | None]:
     """Return the ids of the roles that the file states, or that its kind of tokenizer has by default."""
     roles: dict[str, int | None] = {}
     for role, key in _ROLE_KEYS.items():
@@ -221,7 +221,7 @@ def _ends(ids: Mapping[str, int], roles: Mapping[str, int | None]) -> set[int]:
     return {*(one for one in by_role if one is not None), *(ids[name] for name in _END_NAMES if name in ids)}
 
 
-def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, Type]) -> set[int]:
+def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, TokenType]) -> set[int]:
     """Return the ids that are no ends beside others, and give them the type that they have then: ``<|end|>`` where
     other tokens end a message (gpt-oss, Solar), ``</s>`` where it is text (Gemma 4)."""
 
@@ -231,7 +231,7 @@ def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, Type]) -> 
     found: set[int] = set()
     if has("<|end|>") and has("<|call|>", "<|calls|>") and has("<|return|>", "<|flush|>"):
         found.add(ids["<|end|>"])
-        types[ids["<|end|>"]] = Type.USER_DEFINED
+        types[ids["<|end|>"]] = TokenType.USER_DEFINED
     if has("</s>") and has("<|tool_response>", "<|plamo:eos|>"):
         found.add(ids["</s>"])
         types.pop(ids["</s>"], None)
