@@ -1,0 +1,64 @@
+"""Make tiny models: random weights of few values, exact in float16, so that a file packs into a few kilobytes."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from architectures import VOCABULARY, configuration
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
+LETTERS = [chr(33 + number) for number in range(VOCABULARY - len(SPECIAL) - 3)] + ["Ġ", "Ċ"]
+POSITIONS = 48
+GAIN = 1.5
+
+
+def token_ids() -> list[int]:
+    """The sequence that all models read: no special token, some tokens twice in a row, later ones repeat earlier ones."""
+    drawn = torch.randint(len(SPECIAL), VOCABULARY, (POSITIONS,), generator=torch.Generator().manual_seed(48))
+    drawn[30:36] = drawn[4:10]
+    drawn[21] = drawn[20]
+    return drawn.tolist()
+
+
+def model(variant: str) -> Any:
+    """The model of a variant, float32; the same for every call."""
+    made = AutoModelForCausalLM.from_config(configuration(variant), experts_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, values in made.state_dict(keep_vars=True).items():
+            if values.is_floating_point():
+                values.copy_(_drawn(name, values))
+    return made
+
+
+def _drawn(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Values near those that a vector had; a matrix of which each output has about the size of an input."""
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(-1, 2, values.shape, generator=random).float()
+    if values.ndim == 1:
+        return (4 * values).round() / 4 + signs / 4
+    if "emb" in name or "wte" in name or "wpe" in name:
+        return signs / 2
+    return signs * 2.0 ** round(float(torch.tensor(GAIN / values.shape[-1] ** 0.5).log2()))
+
+
+def write_folder(made: Any, folder: Path) -> None:
+    """Write a model as transformers does, with a byte-level tokenizer of single characters."""
+    made.save_pretrained(folder)
+    tokens = [*SPECIAL, *LETTERS, '!"']
+    bpe = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [("!", '"')], unk_token=SPECIAL[0]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    named = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **named).save_pretrained(folder)
+
+
+def logprobs(made: Any, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Log-probabilities that transformers computes at all positions, (positions, vocabulary), float64."""
+    with torch.no_grad():
+        logits = made.to(dtype)(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits.double().log_softmax(-1)
