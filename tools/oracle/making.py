@@ -18,7 +18,7 @@ GAIN = 1.5
 
 
 def token_ids() -> list[int]:
-    """The sequence that all models read: no special token, some tokens twice in a row, later ones repeat earlier ones."""
+    """The sequence that all models read: no special token, one token twice in a row, and a phrase that is repeated."""
     drawn = torch.randint(len(SPECIAL), VOCABULARY, (POSITIONS,), generator=torch.Generator().manual_seed(48))
     drawn[30:36] = drawn[4:10]
     drawn[21] = drawn[20]
