@@ -32,9 +32,14 @@ def _longrope(**more: Any) -> dict[str, Any]:
     return _rope("longrope", **factors, **more)
 
 
+MANY_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+"""Some models have windows, or norms of queries, where llama.cpp counts 64 layers."""
 NORM_EPS: dict[str, Any] = {"layer_norm_eps": 0.01}
 SCALES: dict[str, Any] = {
-    "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.5,
+    "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.5, "attention_multiplier": 0.5,
 }  # fmt: skip
 ROUTED: dict[str, Any] = EXPERTS | {
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
@@ -46,7 +51,7 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-6, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16,
@@ -94,44 +99,50 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("Olmo", COMMON | UNTIED | _rope() | {"clip_qkv": 0.5}),
     "olmo2": ("Olmo2", LLAMA),
     "olmo3": ("Olmo3", LLAMA | _rope() | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-    "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}),
+    "olmoe": ("Olmoe", LLAMA | {
+        "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "stablelm": ("StableLm", COMMON | NORM_EPS | UNTIED | {"use_qkv_bias": True} | _rope(
         theta=10000.0, partial_rotary_factor=0.5)),
     "stablelm-qk-norms": ("StableLm", COMMON | NORM_EPS | UNTIED | {
         "use_parallel_residual": True, "qk_layernorm": True} | _rope(theta=10000.0, partial_rotary_factor=0.5)),
     "smollm3": ("SmolLM3", LLAMA | TIED | {"num_hidden_layers": 4}),
-    "glm": ("Glm", LLAMA | _rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True}),
+    "glm": ("Glm", LLAMA | _rope(theta=10000.0, partial_rotary_factor=0.5) | {
+        "head_dim": 8, "attention_bias": True, "rms_norm_eps": 1e-5}),
     "glm4": ("Glm4", LLAMA | _rope(partial_rotary_factor=0.5) | {"head_dim": 16, "attention_bias": True}),
     "glm4moe": ("Glm4Moe", LLAMA | ROUTED | _rope(partial_rotary_factor=0.5) | {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0}),
-    "command-r": ("Cohere", COMMON | NORM_EPS | _rope() | {"logit_scale": 0.25}),
-    "command-r-qk-norms": ("Cohere", COMMON | NORM_EPS | _rope() | {"logit_scale": 0.25, "use_qk_norm": True}),
+    "command-r": ("Cohere", COMMON | NORM_EPS | _rope() | {"logit_scale": 1.5}),
+    "command-r-qk-norms": ("Cohere", COMMON | NORM_EPS | _rope() | MANY_LAYERS | {
+        "logit_scale": 1.5, "use_qk_norm": True}),
     "cohere2": ("Cohere2", COMMON | NORM_EPS | _rope() | {
-        "logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 4, "rotary_pct": 1.0}),
+        "logit_scale": 1.5, "sliding_window": 8, "num_hidden_layers": 4, "rotary_pct": 1.0}),
     "nemotron": ("Nemotron", COMMON | UNTIED | _rope(partial_rotary_factor=0.5) | {
         "norm_eps": 0.01, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "falcon": ("Falcon", GPT | {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "layer_norm_epsilon": 0.01, "bias": True}),
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 1,
+        "layer_norm_epsilon": 0.01}),
     "falcon-new": ("Falcon", GPT | UNTIED | {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2,
         "new_decoder_architecture": True, "layer_norm_epsilon": 0.01, "bias": False}),
     "phi2": ("Phi", COMMON | NORM_EPS | UNTIED | _rope(theta=10000.0, partial_rotary_factor=0.5) | {
         "num_key_value_heads": 4, "intermediate_size": 128}),
     "phimoe": ("Phimoe", LLAMA | ORIGINAL | _longrope(
-        short_mscale=1.25, long_mscale=1.5, **ORIGINAL) | {
+        short_mscale=1.5**0.5, long_mscale=1.5**0.5, **ORIGINAL) | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "attention_bias": True,
         "lm_head_bias": True}),
     "gpt-oss": ("GptOss", LLAMA | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rms_norm_eps": 1e-5}
-        | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, truncate=False, **ORIGINAL)),
+        | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, **ORIGINAL)),
     "deepseek2": ("DeepseekV2", LLAMA | LATENT | {
         "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-        "topk_method": "greedy", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "q_lora_rank": None}),
-    "deepseek3": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True}),
-    "deepseek3-yarn": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True}
+        "topk_method": "greedy", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}),
+    "deepseek3": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6}),
+    "deepseek3-yarn": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6}
         | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, **ORIGINAL)),
-    "exaone4": ("Exaone4", LLAMA | {
-        "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 4, "num_hidden_layers": 4}),
+    "exaone4": ("Exaone4", LLAMA | {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4-windows": ("Exaone4", LLAMA | MANY_LAYERS | {"sliding_window": 8, "sliding_window_pattern": 4}),
     "bloom": ("Bloom", GPT | {"hidden_size": 32, "n_layer": 2, "n_head": 4, "layer_norm_epsilon": 0.01}),
     "gptneox": ("GPTNeoX", COMMON | NORM_EPS | UNTIED | {"rotary_pct": 0.5, "use_parallel_residual": True}),
     "gptneox-serial": ("GPTNeoX", COMMON | NORM_EPS | UNTIED | {"rotary_pct": 0.5, "use_parallel_residual": False}),
@@ -148,14 +159,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-dense": ("HunYuanDenseV1", LLAMA | {"head_dim": 16}),
     "hunyuan-moe": ("HunYuanMoEV1", LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
     "dots1": ("Dots1", LLAMA | ROUTED | {
-        "head_dim": 16, "sliding_window": None, "num_key_value_heads": 2, "norm_topk_prob": True}),
+        "head_dim": 16, "sliding_window": None, "norm_topk_prob": True}),
     "llama4": ("Llama4Text", LLAMA | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
-        "intermediate_size": 24, "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "attention_chunk_size": 16,
-        "attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5, "rms_norm_eps": 1e-5}),
+        "intermediate_size": 24, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+        "attn_temperature_tuning": True, "rms_norm_eps": 1e-5}),
     "minimax-m2": ("MiniMaxM2", LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma4": ("Gemma4Text", COMMON | EPS | {
-        "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 4.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "lfm2": ("Lfm2", COMMON | _rope() | {
@@ -164,8 +175,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1}),
     "qwen3next": ("Qwen3Next", LLAMA | EXPERTS | DELTA | _rope(partial_rotary_factor=0.5) | {
         "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 24}),
-    "qwen3_5": ("Qwen3_5Text", LLAMA | DELTA | _rope(partial_rotary_factor=0.5) | {"head_dim": 16}),
-    "qwen3_5moe": ("Qwen3_5MoeText", LLAMA | EXPERTS | DELTA | _rope(partial_rotary_factor=0.5) | {
+    "qwen3_5": ("Qwen3_5Text", LLAMA | DELTA | _rope(
+        partial_rotary_factor=0.5, mrope_section=[2, 1, 1]) | {"head_dim": 16}),
+    "qwen3_5moe": ("Qwen3_5MoeText", LLAMA | EXPERTS | DELTA | _rope(
+        partial_rotary_factor=0.5, mrope_section=[2, 1, 1]) | {
         "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 24}),
     "falcon-h1": ("FalconH1", LLAMA | MAMBA2 | {
         "head_dim": 8, "mamba_d_ssm": 64, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5,
@@ -174,21 +187,40 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0]}),
     "granitehybrid": ("GraniteMoeHybrid", LLAMA | SCALES | MAMBA2 | {
         "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
-        "shared_intermediate_size": 24, "position_embedding_type": "rope"}),
-    "bamba": ("Bamba", LLAMA | MAMBA2 | {"attn_layer_indices": [1]}),
+        "shared_intermediate_size": 24, "position_embedding_type": "nope"}),
+    "bamba": ("Bamba", LLAMA | MAMBA2 | _rope(partial_rotary_factor=1.0) | {"attn_layer_indices": [1]}),
     "mamba": ("Mamba", GPT | {
         "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4, "layer_norm_epsilon": 0.01}),
     "mamba2": ("Mamba2", GPT | {
         "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1,
         "layer_norm_epsilon": 0.01, "chunk_size": 16}),
-    "nemotron_h": ("NemotronH", LLAMA | {
+    "nemotron_h": ("NemotronH", COMMON | UNTIED | {
         "num_hidden_layers": 3, "head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16,
-        "layers_block_type": ["mamba", "attention", "mlp"], "n_groups": 1, "chunk_size": 16}),
+        "layers_block_type": ["mamba", "attention", "moe"], "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4,
+        "n_shared_experts": 1, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 1.5, "time_step_min": 1e-20}),
     "jamba": ("Jamba", LLAMA | {
         "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8,
         "mamba_dt_rank": 4}),
 }  # fmt: skip
 """Variant to the class of its configuration in transformers (``LlamaConfig``), and what it is given."""
+
+
+OLDER: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_ctx": 64},
+    "gptneox": {"rotary_pct": 0.5},
+    "gptneox-serial": {"rotary_pct": 0.5},
+    "mpt": {"architectures": ["MPTForCausalLM"]},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+    "minimax-m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "deepseek3": {"scoring_func": "sigmoid"},
+    "deepseek3-yarn": {"scoring_func": "sigmoid"},
+    "dots1": {"scoring_func": "sigmoid"},
+    "nemotron_h": {"rms_norm_eps": 1e-5},
+    "granitehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan-moe": {"moe_intermediate_size": [48, 48], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+}
+"""What the converter reads of a config.json, and transformers 5.24 writes under another name, or no longer."""
 
 
 def configuration(variant: str) -> Any:

@@ -31,11 +31,14 @@ def main() -> None:
 
 def _convert(converter: Any, folder: str, out: str) -> str | None:
     given = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
-    find = converter.get_model_class
+    find, read = converter.get_model_class, converter.ModelBase.load_hparams
     try:
         with (
             patch.object(sys, "argv", given),
             patch.object(converter, "get_model_class", lambda *args, **more: _own_vocabulary(find(*args, **more))),
+            patch.object(
+                converter.ModelBase, "load_hparams", lambda *args, **more: read(*args, **more) | _older(folder)
+            ),
         ):
             converter.main()
     except (Exception, SystemExit) as error:
@@ -44,9 +47,15 @@ def _convert(converter: Any, folder: str, out: str) -> str | None:
     return None if Path(out).is_file() else "no file was written"
 
 
+def _older(folder: str) -> dict[str, Any]:
+    """What an older transformers would have written into the folder's config.json."""
+    return json.loads((Path(folder) / "older.json").read_text())
+
+
 def _own_vocabulary(kind: Any) -> Any:
     kind.set_vocab = kind._set_vocab_gpt2
     kind.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    kind.no_mtp = True  # the option --no-mtp, of models that may have such layers
     return kind
 
 

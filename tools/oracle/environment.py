@@ -27,10 +27,18 @@ class Environment:
     """The folder of llama.cpp, which has the converter and ``src/llama-vocab.cpp``."""
 
     def ask(self, requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What llama.cpp answers to each request of ``llama.py``."""
-        lines = "\n".join(json.dumps(one) for one in requests)
-        answered = _run([str(self.python), str(HERE / "llama.py")], lines)
-        return [json.loads(line) for line in answered.splitlines()]
+        """What llama.cpp answers to each request of ``llama.py``; where it ends the process, that is the error."""
+        left, answers = [json.dumps(one) for one in requests], []
+        while left:
+            command = [str(self.python), str(HERE / "llama.py")]
+            environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+            done = subprocess.run(command, input="\n".join(left), capture_output=True, text=True, env=environment)
+            found = [json.loads(line) for line in done.stdout.splitlines()]
+            if done.returncode:
+                found.append({"error": f"llama.cpp ends the process: {done.stderr.strip().splitlines()[-1]}"})
+            answers += found
+            left = left[len(found) :]
+        return answers
 
     def convert(self, folders: dict[Path, Path]) -> dict[Path, str | None]:
         """Convert transformers folders to GGUF files. Returns, for each file, why it failed, or None."""

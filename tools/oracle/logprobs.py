@@ -12,7 +12,7 @@ import numpy
 import torch
 from architectures import ARCHITECTURES
 from environment import Environment
-from making import logprobs, model, token_ids, write_folder
+from making import gelu_of_ggml, logprobs, model, token_ids, write_folder
 
 CONTEXT = 256
 """Positions of llama.cpp's context, which chooses the factors of a long rope by this number."""
@@ -29,6 +29,8 @@ class Made:
     """Log-probabilities in float32, (positions, vocabulary)."""
     double: torch.Tensor
     """The same in float64."""
+    gelu: torch.Tensor
+    """The same in float32, but every GELU as ggml computes it."""
 
 
 def record(environment: Environment, work: Path, out: Path, variants: list[str]) -> dict[str, Any]:
@@ -58,10 +60,11 @@ def record(environment: Environment, work: Path, out: Path, variants: list[str])
 
 def _made(work: Path, variant: str, said: dict[str, Any]) -> Made | None:
     try:
+        write_folder(variant, work / variant)
         made = model(variant)
-        write_folder(made, work / variant)
-        ids = token_ids()
-        return Made(variant, logprobs(made, ids, torch.float32), logprobs(made, ids, torch.float64))
+        single, double = logprobs(made, torch.float32), logprobs(made, torch.float64)
+        with gelu_of_ggml():
+            return Made(variant, single, double, logprobs(model(variant), torch.float32))
     except Exception as error:
         said[variant] = {"transformers": f"{type(error).__name__}: {error}"}
         return None
@@ -73,7 +76,9 @@ def _differences(made: Made, found: torch.Tensor) -> dict[str, Any]:
         "class": ARCHITECTURES[made.variant][0],
         "float32": _apart(found, made.single),
         "float64": _apart(found, made.double),
+        "gelu": _apart(found, made.gelu),
         "rounding": _apart(made.single, made.double),
+        "spread": float(f"{float(found.std()):.2g}"),
     }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from architectures import VOCABULARY, configuration
+from architectures import OLDER, VOCABULARY, configuration
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -27,6 +31,7 @@ def token_ids() -> list[int]:
 
 def model(variant: str) -> Any:
     """The model of a variant, float32; the same for every call."""
+    torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(configuration(variant), experts_implementation="eager").float().eval()
     with torch.no_grad():
         for name, values in made.state_dict(keep_vars=True).items():
@@ -39,16 +44,20 @@ def _drawn(name: str, values: torch.Tensor) -> torch.Tensor:
     """Values near those that a vector had; a matrix of which each output has about the size of an input."""
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     signs = torch.randint(-1, 2, values.shape, generator=random).float()
-    if values.ndim == 1:
+    if values.ndim < 2:
         return (4 * values).round() / 4 + signs / 4
     if "emb" in name or "wte" in name or "wpe" in name:
         return signs / 2
     return signs * 2.0 ** round(float(torch.tensor(GAIN / values.shape[-1] ** 0.5).log2()))
 
 
-def write_folder(made: Any, folder: Path) -> None:
+def write_folder(variant: str, folder: Path) -> None:
     """Write a model as transformers does, with a byte-level tokenizer of single characters."""
-    made.save_pretrained(folder)
+    model(variant).save_pretrained(folder)
+    older = OLDER.get(variant, {})
+    (folder / "older.json").write_text(json.dumps(older))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | older))
     tokens = [*SPECIAL, *LETTERS, '!"']
     bpe = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [("!", '"')], unk_token=SPECIAL[0]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,8 +66,28 @@ def write_folder(made: Any, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=bpe, **named).save_pretrained(folder)
 
 
-def logprobs(made: Any, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+def logprobs(made: Any, dtype: torch.dtype) -> torch.Tensor:
     """Log-probabilities that transformers computes at all positions, (positions, vocabulary), float64."""
     with torch.no_grad():
-        logits = made.to(dtype)(torch.tensor([ids]), use_cache=False).logits[0]
+        logits = made.to(dtype)(torch.tensor([token_ids()]), use_cache=False).logits[0]
     return logits.double().log_softmax(-1)
+
+
+@contextmanager
+def gelu_of_ggml() -> Iterator[None]:
+    """Models that are made and run within compute every GELU as ggml does: of float16, by tanh, to float16."""
+    from transformers import activations
+    from transformers.models.bloom import modeling_bloom
+
+    exact = torch.nn.functional.gelu
+
+    def table(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+        looked_up = exact(x.half().float(), approximate="tanh").half().to(x.dtype)
+        return torch.where(x.abs() < 10, looked_up, x.relu())
+
+    with (
+        patch.object(torch.nn.functional, "gelu", table),
+        patch.object(activations.NewGELUActivation, "forward", lambda self, x: table(x)),
+        patch.object(modeling_bloom.BloomGelu, "forward", lambda self, x: table(x)),
+    ):
+        yield
