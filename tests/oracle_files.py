@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
 import numpy
 from gguf import GGUFWriter
+
+RECORDS = Path(__file__).parent / "models" / "records"
+WHOLE = ["", "Hello", " Hello\n", "<s>Hello</s> "]
+"""Texts whose ids are recorded with those that begin and end a text."""
+
+
+def unpacked(name: str) -> Any:
+    """A packed record."""
+    return json.loads(lzma.decompress((RECORDS / name).read_bytes()))
 
 
 def write_vocabulary(path: Path, vocabulary: dict[str, Any], model: str, keys: dict[str, Any]) -> None:
@@ -36,3 +47,30 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], model: str, keys: d
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tokenizer_from(path: Path) -> Any:
+    """The tokenizer that kvkeep makes of a GGUF file."""
+    from kvkeep.models.gguf.tokenizer import tokenizer_of
+
+    return tokenizer_of(_keys(path))
+
+
+def ends_from(path: Path) -> list[int]:
+    """The ids that end an answer, as kvkeep reads them from a GGUF file."""
+    from kvkeep.models.gguf.vocabulary import vocabulary_of
+
+    return list(vocabulary_of(_keys(path)).ends)
+
+
+def _keys(path: Path) -> Any:
+    from kvkeep.models.gguf.header import read_header
+    from kvkeep.models.gguf.keys import Keys
+
+    return Keys(path, read_header(path).metadata)
+
+
+def ids_of(tokenizer: Any, texts: list[str], special: bool = False, add: bool = False) -> list[list[int]]:
+    """Ids of texts. ``special``: names of special tokens in them are these tokens. ``add``: with those that begin and
+    end a text."""
+    return tokenizer(texts, add_special_tokens=add, split_special_tokens=not special)["input_ids"]

@@ -12,11 +12,11 @@ import corpus
 import vocabularies
 from environment import Environment
 
+from kvkeep.errors import ModelError
+
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))  # the writer of the tests, so that they read the same files
-from oracle_files import write_vocabulary  # noqa: E402
-
-WHOLE = ["", "Hello", " Hello\n", "<s>Hello</s> "]
+from oracle_files import WHOLE, ids_of, tokenizer_from, write_vocabulary  # noqa: E402
 
 
 def record_texts(out: Path) -> None:
@@ -105,3 +105,21 @@ def _asked(environment: Environment, paths: list[Path], texts: list[str], back: 
 
 def _write(path: Path, what: Any) -> None:
     path.write_bytes(lzma.compress(json.dumps(what, separators=(",", ":")).encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def compare(environment: Environment, file: Path) -> None:
+    """Print how many texts have the same ids in kvkeep and llama.cpp, and the first that have not."""
+    texts = corpus.texts()
+    said = _asked(environment, [file], texts)[0]
+    try:
+        tokenizer = tokenizer_from(file)
+    except ModelError as error:
+        print(f"{file.name}: {error}")
+        return
+    data, special = (ids_of(tokenizer, texts, special=special) for special in (False, True))
+    cases = [(at, data[at], ids) for at, ids in enumerate(said["data"])]
+    cases += [(at, special[at], ids) for at, ids in said["special"].items()]
+    wrong = [case for case in cases if case[1] != case[2]]
+    print(f"{file.name}: {len(cases) - len(wrong)} of {len(cases)} are equal")
+    for at, ids, wanted in wrong[:5]:
+        print(f"  {texts[at]!r}: {ids}, llama.cpp {wanted}")

@@ -143,7 +143,6 @@ ENDS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "gemma4": (dict.fromkeys(("<eos>", "<turn|>", "<|tool_response>", "</s>"), CONTROL), {"eos": "<eos>"}),
     "deepseek": ({"<｜end▁of▁sentence｜>": CONTROL, "<EOT>": CONTROL}, {"eos": "<｜end▁of▁sentence｜>"}),
     "minimax": ({"[e~[": CONTROL, "<end_of_utterance>": CONTROL, "<x>": CONTROL}, {"eos": "<x>"}),
-    "beyond": ({"<x>": CONTROL}, {"eos": "beyond"}),
 }
 """Vocabularies of letters and some more tokens, by type, and which of them the file names as ends."""
 
