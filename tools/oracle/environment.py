@@ -35,7 +35,8 @@ class Environment:
             done = subprocess.run(command, input="\n".join(left), capture_output=True, text=True, env=environment)
             found = [json.loads(line) for line in done.stdout.splitlines()]
             if done.returncode:
-                found.append({"error": f"llama.cpp ends the process: {done.stderr.strip().splitlines()[-1]}"})
+                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+                found.append({"error": f"llama.cpp ends the process: {last.rpartition('/')[2]}"})
             answers += found
             left = left[len(found) :]
         return answers

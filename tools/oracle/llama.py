@@ -70,6 +70,7 @@ def _model(path: str, vocabulary_only: bool) -> Iterator[Any]:
     given = library.llama_model_default_params()
     given.vocab_only = vocabulary_only
     given.n_gpu_layers = 0
+    given.use_extra_bufts = False  # weights repacked for AMX, with which the process ends on some virtual machines
     model = library.llama_model_load_from_file(path.encode(), given)
     if not model:
         raise ValueError("llama.cpp refuses the file.")
