@@ -41,6 +41,7 @@ def main() -> None:
             command.add_argument("model", help="an embedded model's name, or a GGUF file")
             command.add_argument("text", type=Path)
             command.add_argument("--windows", type=int, default=16, help="so many windows of the text")
+            command.add_argument("--exact", action="store_true", help="also with weights unpacked to float32")
     given = options.parse_args()
     work = given.work.resolve()
     for folder in (RECORDS, work / "models", work / "vocabularies"):
@@ -75,7 +76,8 @@ def compare(llama_cpp: environment.Environment, work: Path, given: argparse.Name
 def compare_perplexity(llama_cpp: environment.Environment, work: Path, given: argparse.Namespace) -> None:
     """Compare kvkeep's perplexity with llama.cpp's."""
     known = EMBEDDED.get(given.model)
-    perplexity.compare(llama_cpp, gguf_path(known) if known else Path(given.model), given.text, given.windows)
+    exact = work / "unpacked.gguf" if given.exact else None
+    perplexity.compare(llama_cpp, gguf_path(known) if known else Path(given.model), given.text, given.windows, exact)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ ROUTED: dict[str, Any] = EXPERTS | {
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 16,
@@ -65,7 +66,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": ("Llama", LLAMA | _rope(
         "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, **ORIGINAL)),
     "llama-linear": ("Llama", LLAMA | _rope("linear", factor=4.0)),
-    "llama-yarn": ("Llama", LLAMA | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, **ORIGINAL)),
+    "llama-yarn": ("Llama", LLAMA | _rope("yarn", factor=4.0, **ORIGINAL)),
+    "llama-yarn-betas": ("Llama", LLAMA | _rope("yarn", factor=4.0, beta_fast=0.5, beta_slow=0.1, **ORIGINAL)),
+    "llama-yarn-factor": ("Llama", LLAMA | _rope("yarn", factor=4.0, attention_factor=1.5, **ORIGINAL)),
     "mistral": ("Mistral", LLAMA | {"head_dim": 16, "sliding_window": None}),
     "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("Qwen2", LLAMA),
@@ -81,6 +84,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None, **ORIGINAL, "original_max_position_embeddings": 64}),
+    "phi3-window": ("Phi3", LLAMA | {"sliding_window": 8, "original_max_position_embeddings": 64}),
     "phi3-longrope": ("Phi3", LLAMA | ORIGINAL | _longrope(**ORIGINAL) | {"sliding_window": None}),
     "phi3-longrope-short": ("Phi3", LLAMA | _longrope(original_max_position_embeddings=256) | {
         "sliding_window": None, "max_position_embeddings": 512, "original_max_position_embeddings": 256}),
@@ -106,8 +110,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-qk-norms": ("StableLm", COMMON | NORM_EPS | UNTIED | {
         "use_parallel_residual": True, "qk_layernorm": True} | _rope(theta=10000.0, partial_rotary_factor=0.5)),
     "smollm3": ("SmolLM3", LLAMA | TIED | {"num_hidden_layers": 4}),
-    "glm": ("Glm", LLAMA | _rope(theta=10000.0, partial_rotary_factor=0.5) | {
-        "head_dim": 8, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "glm": ("Glm", LLAMA | _rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True}),
     "glm4": ("Glm4", LLAMA | _rope(partial_rotary_factor=0.5) | {"head_dim": 16, "attention_bias": True}),
     "glm4moe": ("Glm4Moe", LLAMA | ROUTED | _rope(partial_rotary_factor=0.5) | {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0}),
@@ -126,21 +129,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "new_decoder_architecture": True, "layer_norm_epsilon": 0.01, "bias": False}),
     "phi2": ("Phi", COMMON | NORM_EPS | UNTIED | _rope(theta=10000.0, partial_rotary_factor=0.5) | {
         "num_key_value_heads": 4, "intermediate_size": 128}),
-    "phimoe": ("Phimoe", LLAMA | ORIGINAL | _longrope(
-        short_mscale=1.5**0.5, long_mscale=1.5**0.5, **ORIGINAL) | {
+    "phimoe": ("Phimoe", LLAMA | {"original_max_position_embeddings": 64,
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "attention_bias": True,
         "lm_head_bias": True}),
     "gpt-oss": ("GptOss", LLAMA | {
-        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rms_norm_eps": 1e-5}
-        | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, **ORIGINAL)),
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+        | _rope("yarn", factor=4.0, **ORIGINAL)),
     "deepseek2": ("DeepseekV2", LLAMA | LATENT | {
         "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
         "topk_method": "greedy", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}),
-    "deepseek3": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6}),
-    "deepseek3-yarn": ("DeepseekV3", LLAMA | LATENT | ROUTED | {"num_nextn_predict_layers": 0, "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6}
-        | _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, **ORIGINAL)),
+    "deepseek3": ("DeepseekV3", LLAMA | LATENT | ROUTED | GROUPS | {
+        "num_nextn_predict_layers": 0, "norm_topk_prob": True, "rms_norm_eps": 1e-6}),
+    "deepseek3-yarn": ("DeepseekV3", LLAMA | LATENT | ROUTED | _rope(
+        "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, **ORIGINAL) | {
+        "num_nextn_predict_layers": 0, "norm_topk_prob": True, "rms_norm_eps": 1e-6}),
     "exaone4": ("Exaone4", LLAMA | {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone4-windows": ("Exaone4", LLAMA | MANY_LAYERS | {"sliding_window": 8, "sliding_window_pattern": 4}),
     "bloom": ("Bloom", GPT | {"hidden_size": 32, "n_layer": 2, "n_head": 4, "layer_norm_epsilon": 0.01}),
@@ -160,11 +162,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-moe": ("HunYuanMoEV1", LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
     "dots1": ("Dots1", LLAMA | ROUTED | {
         "head_dim": 16, "sliding_window": None, "norm_topk_prob": True}),
-    "llama4": ("Llama4Text", LLAMA | {
+    "llama4": ("Llama4Text", LLAMA | _rope(
+        "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, **ORIGINAL) | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
         "intermediate_size": 24, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
         "attn_temperature_tuning": True, "rms_norm_eps": 1e-5}),
-    "minimax-m2": ("MiniMaxM2", LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral3": ("Ministral3", LLAMA | {"head_dim": 16, "sliding_window": None} | _rope(
+        "yarn", factor=4.0, beta_fast=0.5, beta_slow=0.1, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+        **ORIGINAL)),
+    "afmoe": ("Afmoe", LLAMA | EXPERTS | {
+        "head_dim": 16, "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5,
+        "num_hidden_layers": 4, "sliding_window": 8, "mup_enabled": True}),
+    "laguna": ("Laguna", LLAMA | EXPERTS | {
+        "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 24, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"], "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}}}),
+    "jais2": ("Jais2", COMMON | NORM_EPS | UNTIED | _rope() | {"head_dim": 8, "num_key_value_heads": 4}),
+    "exaone-moe": ("ExaoneMoe", LLAMA | EXPERTS | {
+        "head_dim": 16, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8, "num_hidden_layers": 4,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1}),
+    "minimax-m2": ("MiniMaxM2", LLAMA | _rope(partial_rotary_factor=0.5) | {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma4": ("Gemma4Text", COMMON | EPS | {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 4.0,
@@ -208,11 +228,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 OLDER: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 64},
+    "glm": {"layernorm_epsilon": 0.01, "rope_ratio": 0.05},
     "gptneox": {"rotary_pct": 0.5},
     "gptneox-serial": {"rotary_pct": 0.5},
     "mpt": {"architectures": ["MPTForCausalLM"]},
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
-    "minimax-m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
+    "afmoe": {"route_norm": True},
+    "exaone-moe": {"scoring_func": "sigmoid"},
     "deepseek3": {"scoring_func": "sigmoid"},
     "deepseek3-yarn": {"scoring_func": "sigmoid"},
     "dots1": {"scoring_func": "sigmoid"},
@@ -222,8 +245,21 @@ OLDER: dict[str, dict[str, Any]] = {
 }
 """What the converter reads of a config.json, and transformers 5.24 writes under another name, or no longer."""
 
+COMPUTED: dict[str, dict[str, Any]] = {
+    "phi3-window": {"sliding_window": None},
+    "llama-yarn-betas": _rope("yarn", factor=4.0, **ORIGINAL),
+    "llama-yarn-factor": _rope("yarn", factor=4.0, **ORIGINAL),
+}
+"""What llama.cpp computes in place of what the file states: it ignores the windows of Phi 3, and the keys of YaRN's
+range (``yarn_beta_fast``, ``yarn_beta_slow``) and factor (``yarn_attn_factor``) but for Grok and Mistral 3."""
 
-def configuration(variant: str) -> Any:
-    """The configuration of a variant."""
+DIFFERENT: dict[str, str] = {
+    "phimoe": "transformers weighs an expert among those near it (SparseMixer), llama.cpp two by their softmax",
+}
+"""Variants for which llama.cpp computes something that transformers has not, and what."""
+
+
+def configuration(variant: str, computed: bool = False) -> Any:
+    """The configuration of a variant: as it is written, or as llama.cpp computes it."""
     kind, given = ARCHITECTURES[variant]
-    return getattr(transformers, f"{kind}Config")(**given)
+    return getattr(transformers, f"{kind}Config")(**given | (COMPUTED.get(variant, {}) if computed else {}))

@@ -53,9 +53,10 @@ def _older(folder: str) -> dict[str, Any]:
 
 
 def _own_vocabulary(kind: Any) -> Any:
-    kind.set_vocab = kind._set_vocab_gpt2
-    kind.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    kind.no_mtp = True  # the option --no-mtp, of models that may have such layers
+    for one in (kind, *(own for own in vars(kind).values() if isinstance(own, type))):
+        one.set_vocab = kind._set_vocab_gpt2
+        one.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+        one.no_mtp = True  # the option --no-mtp, of models that may have such layers
     return kind
 
 

@@ -10,7 +10,9 @@ REQUESTS: one JSON object a line; for each, one JSON object is printed on one li
 ``{"vocabulary": FILE}``: ``bos``, ``eos``, ``add_bos``, ``add_eos``, ``ends`` (ids that end an answer), ``size``.
 ``{"logits": FILE, "ids": [...], "positions": int, "out": NPY}``: logits at all positions (float32), as computed with
     float32 keys and values, without flash attention, by one thread, are written to a file.
-``{"perplexity": FILE, "ids": [[...]], "first": int}``: ``nll``, the sum over each window's tokens from ``first`` on.
+``{"perplexity": FILE, "ids": [[...]], "first": int, "exact": bool}``: ``nll``, the sum over each window's tokens from
+    ``first`` on; ``exact``: with float32 keys and values.
+``{"unpack": FILE, "out": FILE}``: the same model with float32 weights is written to a file.
 
 An answer is ``{"error": ...}`` where llama.cpp refuses a file.
 """
@@ -42,6 +44,7 @@ def main() -> None:
         "vocabulary": _vocabulary,
         "logits": _logits,
         "perplexity": _perplexity,
+        "unpack": _unpack,
     }
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the library prints is no answer
@@ -163,12 +166,21 @@ def _perplexity(asked: dict[str, Any]) -> dict[str, Any]:
     with _model(asked["perplexity"], False) as model:
         size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         for ids in asked["ids"]:
-            with _context(model, len(ids), False) as context:
+            with _context(model, len(ids), asked["exact"]) as context:
                 logits = _decoded(context, ids, size)[first - 1 : -1].astype(numpy.float64)
             top = logits.max(-1, keepdims=True)
             sums = numpy.log(numpy.exp(logits - top).sum(-1)) + top[:, 0]
             found.append(float((sums - logits[numpy.arange(len(logits)), ids[first:]]).sum()))
     return {"nll": found}
+
+
+def _unpack(asked: dict[str, Any]) -> dict[str, Any]:
+    given = library.llama_model_quantize_default_params()
+    given.ftype = 0  # LLAMA_FTYPE_ALL_F32
+    given.allow_requantize = True
+    if library.llama_model_quantize(asked["unpack"].encode(), asked["out"].encode(), given):
+        raise ValueError("llama.cpp does not unpack the file.")
+    return {}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, DIFFERENT
 from environment import Environment
 from making import gelu_of_ggml, logprobs, model, token_ids, write_folder
 
@@ -41,7 +41,7 @@ def record(environment: Environment, work: Path, out: Path, variants: list[str])
     failed = environment.convert({work / variant: file for variant, file in files.items()})
     for variant, file in files.items():
         if failed[file]:
-            said[variant] = {"converter": failed[file]}
+            said[variant] = {"converter": str(failed[file])[:160]}
     sound = [variant for variant in files if variant not in said]
     ids = token_ids()
     asked = [
@@ -61,10 +61,10 @@ def record(environment: Environment, work: Path, out: Path, variants: list[str])
 def _made(work: Path, variant: str, said: dict[str, Any]) -> Made | None:
     try:
         write_folder(variant, work / variant)
-        made = model(variant)
+        made = model(variant, computed=True)
         single, double = logprobs(made, torch.float32), logprobs(made, torch.float64)
         with gelu_of_ggml():
-            return Made(variant, single, double, logprobs(model(variant), torch.float32))
+            return Made(variant, single, double, logprobs(model(variant, computed=True), torch.float32))
     except Exception as error:
         said[variant] = {"transformers": f"{type(error).__name__}: {error}"}
         return None
@@ -79,7 +79,7 @@ def _differences(made: Made, found: torch.Tensor) -> dict[str, Any]:
         "gelu": _apart(found, made.gelu),
         "rounding": _apart(made.single, made.double),
         "spread": float(f"{float(found.std()):.2g}"),
-    }
+    } | ({"why": DIFFERENT[made.variant]} if made.variant in DIFFERENT else {})
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -29,10 +29,14 @@ def token_ids() -> list[int]:
     return drawn.tolist()
 
 
-def model(variant: str) -> Any:
-    """The model of a variant, float32; the same for every call."""
+def model(variant: str, computed: bool = False) -> Any:
+    """The model of a variant, float32; the same for every call. ``computed``: as llama.cpp computes it."""
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(configuration(variant), experts_implementation="eager").float().eval()
+    made = (
+        AutoModelForCausalLM.from_config(configuration(variant, computed), experts_implementation="eager")
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         for name, values in made.state_dict(keep_vars=True).items():
             if values.is_floating_point():
