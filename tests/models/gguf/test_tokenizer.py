@@ -294,5 +294,10 @@ def test_a_pre_tokenizer_for_tokens_with_scores_is_refused() -> None:
         tokenizer_of(scored(), "gpt-2")
 
 
+def test_an_unknown_name_asked_for_is_the_user_s_mistake() -> None:
+    with pytest.raises(UsageError, match="Unknown pre-tokenizer 'gpt2': did you mean gpt-2"):
+        tokenizer_of(byte_level(), "gpt2")
+
+
 def test_an_empty_token_has_a_name_of_its_own() -> None:
     assert "[EMPTY_256]" in tokenizer_of(byte_level(("", NORMAL), ("", UNUSED))).get_vocab()

@@ -37,7 +37,7 @@ def tokenizer_of(keys: Keys, pre: str | None = None) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
 
     Raises ModelError for a file whose vocabulary, merges or templates contradict themselves, UnsupportedModelError for
-    a kind of tokenizer, or a pre-tokenizer, that kvkeep does not know.
+    a kind of tokenizer, or a pre-tokenizer, that kvkeep does not know, UsageError for such a ``pre``.
     """
     return build_tokenizer(keys, vocabulary_of(keys, pre))
 
@@ -88,7 +88,7 @@ def _dropped(vocabulary: Vocabulary) -> list[PreTokenizerStep]:
 
 
 def _verbatim(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
-    """Return what keeps the text of special tokens that spell bytes otherwise: ``ø`` is not the byte 0xF8."""
+    """Yield what keeps the text of special tokens that spell bytes otherwise: ``ø`` is not the byte 0xF8."""
     letters = set(pre_tokenizers.ByteLevel.alphabet())
     step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for one in vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED):
@@ -124,7 +124,7 @@ def _spaces(escaped: bool) -> list[decoders.Decoder]:
 
 
 def _added(keys: Keys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
-    """Return the tokens that are split off text before it is merged."""
+    """Yield the tokens that are split off text before it is merged."""
     found = vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED)
     left, right = _stripping(keys, {vocabulary.tokens[one] for one in found})
     for one in found:

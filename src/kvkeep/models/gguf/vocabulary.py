@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 
-from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
+from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
 from kvkeep.models.gguf.keys import Keys
-from kvkeep.models.gguf.pre_tokenizers import PreTokenizer, pre_tokenizer
+from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
 
 _REFUSED = {
     "bert": "the word pieces of BERT",
@@ -84,7 +84,7 @@ class Vocabulary:
 
 def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
     """Return the kind of a file's tokenizer; ``pre``: the name of a pre-tokenizer to use instead of the file's.
-    Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know."""
+    Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know, UsageError if ``pre`` is none."""
     name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
     if name in _REFUSED:
         raise UnsupportedModelError(
@@ -100,6 +100,8 @@ def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
             f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, '{name[:80]}' (known are gpt2, llama "
             "and gemma4); update kvkeep."
         )
+    if pre and pre not in PRE_TOKENIZERS:
+        raise unknown("pre-tokenizer", pre, PRE_TOKENIZERS)
     splits = pre_tokenizer(pre or ("gemma4" if name == "gemma4" else stated or "default"))
     default = TokenizerKind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
     return default if name == "gpt2" else replace(default, bos=None, eos=None)
