@@ -16,7 +16,7 @@ from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable,
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
-from kvkeep.decode.prompt import Messages, encode, written_ids
+from kvkeep.decode.prompt import Messages, encode
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
@@ -179,9 +179,9 @@ class Conversation:
         self._check_turns()
         if self.last is None:
             *before, answer = self.messages
-            prompt = encode(self.tokenizer, before)
-            written = written_ids(self.tokenizer, answer["content"])
-            return Last([*prompt, *written], len(written), "length")
+            sequence = encode(self.tokenizer, before, answer=answer["content"])
+            known = common_prefix(encode(self.tokenizer, before), sequence)
+            return Last(sequence, len(sequence) - known, "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer is complete: the model ended it, so there is nothing to continue.")
         return self.last
