@@ -127,7 +127,7 @@ def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[li
     special = special_ids(tokenizer)
     spelt = {number: _letters(backend, name) for name, number in names.items() if number in special}
 
-    def own(ids: Sequence[int]) -> list[int]:
+    def translated(ids: Sequence[int]) -> list[int]:
         """Return the tokenizer's ids. Merges may form a special token, which is then spelt by its characters."""
         found = [moved.get(one, one) for one in ids]
         return found if special.isdisjoint(found) else [part for one in found for part in spelt.get(one, [one])]
@@ -136,7 +136,7 @@ def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[li
         texts = [text[one.start : one.stop] for one in segments]
         count = int(bool(segments) and not segments[0].start)
         made = [begin.encode(one, add_special_tokens=False) for one in texts[:count]]
-        return [own(one.ids) for one in made + follow.encode_batch_fast(texts[count:], add_special_tokens=False)]
+        return [translated(one.ids) for one in made + follow.encode_batch_fast(texts[count:], add_special_tokens=False)]
 
     return encode
 
@@ -148,12 +148,11 @@ def _without_special(backend: Any, begins: bool = True) -> Tokenizer:
     if backend.normalizer is not None:
         made.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
-        made.pre_tokenizer = backend.pre_tokenizer
-        state = backend.pre_tokenizer.__getstate__()
-        inside = state.replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
-        if not begins and inside != state:
-            made.pre_tokenizer = deepcopy(backend.pre_tokenizer)
-            made.pre_tokenizer.__setstate__(inside)
+        splitter = deepcopy(backend.pre_tokenizer)
+        if not begins:
+            inside = splitter.__getstate__().replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
+            splitter.__setstate__(inside)
+        made.pre_tokenizer = splitter
     made.add_tokens([one for _, one in sorted(backend.get_added_tokens_decoder().items()) if not one.special])
     return made
 
@@ -171,7 +170,7 @@ def least_tokens(tokenizer: Any, text: str) -> int:
         return 0
     normalizer = tokenizer.backend_tokenizer.normalizer
     if normalizer is not None:
-        text = normalizer.normalize_str(text).replace(SPACE, " ")
+        text = min(text, normalizer.normalize_str(text).replace(SPACE, " "), key=len)  # it may add a space
     if any(one.lstrip or one.rstrip for one in tokenizer.added_tokens_decoder.values()):
         text = "".join(text.split())  # such tokens take any number of spaces
     return -(-len(text.encode()) // table.longest)
