@@ -77,7 +77,7 @@ class Vocabulary:
         if isinstance(piece, bytes):
             assert len(piece) == 1
             return f"<0x{piece[0]:02X}>"
-        return "<0x0A>" if piece == "\n" else piece.replace(" ", "▁")
+        return f"<0x{ord(piece):02X}>" if piece in ("\n", "\t") else piece.replace(" ", "▁")
 
     def id(self, piece: str | bytes) -> int:
         """The id of a piece of text."""

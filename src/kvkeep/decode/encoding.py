@@ -168,12 +168,12 @@ def least_tokens(tokenizer: Any, text: str) -> int:
     table = token_spelling(tokenizer)
     if table is None or not _keeps_bytes(tokenizer):
         return 0
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    if normalizer is not None:
-        text = min(text, normalizer.normalize_str(text).replace(SPACE, " "), key=len)  # it may add a space
     if any(one.lstrip or one.rstrip for one in tokenizer.added_tokens_decoder.values()):
         text = "".join(text.split())  # such tokens take any number of spaces
-    return -(-len(text.encode()) // table.longest)
+    size, normalizer = len(text.encode()), tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None:
+        size = min(size, len(normalizer.normalize_str(text).replace(SPACE, " ").encode()))  # it may add a space
+    return -(-size // table.longest)
 
 
 @lru_cache(maxsize=4)
