@@ -164,7 +164,7 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
     async def unread() -> None:
         mail = EventBuffer()
         for number in range(10_000):
-            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
+            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", b"", 0.0, ()),)))
             assert len(mail._pieces) <= MAX_BUFFERED_PIECES
         mail.put(Finished("stop", "", (), 0, 0, 0))
         whole = await mail.get()
@@ -289,7 +289,7 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
         found = reply("/v1/chat/completions", content=deep, **given)
         assert found.status_code == 400 and found.json()["error"]["type"] == "invalid_request_error"
 
-    async def broken(self: Any, given: Any) -> None:
+    async def broken(self: Any, given: Any, *others: Any, **named: Any) -> None:
         raise RuntimeError(f"cannot read '{given[0].content}'")
 
     monkeypatch.setattr(completions.Completions, "encode", broken)

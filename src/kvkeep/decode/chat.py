@@ -16,7 +16,8 @@ from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable,
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
-from kvkeep.decode.prompt import Messages, encode, written_ids
+from kvkeep.decode.prompt import Messages, encode
+from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
@@ -167,7 +168,8 @@ class Conversation:
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, again=True, **options)
         written = result.sequence[len(last.sequence) - last.written :]
-        text = self.tokenizer.decode(written, skip_special_tokens=True)
+        pieces = pieces_of(self.tokenizer, result.sequence[: -len(written)])
+        text = pieces.add(written) + pieces.rest()
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
         self.last = Last(result.sequence, len(written), result.stopped)
         return result
@@ -177,9 +179,9 @@ class Conversation:
         self._check_turns()
         if self.last is None:
             *before, answer = self.messages
-            prompt = encode(self.tokenizer, before)
-            written = written_ids(self.tokenizer, answer["content"])
-            return Last([*prompt, *written], len(written), "length")
+            sequence = encode(self.tokenizer, before, answer=answer["content"])
+            known = common_prefix(encode(self.tokenizer, before), sequence)
+            return Last(sequence, len(sequence) - known, "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer is complete: the model ended it, so there is nothing to continue.")
         return self.last
@@ -209,7 +211,7 @@ class Conversation:
         known = self.cache.get_seq_length()
         self._watch(known, len(prompt) - written - 1, same_question=again)
         try:
-            result = generate(self.model, self.tokenizer, prompt, self.cache, written=written, **options)
+            result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
         except BaseException:
             self.past.recover(known)
             self.past.settle(prompt)

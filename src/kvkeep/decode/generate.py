@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -24,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.answer import Answer, Ask, end_ids
+from kvkeep.engine.pieces import Pieces, pieces_of
 from kvkeep.engine.sampling import SMALLEST, Sampler, Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError
@@ -89,6 +91,12 @@ class _Caller:
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     """Stopping criteria of the model's generation_config."""
     _reported: int = 0
+    _seen: int = 0  # tokens of the answer whose text is _written
+    _written: str = ""
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return pieces_of(self.tokenizer, self.prompt)
 
     def progress(self, done: int) -> None:
         """Report ``done`` prompt tokens, each number once. Raises KeyboardInterrupt if interrupted before the last
@@ -102,16 +110,25 @@ class _Caller:
 
     def check(self, tokens: Sequence[int]) -> str:
         """Return the reason why an answer ends with ``tokens``; an empty string if it continues."""
-        ended = self.ended is not None and self.ended(self.text(tokens))
+        ended = self.ended is not None and self.ended(self._text(tokens))
         if self.interrupted():
             return "interrupted"
         if self.criteria:
             ended = ended or bool(self.criteria(torch.tensor([[*self.prompt, *tokens]]), None))
         return "ended" if ended else ""
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Decode tokens without special ones."""
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer's tokens without special ones, up to the last complete character. The tokens
+        begin with those of the last call, which are not decoded again."""
+        if self.tokenizer is None:
+            return ""
+        self._written += self._pieces.add(tokens[self._seen :])
+        self._seen = len(tokens)
+        return self._written
+
+    def whole_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a complete answer's tokens."""
+        return self._text(tokens) + ("" if self.tokenizer is None else self._pieces.rest())
 
 
 class _Follower(StoppingCriteria):
@@ -179,9 +196,11 @@ def generate(
     temperature: float = 0.0,
     seed: int | None = None,
     copies: int | None = None,
-    written: int = 0,
 ) -> Generation:
     """Continue ``prompt`` (all token ids, including those in ``cache``) by up to ``max_new_tokens``.
+
+    The text of the answer continues that of the prompt: after "The capital is" it is " Paris". At the beginning of a
+    text, and after a special token, it does not have the space that sentencepiece's tokenizers put there.
 
     Args:
         on_text: receives pieces of text as they are decoded.
@@ -192,7 +211,6 @@ def generate(
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
-        written: the number of the prompt's last tokens that belong to the answer; ``on_text`` receives the text after.
 
     Raises:
         UsageError: the prompt is empty or exceeds the model's positions, seed or temperature is out of range, or the
@@ -214,7 +232,7 @@ def generate(
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
     sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
-        Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
+        Ask(caller.prompt, limit, sampling, copies=copies != 0),
         cache,
         tokenizer,
         [] if ignore_eos else end_ids(model),
@@ -262,7 +280,7 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
     bounded = cache if isinstance(cache, KeepCache) else None
     exactness = Exactness.EXACT if bounded is None else bounded.exactness
     return Generation(
-        text=caller.text(tokens),
+        text=caller.whole_text(tokens),
         tokens=tokens,
         prompt_tokens=len(caller.prompt),
         stopped=stopped,

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvkeep.engine.answer import TextPiece, TokenLogprob
+from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.engine_request import StreamEvent
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError
@@ -70,23 +71,23 @@ class Reply:
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [_token(one.text, one.logprob) | _top(one) for one in tokens]}
+            return {"content": [_token(one.data, one.logprob) | _top(one) for one in tokens]}
         offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
         self._offset = offsets[-1]
         return {
-            "tokens": [one.text for one in tokens],
+            "tokens": [spelt(one.data) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [{text: value for _, text, value in one.top} for one in tokens],
+            "top_logprobs": [{spelt(data): value for _, data, value in one.top} for one in tokens],
             "text_offset": offsets[:-1],
         }
 
 
 def _top(token: TokenLogprob) -> dict[str, Any]:
-    return {"top_logprobs": [_token(text, value) for _, text, value in token.top]}
+    return {"top_logprobs": [_token(data, value) for _, data, value in token.top]}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
 
 
 def usage(answer: Finished) -> dict[str, Any]:

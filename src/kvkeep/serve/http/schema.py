@@ -27,8 +27,10 @@ DEFAULT_MAX_TOKENS = 1024
 
 def _complete(text: str) -> str:
     """Return the text, if all characters are complete. JSON escapes can encode half of one."""
-    if any("\ud800" <= one <= "\udfff" for one in text):
-        raise _wrong("it contains half a character (a lone surrogate)")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong("it contains half a character (a lone surrogate)") from None
     return text
 
 
@@ -41,6 +43,12 @@ def _empty(given: T) -> T:
     if given:
         raise PydanticCustomError("unsupported", "is not supported")
     return given
+
+
+def _no_tool(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise _wrong(f"tools are not supported; send what the {role} returned as text in a message of the role 'user'")
+    return role
 
 
 def _one_prompt(given: Any) -> Any:
@@ -82,13 +90,21 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A message of a conversation. Other fields of OpenAI's messages have to be empty."""
+    """A message of a conversation. Other fields of OpenAI's messages have to be empty. An answer without a content is
+    empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool)]
     content: Text | list[TextPart]
     name: Text | None = None
     tool_calls: NoList = []
     annotations: NoList = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_answer(cls, given: Any) -> Any:
+        """Complete an answer whose content is null, as clients send it."""
+        answers = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
+        return given | {"content": ""} if answers else given
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
