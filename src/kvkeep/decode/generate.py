@@ -212,6 +212,11 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
+    if not scheduled and isinstance(cache, KeepCache) and not cache.crops:
+        raise UsageError(
+            f"The cache does not go back, so rejected drafts would change what '{cache.method.name}' keeps; leave "
+            "'copies' out, or use an exact method."
+        )
     sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, written=written, copies=copies != 0),
