@@ -287,7 +287,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
     UsageError if the cache has read another text, or if the prompt is too long for it."""
     stream = call["cache"].stream
     if stream.length:
-        check_text(stream, ids, ids.shape[1] - stream.length)
+        check_text(stream, ids, ids.shape[1] - stream.length, ids.shape[1])
     stream.admit(ids.shape[1] - stream.length)
 
     def prepare(
