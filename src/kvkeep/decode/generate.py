@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from numbers import Integral, Real
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 """The modes of transformers that generate one text token by token. Drafts do not change it."""
+
+REMEDY = "continue beyond them with KeepCache(model, 'endless')"
+"""What a caller in Python can do about a prompt that is too long."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +134,15 @@ class _Follower(StoppingCriteria):
         return torch.tensor([bool(answer.reason)], device=input_ids.device)
 
 
-def room_after(count: int, positions: int | None) -> int:
+def room_after(count: int, positions: int | None, remedy: str = REMEDY) -> int:
     """Return the number of tokens that fit after ``count`` prompt tokens within ``positions`` (None: no limit). Raises
-    UsageError if none fits."""
+    UsageError if none fits; ``remedy`` says what to do then."""
     if positions is None:
         return 2**31
     if count >= positions:
         raise UsageError(
-            f"The prompt has {count} tokens, but the model has {positions} positions; shorten the text to at most "
-            f"{positions - 1} tokens, or use a model with more positions."
+            f"The prompt has {count} tokens, but the model has {positions} positions; {remedy}, shorten the text to at "
+            f"most {positions - 1} tokens, or use a model with more positions."
         )
     return positions - count
 
@@ -195,11 +199,13 @@ def generate(
         written: the number of the prompt's last tokens that belong to the answer; ``on_text`` receives the text after.
 
     Raises:
-        UsageError: the prompt is empty or exceeds the model's positions, seed or temperature is out of range, or the
-            model's generation_config asks for beams or another search.
+        UsageError: the prompt is empty or exceeds the model's positions, a number is out of range, the
+            model's generation_config asks for beams or another search, or the cache cannot take back rejected drafts.
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed)
+    _check_counts(len(prompt), max_new_tokens=max_new_tokens, copies=copies, written=written)
+    _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -239,16 +245,40 @@ def generate(
 
 def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
     """Raise UsageError for arguments that :func:`generate` does not accept."""
-    if seed is not None and seed not in SEEDS:
+    if seed is not None and (not _is_whole(seed) or seed not in SEEDS):
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
     if isinstance(prompt, str):
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
-    if not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number of at least 0, not {temperature}.")
     if 0 < temperature < SMALLEST:  # the logits divided by it are not finite
         raise UsageError(f"A temperature above 0 is at least {SMALLEST:g}, not {temperature}; 0 is greedy.")
     if not len(prompt):
         raise UsageError("There is nothing to answer: the prompt is empty.")
+
+
+def _check_counts(prompt: int, **counts: int | None) -> None:
+    """Raise UsageError for a number of tokens that :func:`generate` does not accept. prompt: the number of tokens of
+    the prompt."""
+    ranges = {"max_new_tokens": (1, None), "copies": (0, None), "written": (0, prompt)}
+    for name, value in counts.items():
+        low, high = ranges[name]
+        if value is None and name == "copies":
+            continue
+        if not _is_whole(value) or value < low or (high is not None and value > high):
+            until = "" if high is None else f" and at most {high}"
+            raise UsageError(f"'{name}' is a whole number of at least {low}{until}, not {value!r}.")
+
+
+def _check_ids(prompt: Sequence[int], known: int) -> None:
+    """Raise UsageError for a token id that the model does not have."""
+    if min(prompt) < 0 or max(prompt) >= known:
+        wrong = next(token for token in prompt if not 0 <= token < known)
+        raise UsageError(f"The prompt has the token id {wrong}, and the model's are 0 to {known - 1}.")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_mode(model: Any, sampled: bool) -> None:
