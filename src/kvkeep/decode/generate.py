@@ -222,7 +222,7 @@ def generate(
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed)
-    _check_counts(len(prompt), max_new_tokens=max_new_tokens, copies=copies, written=written)
+    _check_counts(len(prompt), max_new_tokens=max_new_tokens, copies=copies)
     _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
@@ -278,7 +278,7 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
 def _check_counts(prompt: int, **counts: int | None) -> None:
     """Raise UsageError for a number of tokens that :func:`generate` does not accept. prompt: the number of tokens of
     the prompt."""
-    ranges = {"max_new_tokens": (1, None), "copies": (0, None), "written": (0, prompt)}
+    ranges = {"max_new_tokens": (1, None), "copies": (0, None)}
     for name, value in counts.items():
         low, high = ranges[name]
         if value is None and name == "copies":
