@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvkeep import KeepCache, UsageError, generate
 from kvkeep.decode.generate import GenerateOptions
 from kvkeep.decode.prompt import encode, question, read_text
-from kvkeep.engine.pieces import Pieces
+from kvkeep.engine.pieces import pieces_of
 
 PROMPT = list(range(5, 60))
 BUDGET = {"full": None, "snapkv+verified": 16}
@@ -31,9 +31,7 @@ def written(cache: KeepCache | None = None, ids: list[int] = PROMPT, count: int 
 
 def test_options_are_those_of_its_signature() -> None:
     given = inspect.signature(generate).parameters.values()
-    assert set(GenerateOptions.__annotations__) | {"written"} == {
-        one.name for one in given if one.kind is one.KEYWORD_ONLY
-    }
+    assert set(GenerateOptions.__annotations__) == {one.name for one in given if one.kind is one.KEYWORD_ONLY}
 
 
 def test_the_pieces_are_the_text_and_progress_is_told_chunk_by_chunk() -> None:
@@ -180,7 +178,7 @@ def test_a_character_is_shown_with_its_last_token_also_where_an_answer_goes_on()
     own = bytewise()
     ids = own("the\nriver \u00e9 and \u20ac.").input_ids
     for count in range(len(ids) + 1):
-        before, after = Pieces(own), Pieces(own, ids[:count])
+        before, after = pieces_of(own), pieces_of(own, ids[:count])
         text = "".join(before.add([one]) for one in ids[:count])
         assert text + before.rest() == own.decode(ids[:count])
         assert text + "".join(after.add([one]) for one in ids[count:]) == own.decode(ids)

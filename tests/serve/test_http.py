@@ -24,6 +24,7 @@ from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, pr
 
 import kvkeep
 from kvkeep import KeepCache
+from kvkeep.decode.encoding import PromptText
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -118,17 +119,17 @@ def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
     """The loop does not wait for the tokenizer, which a worker uses."""
     (address, engine), begun, gate, waited = server, threading.Event(), threading.Event(), list[bool]()
 
-    def slow(*given: Any) -> list[int]:
+    def slow(*given: Any, **named: Any) -> PromptText:
         begun.set()
         waited.append(gate.wait(10))
-        return [1]
+        return PromptText("the river")
 
     asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "logprobs": 2}
     with streamed(address, asked, path=TEXT) as found:
         lines = found.iter_lines()
         next(lines)
         with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.completions.encode", slow)
+            monkeypatch.setattr("kvkeep.serve.http.completions.prompt_text", slow)
             other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
             other.start()
             assert begun.wait(10)
@@ -181,7 +182,7 @@ def test_a_session_continues_beyond_the_positions_if_its_requests_say_so(address
 
 def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     whole = wanted(12).text
-    begun = {"role": "assistant", "content": " ".join(whole.split()[:5])}
+    begun = {"role": "assistant", "content": " " + " ".join(whole.split()[:5])}
     body = {**BODY, "messages": [*ASK, begun], "max_tokens": 7, "continue_final_message": True}
     assert post(address, body).json()["choices"][0]["message"]["content"].split() == whole.split()[5:]
     refused = post(address, {**body, "messages": ASK})

@@ -53,7 +53,7 @@ def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = K
 
 def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers", "bucket", "at_end", "capacity"))
-    given |= {"model": "smollm2", "weights": "auto", "waiting": 1, "sessions": str(tmp_path), "cors": ()}
+    given |= {"model": "smollm2", "weights": "auto", "pre": None, "waiting": 1, "sessions": str(tmp_path), "cors": ()}
     service = Service.parse(given | {"log_requests": False}, {}, ())
     assert service.store(shared=False) is not None
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too
@@ -164,7 +164,7 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
     async def unread() -> None:
         mail = EventBuffer()
         for number in range(10_000):
-            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
+            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", b"", 0.0, ()),)))
             assert len(mail._pieces) <= MAX_BUFFERED_PIECES
         mail.put(Finished("stop", "", (), 0, 0, 0))
         whole = await mail.get()
@@ -289,7 +289,7 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
         found = reply("/v1/chat/completions", content=deep, **given)
         assert found.status_code == 400 and found.json()["error"]["type"] == "invalid_request_error"
 
-    async def broken(self: Any, given: Any) -> None:
+    async def broken(self: Any, given: Any, *others: Any, **named: Any) -> None:
         raise RuntimeError(f"cannot read '{given[0].content}'")
 
     monkeypatch.setattr(completions.Completions, "encode", broken)

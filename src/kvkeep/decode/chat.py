@@ -16,7 +16,8 @@ from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable,
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
-from kvkeep.decode.prompt import Messages, encode, written_ids
+from kvkeep.decode.prompt import Messages, encode
+from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
@@ -154,8 +155,6 @@ class Conversation:
         """Answer the last question again, and replace its answer. After an error or interrupt, the old answer remains.
         Raises UsageError if there is none."""
         prompt = self.last_prompt()
-        if self._lossy:
-            self._read_again()
         result = self._generate(prompt, again=True, **options)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": result.text}]
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
@@ -167,7 +166,8 @@ class Conversation:
         last = self.unfinished()
         result = self._generate(last.sequence, last.written, again=True, **options)
         written = result.sequence[len(last.sequence) - last.written :]
-        text = self.tokenizer.decode(written, skip_special_tokens=True)
+        pieces = pieces_of(self.tokenizer, result.sequence[: -len(written)])
+        text = pieces.add(written) + pieces.rest()
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
         self.last = Last(result.sequence, len(written), result.stopped)
         return result
@@ -177,9 +177,9 @@ class Conversation:
         self._check_turns()
         if self.last is None:
             *before, answer = self.messages
-            prompt = encode(self.tokenizer, before)
-            written = written_ids(self.tokenizer, answer["content"])
-            return Last([*prompt, *written], len(written), "length")
+            sequence = encode(self.tokenizer, before, answer=answer["content"])
+            known = common_prefix(encode(self.tokenizer, before), sequence)
+            return Last(sequence, len(sequence) - known, "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer is complete: the model ended it, so there is nothing to continue.")
         return self.last
@@ -209,7 +209,7 @@ class Conversation:
         known = self.cache.get_seq_length()
         self._watch(known, len(prompt) - written - 1, same_question=again)
         try:
-            result = generate(self.model, self.tokenizer, prompt, self.cache, written=written, **options)
+            result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
         except BaseException:
             self.past.recover(known)
             self.past.settle(prompt)
@@ -317,23 +317,10 @@ class Conversation:
         self._crop()
 
     def _crop(self) -> None:
-        """Crop the cache to the tokens that it shares with the conversation. A lossy cache that has read more is reset
-        instead, because its entries depend on all tokens that it has read."""
+        """Remove from the cache what the conversation does not have."""
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
-        shared = max((common_prefix(self.ids, ids) for ids in texts), default=0)
-        if shared:
-            self.past.align(self.ids[: shared + 1], crops=not self._lossy)
-        else:
-            self._read_again()
-
-    @property
-    def _lossy(self) -> bool:
-        return isinstance(self.cache, KeepCache) and not self.cache.crops
-
-    def _read_again(self) -> None:
-        self.cache.reset()
-        self.past.settle([])
+        self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
 
 
 def whole_sentences(text: str) -> str:

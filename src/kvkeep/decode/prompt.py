@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from kvkeep.decode.encoding import PromptText, as_data, special_names
+from kvkeep.decode.template import Messages, fill
 from kvkeep.errors import EmptyText, UsageError, reason_of
-
-Messages = list[dict[str, str]]
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``. Raises UsageError if there is no readable text,
-    EmptyText if the file is empty."""
+    """Return the text of a file, or of standard input for ``-``, without a byte order mark. Raises UsageError if there
+    is no readable text, EmptyText if the file is empty."""
     try:
         data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -24,7 +24,7 @@ def read_text(path: str) -> str:
     if b"\0" in data:
         raise UsageError(f"There is no text in {name}: it is binary; give a text file (UTF-8).")
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"The text of {name} is not UTF-8 (byte {error.start}); convert it first.") from error
     if not text.strip():
@@ -56,67 +56,47 @@ def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
     return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)
 
 
-def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
-    """Return the token ids of a conversation up to the next answer.
+def encode(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "") -> list[int]:
+    """Return the token ids of a conversation up to the next answer, and of the beginning of that answer.
 
     A model with a chat template gets the filled template. A base model (and ``raw``) gets the contents as plain text.
-    If a message within a template contains the name of a special token, the name is encoded as text and ends no turn.
-    Raises UsageError for text that is not UTF-8, and if the model's template rejects the conversation.
+    Names of special tokens in messages are encoded as text and end no turn; in a ``raw`` prompt they are tokens.
+    Raises UsageError for text that is not UTF-8, and if the model's template rejects the conversation or leaves out a
+    message.
     """
+    return prompt_text(tokenizer, messages, raw=raw, answer=answer).ids(tokenizer)
+
+
+def prompt_text(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "") -> PromptText:
+    """Return the text of a conversation, as :func:`encode` encodes it. Raises UsageError as it does."""
     for message in messages:
         check_text(message["content"], "the prompt")
-    if raw or not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
-    spelt = _spelt(tokenizer, messages)
-    try:
-        if spelt:
-            return _as_text(tokenizer, messages, spelt)
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template is the model's code and may raise anything
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        system = any(message["role"] == "system" for message in messages)
-        remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
-        raise UsageError(f"The model's chat template does not take this conversation ({first}); {remedy}.") from error
-    return list(encoded["input_ids"])
+    template = not raw and getattr(tokenizer, "chat_template", None)
+    if template:
+        return _filled(tokenizer, messages) + as_data(tokenizer, answer)
+    text = "\n\n".join(message["content"] for message in messages) + answer
+    return PromptText(text) if raw else as_data(tokenizer, text)
 
 
-def written_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of an answer's text, to continue it. Names of special tokens in it are encoded as text."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
-
-
-def _spelt(tokenizer: Any, messages: Messages) -> list[str]:
-    """Return the names of special tokens that occur in messages, each once."""
-    pattern = _special(tokenizer)
-    if pattern is None:
-        return []
-    return [*dict.fromkeys(hit for message in messages for hit in pattern.findall(message["content"]))]
-
-
-@lru_cache(maxsize=4)
-def _special(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the names of a tokenizer's special tokens; None if it has none."""
-    names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
-
-
-def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
-    """Return the token ids of a conversation whose messages contain names of special tokens. The template is filled
-    with a placeholder for each name: a private-use character that occurs in no message. The text between placeholders
-    is encoded as usual."""
-    joined = "".join(message["content"] for message in messages)
-    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in joined)
-    marks = dict(zip(spelt, free, strict=False))
-    pattern = _special(tokenizer)
-    assert pattern is not None
+def _filled(tokenizer: Any, messages: Messages) -> PromptText:
+    """Return the text of a chat template. It is filled with a mark for each name of a special token in a message: a
+    private-use character that occurs in no message."""
+    pattern = special_names(tokenizer)
+    hits = [] if pattern is None else [hit for one in messages for hit in pattern.findall(one["content"])]
+    if pattern is None or not hits:
+        return PromptText(fill(tokenizer, messages), begins=False)
+    known = set().union(*(one["content"] for one in messages))
+    free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
+    marks = dict(zip(dict.fromkeys(hits), free, strict=False))
     marked = [one | {"content": pattern.sub(lambda hit: marks[hit[0]], one["content"])} for one in messages]
-    text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False)
-    stands = {mark: name for name, mark in marks.items()}
-    ids: list[int] = []
-    for part in re.split(f"([{''.join(stands)}])", text):
-        special = stands.get(part)
-        ids += tokenizer(special or part, add_special_tokens=False, split_special_tokens=special is not None).input_ids
-    return ids
+    names: dict[str, str] = {mark: name for name, mark in marks.items()}
+    text, data, length = list[str](), list[tuple[int, int]](), 0
+    for part in re.split(f"([{''.join(names)}])", fill(tokenizer, marked)):
+        text.append(names.get(part, part))
+        if part in names:
+            data.append((length, length + len(text[-1])))
+        length += len(text[-1])
+    return PromptText("".join(text), data, begins=False)
 
 
 def question(text: str | None, prompt: str | None) -> Messages:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read
-from kvkeep.engine.pieces import Pieces, Stops
+from kvkeep.engine.pieces import Pieces, Stops, pieces_of
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import Sampler, Sampling
 from kvkeep.errors import KvkeepError
@@ -30,14 +30,13 @@ class Ask:
     prompt: Sequence[int]
     """All token ids before the answer."""
     max_tokens: int
+    """The maximum number of tokens of the answer; 0: the prompt is only read."""
     sampling: Sampling | Sampler = field(default_factory=Sampling)
     """Sampling settings, or the sampler made from them."""
     stops: Sequence[str] = ()
     """Strings that end the answer and are not part of it."""
     top_logprobs: int | None = None
     """The number of likeliest tokens reported with each token; None: no log-probabilities."""
-    written: int = 0
-    """The number of the prompt's last tokens that belong to the answer, which continues. Their text is not reported."""
     copies: bool = True
     """Whether drafts may be copied from the text (for methods that draft)."""
 
@@ -50,9 +49,11 @@ class TokenLogprob:
     text: str
     """The token's part of the answer's text. If several tokens form one character, the last token has it. Text that a
     stop string cuts off belongs to no token."""
+    data: bytes
+    """The token's own bytes: those of all tokens form the UTF-8 of the answer's text. A special token has none."""
     logprob: float
-    top: tuple[tuple[int, str, float], ...]
-    """The likeliest tokens: id, text, log-probability."""
+    top: tuple[tuple[int, bytes, float], ...]
+    """The likeliest tokens: id, bytes that the token would add (a special token: its name), log-probability."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,26 @@ class TextPiece:
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A token whose bytes are not all reported."""
+
+    logprob: TokenLogprob
+    start: int
+    """Characters of the answer's text before the token's part."""
+    end: int
+    """Characters of the answer's text that have to be reported before the token is."""
+    from_earlier: int
+    """Bytes of the part's first character that belong to earlier tokens."""
+
+    def cut(self, characters: int) -> TokenLogprob:
+        """Return the token without what follows the first ``characters`` of the answer's text."""
+        text = self.logprob.text[: characters - self.start]
+        return replace(
+            self.logprob, text=text, data=self.logprob.data[: max(0, len(text.encode()) - self.from_earlier)]
+        )
 
 
 def end_ids(model: Any) -> list[int]:
@@ -91,20 +112,28 @@ class Answer:
         """The number of prompt tokens that the cache already held."""
         self.tokens: list[int] = []
         """Ids of the answer, including an end-of-sequence token."""
-        self.text = ""
         self.reason = ""
         """The reason why the answer ended: "eos", "stop", "length", or the result of ``check``; empty until then."""
         self.first_at = self.last_at = 0.0
         """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
-        self._pieces = Pieces(tokenizer, ask.prompt[len(ask.prompt) - ask.written :] if listener else ())
+        self._pieces = None if listener is None else pieces_of(tokenizer, ask.prompt)
         self._stops = Stops(ask.stops)
-        self._pending: list[TokenLogprob] = []  # tokens whose text is not fully reported
-        self._shown = 0  # reported characters of their text
+        self._texts: list[str] = []  # the reported text
+        self._decoded = self._shown = 0  # characters of the text that were decoded, and reported
+        self._pending = deque[_Pending]()
+
+    @property
+    def text(self) -> str:
+        """The reported text."""
+        return "".join(self._texts)
 
     def reads(self) -> Reads:
         """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
         logits = yield Read(self.cache, prompt[self.known :])
+        if not self.ask.max_tokens:
+            self._end("length")
+            return
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
         ids = torch.tensor([[*prompt]], device=logits.device)
@@ -149,8 +178,8 @@ class Answer:
         self.first_at = self.first_at or self.last_at
         self.tokens.append(token)
         ended = token in self.ends
-        if self.listener is not None and not ended:
-            self._add_text(token, logits)
+        if self._pieces is not None and not ended:
+            self._add_text(self._pieces, token, logits)
         reason = "" if self.check is None else self.check(self.tokens)
         if ended:
             reason = "eos"
@@ -161,44 +190,49 @@ class Answer:
         if reason:
             self._end(reason)
 
-    def _add_text(self, token: int, logits: Tensor | None) -> None:
-        text = self._pieces.add([token])
-        if self.ask.top_logprobs is not None and logits is not None:
-            self._pending.append(self._logprob(token, text, logits, self.ask.top_logprobs))
+    def _add_text(self, pieces: Pieces, token: int, logits: Tensor | None) -> None:
+        wanted, from_earlier, start = self.ask.top_logprobs, pieces.withheld, self._decoded
+        made = None if wanted is None or logits is None else self._logprob(pieces, token, logits, wanted)
+        text = pieces.add([token])
+        self._decoded += len(text)
+        if made is not None:
+            end = self._decoded + bool(pieces.withheld)
+            self._pending.append(_Pending(replace(made, text=text), start, end, from_earlier))
         self._report(self._stops.add(text))
 
-    def _logprob(self, token: int, text: str, logits: Tensor, top: int) -> TokenLogprob:
+    def _logprob(self, pieces: Pieces, token: int, logits: Tensor, top: int) -> TokenLogprob:
         """Return the log-probability of a token chosen by ``logits`` (vocabulary,), with those of the ``top`` likeliest
-        tokens."""
+        tokens. The token is not in ``pieces`` yet."""
         logs = logits.float().log_softmax(-1)
         best = logs.topk(top)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        likely = tuple((one, str(self._tokenizer.decode([one])), value) for one, value in pairs)
-        return TokenLogprob(token, text, float(logs[token]), likely)
+        likely = tuple((one, pieces.data(one, named=True), value) for one, value in pairs)
+        return TokenLogprob(token, "", pieces.data(token), float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
         self.reason = reason
-        if self.listener is None:
+        if self._pieces is None or self.listener is None:
             return
         if not self._stops.met:
             rest = self._pieces.rest()
-            if self._pending:
-                self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + rest)
+            self._decoded += len(rest)
+            if rest and self._pending:
+                last = self._pending.pop()
+                self._pending.append(replace(last, logprob=replace(last.logprob, text=last.logprob.text + rest)))
             self._report(self._stops.add(rest))
             self._report("" if self._stops.met else self._stops.rest())
-        if self._stops.met:  # only the first pending token can begin before the stop string
-            self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
-        if self._pending:
-            self.listener(TextPiece("", tuple(self._pending)))
+        cut = [one.cut(self._shown) for one in [*self._pending][:1]]  # only the first can begin in the reported text
+        left = tuple(one for one in cut if one.data) if self._stops.met else tuple(one.logprob for one in self._pending)
+        if left:
+            self.listener(TextPiece("", left))
 
     def _report(self, text: str) -> None:
-        """Report some text, and the tokens whose text is now complete."""
+        """Report some text, and the tokens whose bytes it has."""
         if not text or self.listener is None:
             return
-        self.text += text
+        self._texts.append(text)
         self._shown += len(text)
-        ends = [*accumulate(len(one.text) for one in self._pending)]
-        count = sum(end <= self._shown for end in ends)
-        self._shown -= ends[count - 1] if count else 0
-        done, self._pending = tuple(self._pending[:count]), self._pending[count:]
-        self.listener(TextPiece(text, done))
+        done = list[TokenLogprob]()
+        while self._pending and self._pending[0].end <= self._shown:
+            done.append(self._pending.popleft().logprob)
+        self.listener(TextPiece(text, tuple(done)))

@@ -32,7 +32,7 @@ class PromptTooLong(UsageError):
     """A prompt leaves no position for an answer."""
 
     @classmethod
-    def of(cls, tokens: int, positions: int) -> PromptTooLong:
+    def of(cls, tokens: int | str, positions: int) -> PromptTooLong:
         """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
         return cls(
             f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "

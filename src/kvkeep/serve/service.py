@@ -15,7 +15,8 @@ from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded, load
+from kvkeep.models import loading
+from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
@@ -100,7 +101,7 @@ class Service:
 
     def load(self, progress: Callable[[str], None] | None = None) -> Loaded:
         """Load the model. progress, and what is raised: as in :func:`~kvkeep.models.loading.load`."""
-        return load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
+        return loading.load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
 
     def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
         """Return an engine that is not started. shared: several processes share the store. Raises UsageError if it

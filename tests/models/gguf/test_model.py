@@ -55,7 +55,8 @@ def _about(key: str) -> str:
     abouts = {
         "general.architecture": "architecture", "general.type": "type", "general.alignment": "alignment",
         "split.no": "part", "split.count": "part", "llama.block_count": "layers", "llama.vocab_size": "tokens",
-        "tokenizer.ggml.tokens": "vocabulary", "tokenizer.ggml.token_type": "types of", "tokenizer.ggml.merges": "merge 1",
+        "tokenizer.ggml.tokens": "vocabulary", "tokenizer.ggml.token_type": "types of",
+        "tokenizer.ggml.merges": "merge 1",
         "tokenizer.ggml.model": "tokenizer of a kind", "tokenizer.ggml.pre": "pre-tokenizer",
         "llama.rope.scaling.type": "scales its positions", "llama.expert_count": "expert",
         "llama.attention.key_length": "dimension_count", "llama.attention.head_count": "heads",

@@ -50,7 +50,7 @@ def architecture_of(name: str, file: Any) -> Architecture:
     """Return the architecture called ``name``. Raises UnsupportedModelError for one that kvkeep does not read."""
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"'{file}' has the architecture '{name[:40]}'; kvkeep reads GGUF files of {', '.join(ARCHITECTURES)}. Load "
+            f"'{file}' has the architecture {name[:40]!r}; kvkeep reads GGUF files of {', '.join(ARCHITECTURES)}. Load "
             "the model from a folder or the hub, if transformers has it."
         )
     return ARCHITECTURES[name]

@@ -76,8 +76,8 @@ def read_header(file: Path) -> Header:
         count, place = _whole(stated.get("split.count", 1)), _whole(stated.get("split.no", 0))
         if (count, place) not in ((len(parts), number), (0, 0)):
             raise ModelError(
-                f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not say "
-                "so; give the parts their names back (NAME-00001-of-00003.gguf)."
+                f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not "
+                "say so; give the parts their names back (NAME-00001-of-00003.gguf)."
             )
         for name, tensor in found.items():
             if name in tensors:
@@ -128,7 +128,7 @@ class _Cursor:
             raise ModelError(f"The file '{self.file}' {what}, and kvkeep reads little-endian files of version 2 or 3.")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._string()
+            key = self._name()
             if key in metadata:
                 raise self._damaged(f"it has the key {key[:80]} twice")
             metadata[key] = self._value(self._number(np.uint32), key)
@@ -142,7 +142,7 @@ class _Cursor:
     def _tensors(self, count: int) -> Iterator[FileTensor]:
         gguf = optional("gguf", "gguf")
         for _ in range(count):
-            name, dimensions = self._string(), self._number(np.uint32)
+            name, dimensions = self._name(), self._number(np.uint32)
             if not 0 < dimensions <= _DIMENSIONS:
                 raise self._damaged(f"{name[:80]} has {dimensions} dimensions")
             shape = tuple(int(self._number(np.uint64)) for _ in range(dimensions))[::-1]
@@ -209,6 +209,12 @@ class _Cursor:
             raise self._damaged(f"a string at byte {at:,} is not UTF-8") from None
         self.at = at
         return found
+
+    def _name(self) -> str:
+        name = self._string()
+        if not name.isprintable():
+            raise self._damaged(f"it has a key or a tensor called {name[:80]!r}")
+        return name
 
     def _string(self) -> str:
         return self._strings(1)[0]

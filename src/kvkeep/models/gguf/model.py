@@ -74,7 +74,7 @@ def read_model(file: Path, pre: str | None = None) -> GgufModel:
     name = keys.need("general.architecture", str)
     kind = keys.get("general.type", str, "model")
     if kind != "model":
-        raise UnsupportedModelError(f"'{file}' is no model but of the type '{kind[:40]}'; give the model's file.")
+        raise UnsupportedModelError(f"'{file}' is no model but of the type {kind[:40]!r}; give the model's file.")
     architecture = architecture_of(name, file)
     facts = Facts(name, keys, header.tensors)
     made = architecture.config(facts)

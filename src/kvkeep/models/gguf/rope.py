@@ -40,7 +40,7 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModelError(
-            f"'{facts.keys.file}' scales its positions by '{kind[:40]}'; kvkeep reads none, linear, yarn and longrope."
+            f"'{facts.keys.file}' scales its positions by {kind[:40]!r}; kvkeep reads none, linear, yarn and longrope."
         )
     tensors = _factors(facts, pairs)
     if tensors:
@@ -56,14 +56,14 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         }
     if kind == "yarn":
-        for key in ("yarn_ext_factor", "yarn_attn_factor"):
-            facts.expect(f"rope.scaling.{key}", 1.0, "applies YaRN as a whole")
+        for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
         return {
             "rope_type": "yarn",
             "factor": factor,
             "attention_factor": attention * (1.0 + 0.1 * math.log(max(1.0, factor))),
-            "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
             "original_max_position_embeddings": original,
         }
     if attention != 1.0:

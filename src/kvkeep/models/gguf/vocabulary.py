@@ -84,8 +84,8 @@ class Vocabulary:
 
 def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
     """Return the kind of a file's tokenizer; ``pre``: the name of a pre-tokenizer to use instead of the file's.
-    Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know, UsageError for such a
-    ``pre``."""
+    Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know, UsageError for a ``pre`` that
+    is none."""
     name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
     if name in _REFUSED:
         raise UnsupportedModelError(

@@ -89,13 +89,13 @@ def _add_completions(app: FastAPI, completions: Completions) -> None:
     async def chat(request: Request, body: ChatRequest) -> Any:
         """Answer a conversation."""
         completions.check_model(body.model)
-        return await completions.respond(request, body, await completions.encode_chat(body))
+        return await completions.respond(request, body)
 
     @app.post("/v1/completions", responses=responses)
     async def complete(request: Request, body: TextRequest) -> Any:
         """Continue a text."""
         completions.check_model(body.model)
-        return await completions.respond(request, body, await completions.encode(body.prompt))
+        return await completions.respond(request, body)
 
     @app.post("/tokenize", responses=error_responses(400, 404, 413))
     async def tokenize(body: TokenizeRequest) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvkeep.decode.prompt import encode, written_ids
+from kvkeep.decode.encoding import PromptText, least_tokens, special_ids
+from kvkeep.decode.prompt import prompt_text
 from kvkeep.engine.pieces import token_texts
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
@@ -24,9 +23,11 @@ from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_MAX_TOKENS, ChatRequest, Message, TextRequest
+from kvkeep.serve.job import PromptTooLong
 from kvkeep.serve.session import check_name
 
 T = TypeVar("T")
+Prompt = str | list[int] | list[Message]
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -34,12 +35,13 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class Completions:
-    """Answers requests for one model. It has a copy of the tokenizer, used by one worker thread at a time. The event
-    loop never uses the tokenizer, because it must not block."""
+    """Answers requests for one model. Worker threads use the tokenizer at the same time, and change none of its
+    settings. The event loop never uses it, because it must not block."""
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
-        self._tokenizer, self._lock = copy.deepcopy(loaded.tokenizer), threading.Lock()
+        self._tokenizer = loaded.tokenizer
+        self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError unless a request names this model."""
@@ -47,40 +49,44 @@ class Completions:
             sentence = f"The model '{name}' does not exist; this server has '{self.model}'."
             raise APIError(404, sentence, "model_not_found", "model")
 
-    async def encode(self, given: str | list[int] | list[Message]) -> list[int]:
-        """Return the token ids of a text, of ids, or of a conversation up to its answer."""
-        return await asyncio.to_thread(self._encode, given)
+    async def encode(self, given: Prompt, answer: str = "", positions: int | None = None) -> list[int]:
+        """Return the token ids of a text, of ids, or of a conversation up to its answer and the beginning of that.
+        Raises PromptTooLong at once for a text that cannot fit into ``positions`` (None: no limit)."""
+        return await asyncio.to_thread(self._encode, given, answer, positions)
 
-    async def encode_chat(self, body: ChatRequest) -> list[int]:
-        """Return the token ids of a conversation, up to its answer or to the end of a last message to be continued."""
-        if not body.continue_final_message:
-            return await self.encode(body.messages)
-        *before, last = body.messages
-        return await self.encode(before) + await asyncio.to_thread(self._written, last.plain()["content"])
+    def _encode(self, given: Prompt, answer: str, positions: int | None) -> list[int]:
+        if isinstance(given, str):
+            text = PromptText(given)
+        elif messages := [one.plain() for one in given if isinstance(one, Message)]:
+            text = prompt_text(self._tokenizer, messages, answer=answer)
+        else:
+            return self._checked([one for one in given if isinstance(one, int)])
+        if positions is not None and (least := least_tokens(self._tokenizer, text.text)) >= positions:
+            raise PromptTooLong.of(f"at least {least}", positions)
+        return text.ids(self._tokenizer)
 
-    def _written(self, text: str) -> list[int]:
-        with self._lock:
-            return written_ids(self._tokenizer, text)
-
-    def _encode(self, given: str | list[int] | list[Message]) -> list[int]:
-        with self._lock:
-            if isinstance(given, str):
-                return list(self._tokenizer(given).input_ids)
-            if messages := [one.plain() for one in given if isinstance(one, Message)]:
-                return encode(self._tokenizer, messages)
-        ids = [one for one in given if isinstance(one, int)]
-        if any(not 0 <= one < self.engine.geometry.vocab_size for one in ids):
+    def _checked(self, ids: list[int]) -> list[int]:
+        if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
             raise APIError(
                 400, "'prompt' contains ids that are not in the model's vocabulary.", "invalid_value", "prompt"
             )
         return ids
 
+    async def _prompt(self, body: ChatRequest | TextRequest, cache: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a request with these cache options: of a text, or of a conversation up to its answer
+        or to the end of a last message to be continued."""
+        positions = self.engine.positions(cache)
+        if isinstance(body, TextRequest):
+            return await self.encode(body.prompt, positions=positions)
+        if not body.continue_final_message:
+            return await self.encode(body.messages, positions=positions)
+        *before, last = body.messages
+        return await self.encode(before, last.plain()["content"], positions)
+
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""
-        with self._lock:
-            texts, added = token_texts(self._tokenizer, ids), self._tokenizer.added_tokens_decoder
-            special = {*self._tokenizer.all_special_ids, *(one for one, token in added.items() if token.special)}
-        return texts, [place for place, one in enumerate(ids) if one in special]
+        special = special_ids(self._tokenizer).union(self._tokenizer.all_special_ids)
+        return token_texts(self._tokenizer, ids), [place for place, one in enumerate(ids) if one in special]
 
     def max_tokens(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
         """Return the maximum number of tokens of an answer with these cache options. Raises APIError if they exceed the
@@ -90,7 +96,7 @@ class Completions:
             if wanted is not None and wanted > MAX_ANSWER_TOKENS:
                 sentence = f"'max_tokens' is {wanted}; an answer has at most {MAX_ANSWER_TOKENS} tokens."
                 raise APIError(400, sentence, "invalid_value", "max_tokens")
-            return wanted or DEFAULT_MAX_TOKENS
+            return DEFAULT_MAX_TOKENS if wanted is None else wanted
         left = context - len(prompt)
         if wanted is not None and wanted > left > 0:
             raise APIError(
@@ -100,14 +106,15 @@ class Completions:
                 "context_length_exceeded",
                 "max_tokens",
             )
-        return wanted or max(1, min(left, DEFAULT_MAX_TOKENS))
+        return max(1, min(left, DEFAULT_MAX_TOKENS)) if wanted is None else wanted
 
-    async def respond(self, request: Request, body: ChatRequest | TextRequest, prompt: list[int]) -> Any:
+    async def respond(self, request: Request, body: ChatRequest | TextRequest) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
         cancelled."""
         owner = request.state.owner
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
+        prompt = await self._prompt(body, cache)
         ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
         logprobs = body.logprob_count is not None
         reply = Reply(self.model, isinstance(body, ChatRequest), logprobs, self.metrics.rejected)

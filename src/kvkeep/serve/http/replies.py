@@ -10,10 +10,14 @@ from itertools import accumulate
 from typing import Any
 
 from kvkeep.engine.answer import TextPiece, TokenLogprob
+from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.engine_request import StreamEvent
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import Finished
+
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
 
 
 class Reply:
@@ -25,6 +29,7 @@ class Reply:
     ) -> None:
         self.chat, self.logprobs, self.to_error = chat, logprobs, to_error
         self._offset = 0  # characters of the text whose tokens were sent
+        self._in_chunks: dict[str, None] = {}  # fields of all chunks but the last one, which has the usage
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.kind = kind[1]
@@ -43,6 +48,7 @@ class Reply:
 
     async def stream(self, events: AsyncIterator[StreamEvent | None], with_usage: bool) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error is an object, and None is a comment."""
+        self._in_chunks = {"usage": None} if with_usage else {}
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -64,29 +70,28 @@ class Reply:
         return self.kind + (".chunk" if self.chat else "")
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
-        return _event(
-            self.head | {"object": self._object, "choices": [{"index": 0, **fields, "finish_reason": reason}]}
-        )
+        choice = {"index": 0, **fields, "finish_reason": reason}
+        return _event(self.head | {"object": self._object, "choices": [choice]} | self._in_chunks)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [_token(one.text, one.logprob) | _top(one) for one in tokens]}
+            return {"content": [_token(one.data, one.logprob) | _top(one) for one in tokens]}
         offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
         self._offset = offsets[-1]
         return {
-            "tokens": [one.text for one in tokens],
+            "tokens": [spelt(one.data) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [{text: value for _, text, value in one.top} for one in tokens],
+            "top_logprobs": [{spelt(data): value for _, data, value in one.top} for one in tokens],
             "text_offset": offsets[:-1],
         }
 
 
 def _top(token: TokenLogprob) -> dict[str, Any]:
-    return {"top_logprobs": [_token(text, value) for _, text, value in token.top]}
+    return {"top_logprobs": [_token(data, value) for _, data, value in token.top]}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
 
 
 def usage(answer: Finished) -> dict[str, Any]:
@@ -109,4 +114,5 @@ def _reason(answer: Finished) -> str:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n"

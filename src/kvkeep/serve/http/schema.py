@@ -27,8 +27,10 @@ DEFAULT_MAX_TOKENS = 1024
 
 def _complete(text: str) -> str:
     """Return the text, if all characters are complete. JSON escapes can encode half of one."""
-    if any("\ud800" <= one <= "\udfff" for one in text):
-        raise _wrong("it contains half a character (a lone surrogate)")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong("it contains half a character (a lone surrogate)") from None
     return text
 
 
@@ -41,6 +43,12 @@ def _empty(given: T) -> T:
     if given:
         raise PydanticCustomError("unsupported", "is not supported")
     return given
+
+
+def _no_tool(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise _wrong(f"tools are not supported; send what the {role} returned as text in a message of the role 'user'")
+    return role
 
 
 def _one_prompt(given: Any) -> Any:
@@ -82,13 +90,21 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A message of a conversation. Other fields of OpenAI's messages have to be empty."""
+    """A message of a conversation. Other fields of OpenAI's messages have to be empty. An answer without a content is
+    empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool)]
     content: Text | list[TextPart]
     name: Text | None = None
     tool_calls: NoList = []
     annotations: NoList = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_answer(cls, given: Any) -> Any:
+        """Complete an answer whose content is null, as clients send it."""
+        answers = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
+        return given | {"content": ""} if answers else given
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -136,7 +152,7 @@ class _Common(_Ignored):
     model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -239,6 +255,8 @@ class TextRequest(_Common):
         json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 20}]}
     )
 
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The maximum number of tokens of the answer; 0: the prompt is only read."""
     prompt: Annotated[
         Text | Annotated[list[int], Field(min_length=1)],
         BeforeValidator(_one_prompt),

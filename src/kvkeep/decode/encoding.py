@@ -1,0 +1,186 @@
+"""From a text to token ids, where some names of special tokens in the text are data.
+
+No setting of the tokenizer is changed, so that several threads can use it at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from kvkeep.engine.token_spelling import ALPHABET, SPACE, token_spelling
+
+Span = tuple[int, int]
+"""The place of the first character, and of the first one after it."""
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """The text of a prompt."""
+
+    text: str
+    data: Sequence[Span] = ()
+    """Names of special tokens that are data, in the order of the text."""
+    begins: bool = True
+    """Whether the tokenizer adds the special tokens that begin a text. The text of a chat template has them."""
+
+    def __add__(self, other: PromptText) -> PromptText:
+        shift = len(self.text)
+        moved = ((start + shift, stop + shift) for start, stop in other.data)
+        return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
+        names that are data, are encoded by a tokenizer that knows no special tokens."""
+        if self.data and getattr(tokenizer, "backend_tokenizer", None) is None:
+            return self._ids_in_parts(tokenizer)
+        details = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if self.data else {}
+        encoded = tokenizer(self.text, add_special_tokens=self.begins, verbose=False, **details)
+        ids: list[int] = list(encoded.input_ids)
+        if not self.data:
+            return ids
+        segments = [*_segments(ids, encoded.offset_mapping, encoded.special_tokens_mask, self, special_ids(tokenizer))]
+        found, done = list[int](), 0
+        for one, made in zip(segments, _data_encoder(tokenizer)(self.text, segments), strict=True):
+            found += ids[done : one.first] + made
+            done = one.last
+        return found + ids[done:]
+
+    def _ids_in_parts(self, tokenizer: Any) -> list[int]:
+        """Return the ids of the parts before, of and after each name, for a tokenizer that is written in Python."""
+        places = [0, *(place for span in self.data for place in span), len(self.text)]
+        ids = list[int]()
+        for number, (start, stop) in enumerate(pairwise(places)):
+            options = {"add_special_tokens": self.begins and not number, "split_special_tokens": number % 2 == 1}
+            ids += tokenizer(self.text[start:stop], **options).input_ids
+        return ids
+
+
+def as_data(tokenizer: Any, text: str, begins: bool = True) -> PromptText:
+    """Return a text in which every name of a special token is data."""
+    pattern = special_names(tokenizer)
+    return PromptText(text, [] if pattern is None else [hit.span() for hit in pattern.finditer(text)], begins)
+
+
+@lru_cache(maxsize=4)
+def special_names(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the names of a tokenizer's special tokens; None if it has none."""
+    names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+
+@lru_cache(maxsize=4)
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens."""
+    return frozenset(one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of a text between two special tokens."""
+
+    first: int
+    """The first token of the segment."""
+    last: int
+    """The first token after it."""
+    start: int
+    """The first character of the segment."""
+    stop: int
+    """The first character after it."""
+
+
+def _segments(
+    ids: Sequence[int], places: Sequence[Span], added: Sequence[int], text: PromptText, special: frozenset[int]
+) -> Iterator[_Segment]:
+    """Yield the segments that have names that are data. places: the characters of each token; added: whether the
+    tokenizer added it."""
+    last = next((place for place in range(len(ids), 0, -1) if not added[place - 1]), 0)  # the end adds the others
+    names, first, start, found = iter(text.data), 0, 0, False
+    name = next(names, None)
+    ends = [place for place, one in enumerate(ids[:last]) if one in special]
+    for place in [*ends, last]:
+        stop, end = places[place] if place < last else (len(text.text), len(text.text))
+        while name is not None and name[1] <= stop:
+            name, found = next(names, None), True
+        if place < last and name is not None and name[0] < end:
+            continue  # the special token is such a name
+        if found:
+            yield _Segment(first, place, start, stop)
+        first, start, found = place + 1, end, False
+
+
+@lru_cache(maxsize=4)
+def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[list[int]]]:
+    """Return a function that encodes segments of a text by the tokenizer's model, in which every name of a special
+    token is text. The model is shared, and takes no memory a second time."""
+    backend = tokenizer.backend_tokenizer
+    begin, follow = _without_special(backend), _without_special(backend, begins=False)
+    names = {one.content: number for number, one in backend.get_added_tokens_decoder().items()}
+    moved = {begin.token_to_id(name): number for name, number in names.items()}
+    special = special_ids(tokenizer)
+    spelt = {number: _letters(backend, name) for name, number in names.items() if number in special}
+
+    def translated(ids: Sequence[int]) -> list[int]:
+        """Return the tokenizer's ids. Merges may form a special token, which is then spelt by its characters."""
+        found = [moved.get(one, one) for one in ids]
+        return found if special.isdisjoint(found) else [part for one in found for part in spelt.get(one, [one])]
+
+    def encode(text: str, segments: Sequence[_Segment]) -> list[list[int]]:
+        texts = [text[one.start : one.stop] for one in segments]
+        count = int(bool(segments) and not segments[0].start)
+        made = [begin.encode(one, add_special_tokens=False) for one in texts[:count]]
+        return [translated(one.ids) for one in made + follow.encode_batch_fast(texts[count:], add_special_tokens=False)]
+
+    return encode
+
+
+def _without_special(backend: Any, begins: bool = True) -> Tokenizer:
+    """Return a tokenizer of the same model, with those added tokens that are not special. begins: for the beginning of
+    a text, before which some tokenizers put a space."""
+    made = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        made.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        splitter = deepcopy(backend.pre_tokenizer)
+        if not begins:
+            inside = splitter.__getstate__().replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
+            splitter.__setstate__(inside)
+        made.pre_tokenizer = splitter
+    made.add_tokens([one for _, one in sorted(backend.get_added_tokens_decoder().items()) if not one.special])
+    return made
+
+
+def _letters(backend: Any, name: str) -> list[int]:
+    """Return the ids of a name's characters."""
+    return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
+
+
+def least_tokens(tokenizer: Any, text: str) -> int:
+    """Return a lower bound of the number of tokens of a text, without encoding it: its bytes, divided by those of the
+    longest token. It is 0 if the tokenizer may leave out parts of a text."""
+    table = token_spelling(tokenizer)
+    if table is None or not _keeps_bytes(tokenizer):
+        return 0
+    if any(one.lstrip or one.rstrip for one in tokenizer.added_tokens_decoder.values()):
+        text = "".join(text.split())  # such tokens take any number of spaces
+    size, normalizer = len(text.encode()), tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None:
+        size = min(size, len(normalizer.normalize_str(text).replace(SPACE, " ").encode()))  # it may add a space
+    return -(-size // table.longest)
+
+
+@lru_cache(maxsize=4)
+def _keeps_bytes(tokenizer: Any) -> bool:
+    """Return whether every byte of a normalised text is in one of its tokens."""
+    backend = tokenizer.backend_tokenizer
+    state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
+    names = (ALPHABET, [f"<0x{byte:02X}>" for byte in range(256)])
+    complete = any(all(backend.token_to_id(one) is not None for one in alphabet) for alphabet in names)
+    return complete and b'"Removed"' not in state and b'"Whitespace' not in state
