@@ -173,6 +173,13 @@ def test_white_space_after_a_special_token_of_phi_3_is_dropped() -> None:
     assert names(scored(*more, general__name="Llama"), "<|user|> a")[1:] == ["<|user|>", "▁", "▁", "a"]
 
 
+def test_special_tokens_of_white_space_are_refused_where_white_space_is_dropped() -> None:
+    more = [("a", NORMAL, 0.0), ("  ", USER, 0.0)]
+    assert names(scored(*more, add_space_prefix=False), "  a") == ["<s>", "  ", "a"]
+    with pytest.raises(UnsupportedModelError, match="'  '.*Phi-3"):
+        tokenizer_of(scored(*more, general__name="phi3"))
+
+
 def test_merges_without_letters_for_bytes() -> None:
     tokens = ["<bos>", "<eos>", "▁", "a", "▁a", "\n", "\n\n", *BYTES]
     types = [CONTROL, CONTROL, *[NORMAL] * 5, *[BYTE] * 256]

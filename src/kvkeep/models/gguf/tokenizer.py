@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.gguf.keys import Keys
 from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
@@ -135,11 +136,17 @@ def _added(keys: Keys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
 
 def _stripping(keys: Keys, tokens: set[str]) -> tuple[set[str], set[str]]:
     """Return those of ``tokens`` that take along the white space before them, and after them. Files do not state it;
-    llama.cpp knows it by the names of models and pre-tokenizers."""
+    llama.cpp knows it by the names of models and pre-tokenizers.
+    Raises UnsupportedModelError if white space may be dropped that is a token."""
     name = keys.get("general.name", str, "").lower()
     if any(one in keys.get("tokenizer.ggml.pre", str, "") for one in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
         return {"<mask>"}, set()
     if "phi-3" in name or "phi3" in name:
+        if white := next((one for one in sorted(tokens) if one[0].isspace()), None):
+            raise UnsupportedModelError(
+                f"'{keys.file}' has the special token {white!r}, and white space after a special token is dropped in "
+                "models of the name Phi-3, both of which kvkeep cannot do; use another file of the model."
+            )
         return set(), tokens - {"<unk>", "<s>", "<|endoftext|>"}
     return ({"[MASK]"} if "modern-bert" in name else set()), set()
 
