@@ -28,7 +28,7 @@ def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str,
 
 
 def _longrope(**more: Any) -> dict[str, Any]:
-    factors = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.5, 8.0]}
+    factors: dict[str, Any] = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.5, 8.0]}
     return _rope("longrope", **factors, **more)
 
 
