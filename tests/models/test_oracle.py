@@ -26,6 +26,9 @@ TINY: dict[str, Any] = unpacked("ids-tiny.json.xz")
 FILES: dict[str, Any] = {name: one for name, one in TINY["files"].items() if "error" not in one["said"]}
 """Files of tiny vocabularies; files of one kind of pre-tokenizer are listed once, with all its names."""
 MODELS: dict[str, Any] = json.loads((RECORDS / "models.json").read_text("utf-8"))
+LIKELIHOODS: dict[str, Any] = json.loads((RECORDS / "likelihoods.json").read_text("utf-8"))
+LIKELIHOOD = 3e-5
+"""Log-likelihoods differ by so much, relatively: 6e-8 with SmolLM2, 8e-6 with Gemma 3 and its GELU."""
 SOUND = {name: facts for name, facts in MODELS["models"].items() if "float32" in facts}
 REFUSED = {name for name, facts in SOUND.items() if "why" in facts}
 """Models for which llama.cpp computes what transformers does not."""
@@ -83,6 +86,22 @@ def test_ids_of_embedded_models_are_those_of_llama_cpp(name: str) -> None:
     said = unpacked(f"ids-{name}.json.xz")
     check_ids(tokenizer_from(file), said)
     assert ends_from(file) == said["ends"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihood_of_a_text_is_that_of_llama_cpp(name: str) -> None:
+    """With a real file, whose weights are unpacked to float32, because products of packed weights round."""
+    file, one = gguf_path(EMBEDDED[name]), LIKELIHOODS[name]
+    if not file.is_file():
+        pytest.skip(f"{name} was not fetched")
+    model = kvkeep.load(file, weights="float32", device="cpu").model
+    with torch.no_grad():
+        logits = model(torch.tensor([one["ids"]]), use_cache=False).logits[0, one["first"] - 1 : -1]
+    wanted = torch.tensor(one["ids"][one["first"] :])
+    found = float(torch.nn.functional.cross_entropy(logits.double(), wanted, reduction="sum"))
+    assert found == pytest.approx(one["nll"], rel=LIKELIHOOD)
 
 
 def unpacked_model(name: str, folder: Path) -> Path:
