@@ -243,7 +243,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "granitehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan-moe": {"moe_intermediate_size": [48, 48], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
 }
-"""What the converter reads of a config.json, and transformers 5.24 writes under another name, or no longer."""
+"""What the converter reads of a config.json, and transformers 5.24 writes under another name, or not at all."""
 
 COMPUTED: dict[str, dict[str, Any]] = {
     "phi3-window": {"sliding_window": None},
