@@ -2,6 +2,7 @@
 
     python tools/oracle ids                       # token ids: the embedded models, tiny vocabularies of every kind
     python tools/oracle models [VARIANT ...]      # tiny models of each architecture, and their log-probabilities
+    python tools/oracle likelihood                # log-likelihoods of a text with two embedded models
     python tools/oracle compare FILE.gguf ...     # ids of kvkeep beside those of llama.cpp, on the same texts
     python tools/oracle perplexity MODEL TEXT     # of kvkeep beside that of llama.cpp, on the same file
 
@@ -22,6 +23,8 @@ from architectures import ARCHITECTURES
 
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 
+SMALL = ("smollm2", "gemma3-270m")
+"""Embedded models that are unpacked to float32."""
 RECORDS = token_ids.TESTS / "models" / "records"
 
 
@@ -30,7 +33,7 @@ def main() -> None:
     options = argparse.ArgumentParser("oracle", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--work", type=Path, default=Path("oracle"), help="folder of llama.cpp and of what is made")
     commands = options.add_subparsers(required=True, metavar="COMMAND")
-    for name, run in (("ids", ids), ("models", models), ("compare", compare), ("perplexity", compare_perplexity)):
+    for name, run in COMMANDS.items():
         command = commands.add_parser(name, help=run.__doc__)
         command.set_defaults(run=run)
         if name == "models":
@@ -53,10 +56,7 @@ def ids(llama_cpp: environment.Environment, work: Path, given: argparse.Namespac
     """Record token ids."""
     token_ids.record_texts(RECORDS)
     token_ids.record_tiny(llama_cpp, work / "vocabularies", RECORDS)
-    files = {name: gguf_path(model) for name, model in EMBEDDED.items()}
-    if missing := [name for name, file in files.items() if not file.is_file()]:
-        raise SystemExit(f"fetch these models first (kvkeep fetch NAME): {', '.join(missing)}")
-    token_ids.record_real(llama_cpp, files, RECORDS)
+    token_ids.record_real(llama_cpp, _embedded(*EMBEDDED), RECORDS)
 
 
 def models(llama_cpp: environment.Environment, work: Path, given: argparse.Namespace) -> None:
@@ -65,6 +65,11 @@ def models(llama_cpp: environment.Environment, work: Path, given: argparse.Names
     logprobs.write_index(RECORDS / "models.json", said)
     for name, facts in said.items():
         print(f"{name:24}", *(f"{key} {value}" for key, value in facts.items()))
+
+
+def likelihood(llama_cpp: environment.Environment, work: Path, given: argparse.Namespace) -> None:
+    """Record log-likelihoods."""
+    perplexity.record(llama_cpp, _embedded(*SMALL), work / "unpacked.gguf", RECORDS / "likelihoods.json")
 
 
 def compare(llama_cpp: environment.Environment, work: Path, given: argparse.Namespace) -> None:
@@ -79,6 +84,17 @@ def compare_perplexity(llama_cpp: environment.Environment, work: Path, given: ar
     exact = work / "unpacked.gguf" if given.exact else None
     perplexity.compare(llama_cpp, gguf_path(known) if known else Path(given.model), given.text, given.windows, exact)
 
+
+def _embedded(*names: str) -> dict[str, Path]:
+    files = {name: gguf_path(EMBEDDED[name]) for name in names}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise SystemExit(f"fetch these models first (kvkeep models --fetch NAME): {', '.join(missing)}")
+    return files
+
+
+COMMANDS = {
+    "ids": ids, "models": models, "likelihood": likelihood, "compare": compare, "perplexity": compare_perplexity,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -28,7 +28,7 @@ def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str,
 
 
 def _longrope(**more: Any) -> dict[str, Any]:
-    factors = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.5, 8.0]}
+    factors: dict[str, Any] = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.5, 8.0]}
     return _rope("longrope", **factors, **more)
 
 
@@ -243,7 +243,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "granitehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan-moe": {"moe_intermediate_size": [48, 48], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
 }
-"""What the converter reads of a config.json, and transformers 5.24 writes under another name, or no longer."""
+"""What the converter reads of a config.json, and transformers 5.24 writes under another name, or not at all."""
 
 COMPUTED: dict[str, dict[str, Any]] = {
     "phi3-window": {"sliding_window": None},

@@ -52,28 +52,24 @@ def found(work: Path) -> Environment:
     """The environment in ``work``, made if it is not there: about 10 minutes on two cores, 700 MB."""
     sources = work / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     python = work / "venv" / "bin" / "python"
+    if not python.is_file():
+        venv.create(work / "venv", with_pip=True)
     if not sources.is_dir():
-        _fetch(work)
-    if not python.is_file() or subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
-        _build(work, python)
+        print(f"fetching the source distribution of llama-cpp-python {VERSION} from PyPI into {work}", flush=True)
+        _pip(
+            python, "download", "--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}", "-d", work
+        )
+        with tarfile.open(work / f"llama_cpp_python-{VERSION}.tar.gz") as packed:
+            packed.extractall(work, filter="data")
+    if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
+        print(f"building it in {work / 'venv'} (some 10 minutes)", flush=True)
+        _pip(python, "install", work / f"llama_cpp_python-{VERSION}")
     return Environment(python, sources)
 
 
-def _fetch(work: Path) -> None:
-    print(f"fetching the source distribution of llama-cpp-python {VERSION} from PyPI into {work}")
-    work.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-binary=:all:", f"llama-cpp-python=={VERSION}", "-d", str(work)], check=True)
-    with tarfile.open(next(work.glob(f"llama_cpp_python-{VERSION}.tar.gz"))) as packed:
-        packed.extractall(work, filter="data")
-
-
-def _build(work: Path, python: Path) -> None:
-    print(f"building it in {python.parents[1]} (some 10 minutes)")
-    venv.create(python.parents[1], with_pip=True)
-    settings = os.environ | {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count())}
-    built = work / f"llama_cpp_python-{VERSION}.tar.gz"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", str(built)], check=True, env=settings)
+def _pip(python: Path, *what: str | Path) -> None:
+    parallel = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count())}
+    subprocess.run([python, "-m", "pip", "--quiet", *what], check=True, env=os.environ | parallel)
 
 
 def _run(command: list[str], given: str) -> str:

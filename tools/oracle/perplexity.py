@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import corpus
 import torch
 from environment import Environment
 
@@ -31,12 +33,27 @@ def compare(environment: Environment, file: Path, text: Path, windows: int, exac
     if own[: WINDOW * windows] == said["ids"][0][: WINDOW * windows]:
         print("kvkeep makes the same ids")
     else:
-        _print(
-            "kvkeep, its own ids", _mean(_nll(loaded.model, one) for one in _windows(own, windows, start)), reference
-        )
+        found = _mean(_nll(loaded.model, one) for one in _windows(own, windows, start))
+        _print("kvkeep, its own ids", found, reference)
     if exact:
         environment.ask([{"unpack": str(file), "out": str(exact)}])
         _both(environment, exact, file, ids, "float32")
+
+
+def record(environment: Environment, files: dict[str, Path], unpacked: Path, out: Path) -> None:
+    """Write, for each model, a window of the corpus, and the negative log-likelihood of its second half, as llama.cpp
+    computes it with float32 weights, keys and values."""
+    text = "\n".join(corpus.WRITTEN["prose"] + corpus.WRITTEN["code"])
+    found = {}
+    for name, file in files.items():
+        environment.ask([{"unpack": str(file), "out": str(unpacked)}])
+        said = environment.ask([{"tokenize": str(file), "texts": [text], "special": False, "add": True}])[0]
+        ids = said["ids"][0][:WINDOW]
+        answer = environment.ask([{"perplexity": str(unpacked), "ids": [ids], "first": FIRST, "exact": True}])[0]
+        found[name] = {"ids": ids, "first": FIRST, "nll": answer["nll"][0]}
+        print(f"{name}: {found[name]['nll']:.4f}")
+    unpacked.unlink()
+    out.write_text(json.dumps(found) + "\n")
 
 
 def _both(environment: Environment, theirs: Path, ours: Path, ids: list[list[int]], weights: str) -> tuple[Any, float]:
