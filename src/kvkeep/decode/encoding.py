@@ -6,7 +6,8 @@ No setting of the tokenizer is changed, so that several threads can use it at on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,7 +74,18 @@ def as_data(tokenizer: Any, text: str, begins: bool = True) -> PromptText:
 def special_names(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern of the names of a tokenizer's special tokens; None if it has none."""
     names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+    return re.compile(_any_of(names)) if names else None
+
+
+def _any_of(names: Collection[str]) -> str:
+    """Return a pattern of the longest of some names. Names that begin alike are searched for at once, because a
+    tokenizer may have thousands."""
+    rests = defaultdict[str, list[str]](list)
+    for name in names:
+        if name:
+            rests[name[0]].append(name[1:])
+    pattern = "|".join(re.escape(first) + _any_of(rest) for first, rest in rests.items())
+    return f"(?:{pattern}){'?' if '' in names else ''}" if pattern else ""
 
 
 @lru_cache(maxsize=4)
@@ -165,22 +177,34 @@ def _letters(backend: Any, name: str) -> list[int]:
 def least_tokens(tokenizer: Any, text: str) -> int:
     """Return a lower bound of the number of tokens of a text, without encoding it: its bytes, divided by those of the
     longest token. It is 0 if the tokenizer may leave out parts of a text."""
-    table = token_spelling(tokenizer)
-    if table is None or not _keeps_bytes(tokenizer):
+    table, lost = token_spelling(tokenizer), _lost_bytes(tokenizer)
+    if table is None or lost is None:
         return 0
     if any(one.lstrip or one.rstrip for one in tokenizer.added_tokens_decoder.values()):
         text = "".join(text.split())  # such tokens take any number of spaces
-    size, normalizer = len(text.encode()), tokenizer.backend_tokenizer.normalizer
-    if normalizer is not None:
-        size = min(size, len(normalizer.normalize_str(text).replace(SPACE, " ").encode()))  # it may add a space
-    return -(-size // table.longest)
+    texts, normalizer = [text], tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None and not (text.isascii() and _keeps_ascii(normalizer)):
+        texts.append(normalizer.normalize_str(text).replace(SPACE, " "))  # shorter, or with a space before it
+    return -(-min(len(one.encode().translate(None, lost)) for one in texts) // table.longest)
+
+
+def _keeps_ascii(normalizer: Any) -> bool:
+    """Return whether a normaliser leaves ASCII as it is, but for spaces. Then a long text need not be normalised."""
+    state = normalizer.__getstate__().replace(f'"Replace","pattern":{{"String":" "}},"content":"{SPACE}"'.encode(), b"")
+    kinds = {*re.findall(rb'"type":"(\w+)"', state)}
+    return kinds <= {b"Sequence", b"Prepend", b"NFC", b"NFD", b"NFKC", b"NFKD"}
 
 
 @lru_cache(maxsize=4)
-def _keeps_bytes(tokenizer: Any) -> bool:
-    """Return whether every byte of a normalised text is in one of its tokens."""
+def _lost_bytes(tokenizer: Any) -> bytes | None:
+    """Return the bytes that are in no token of a byte-level vocabulary, which encoding leaves out. None: it may leave
+    out anything."""
     backend = tokenizer.backend_tokenizer
     state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
-    names = (ALPHABET, [f"<0x{byte:02X}>" for byte in range(256)])
-    complete = any(all(backend.token_to_id(one) is not None for one in alphabet) for alphabet in names)
-    return complete and b'"Removed"' not in state and b'"Whitespace' not in state
+    if b'"Removed"' in state or b'"Whitespace' in state:
+        return None
+    if all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
+        return b""
+    if b'"ByteLevel"' not in state:
+        return None
+    return bytes(byte for letter, byte in ALPHABET.items() if backend.token_to_id(letter) is None)
