@@ -71,7 +71,9 @@ def test_a_text_ends_with_the_models_positions(method: str) -> None:
     cache.reset()
     with pytest.raises(UsageError, match="600 tokens exceed the model's 512 positions"):
         forward(model, cache, prompt(1, 600))
-    with pytest.raises(UsageError, match=r"600 tokens, but .* 512 positions; continue .* KeepCache\(model, 'endless', 1024\)"):
+    with pytest.raises(
+        UsageError, match=r"600 tokens, but .* 512 positions; continue .* KeepCache\(model, 'endless', 1024\)"
+    ):
         generate(model, None, [5] * 600, cache)
     assert cache.get_seq_length() == 0
     assert len(generate(model, None, ids[0].tolist(), cache, max_new_tokens=9).tokens) == 2

@@ -59,7 +59,7 @@ def generate(
     if found is not None:
         messages = question(found.text, prompt)
     ids = encode(loaded.tokenizer, messages, raw=raw)
-    room_after(len(ids), requested.positions(loaded.model), _remedy(text, prompt, excerpts, cache))
+    room_after(len(ids), requested.positions(loaded.model), _remedy(text, prompt, excerpts))
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
     with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
         try:
@@ -89,10 +89,9 @@ def generate(
         raise Interrupted("Interrupted; the answer above is not complete.")
 
 
-def _remedy(text: str | None, prompt: str | None, excerpts: int | None, cache: CacheOptions) -> str:
+def _remedy(text: str | None, prompt: str | None, excerpts: int | None) -> str:
     """Return what to do about a prompt that is longer than the model's positions."""
-    budget = "" if cache.budget else " -b 1024"
-    endless = f"continue beyond them with the method endless (-x endless{budget})"
+    endless = "continue beyond them with the method endless (-x endless -b 1024)"
     if not text or not (prompt or "").strip():
         return endless
     fewer = "fewer --excerpts" if excerpts else "only the passages that have the words of the prompt (--excerpts 2048)"
