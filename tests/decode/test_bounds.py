@@ -72,7 +72,7 @@ def test_a_text_ends_with_the_models_positions(method: str) -> None:
     with pytest.raises(UsageError, match="600 tokens exceed the model's 512 positions"):
         forward(model, cache, prompt(1, 600))
     with pytest.raises(
-        UsageError, match=r"600 tokens, but .* 512 positions; continue .* KeepCache\(model, 'endless'\)"
+        UsageError, match=r"600 tokens, but .* 512 positions; continue .* KeepCache\(model, 'endless', 1024\)"
     ):
         generate(model, None, [5] * 600, cache)
     assert cache.get_seq_length() == 0

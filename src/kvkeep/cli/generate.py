@@ -91,7 +91,7 @@ def generate(
 
 def _remedy(text: str | None, prompt: str | None, excerpts: int | None) -> str:
     """Return what to do about a prompt that is longer than the model's positions."""
-    endless = "continue beyond them with the method endless (-x endless)"
+    endless = "continue beyond them with the method endless (-x endless -b 1024)"
     if not text or not (prompt or "").strip():
         return endless
     fewer = "fewer --excerpts" if excerpts else "only the passages that have the words of the prompt (--excerpts 2048)"

@@ -41,7 +41,7 @@ SEEDS = range(-(2**63), 2**64)
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 """The modes of transformers that generate one text token by token. Drafts do not change it."""
 
-REMEDY = "continue beyond them with KeepCache(model, 'endless')"
+REMEDY = "continue beyond them with KeepCache(model, 'endless', 1024)"
 """What a caller in Python can do about a prompt that is too long."""
 
 
