@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError
 from kvkeep.models.gguf.header import FileTensor
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.values import values
 
 MAX_LAYERS = 10_000
@@ -23,7 +23,7 @@ class Facts:
     """The keys of an architecture, and the tensors of the file."""
 
     architecture: str
-    keys: Keys
+    keys: FileKeys
     tensors: Mapping[str, FileTensor]
 
     def number(self, key: str, default: float | None = None) -> Any:
