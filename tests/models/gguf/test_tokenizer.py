@@ -21,7 +21,7 @@ TEXT = "a 4.\n\n1. First Ünï 中文 👩‍👩‍👧 \x00 ab  c"
 
 
 def keys(**values: Any) -> FileKeys:
-    """FileKeys of ``tokenizer.ggml``; two underscores are a point of a whole name, None is left out."""
+    """Keys of ``tokenizer.ggml``; two underscores are a point of a whole name, None is left out."""
     named = {key.replace("__", ".") if "__" in key else f"tokenizer.ggml.{key}": one for key, one in values.items()}
     stored = {"token_type": np.int32, "scores": np.float32}
     named = {

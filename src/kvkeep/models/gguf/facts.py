@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Facts:
         """Return the values of a tensor, float32."""
         return values(self.tensors[name])
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """The number of layers. Raises ModelError unless the tensors are of as many."""
         stated = self.need("block_count")
