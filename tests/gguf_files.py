@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -16,9 +18,21 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def written(path: Path, kind: str = "F32", hidden: int = HIDDEN, inner: int = INNER) -> None:
-    """Write a tiny Llama whose matrices are blocks of ``kind``; K blocks need widths of 256 elements."""
-    writer = GGUFWriter(path, "llama")
+def written(
+    path: Path,
+    kind: str = "F32",
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    architecture: str = "llama",
+    without: Collection[str] = (),
+    keys: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+    split: int = 0,
+) -> Path:
+    """Write a tiny Llama whose matrices are blocks of ``kind``; K blocks need widths of 256 elements. without: keys and
+    tensors that are left out. keys, tensors: others, or other values. split: the greatest number of tensors of a part.
+    Returns ``path``."""
+    writer = GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)
@@ -37,16 +51,32 @@ def written(path: Path, kind: str = "F32", hidden: int = HIDDEN, inner: int = IN
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
+    stated = writer.kv_data[0]
+    for key in without:
+        stated.pop(key, None)
+    for key, value in keys.items():
+        stated.pop(key, None)
+        writer.add_key_value(key, value, _type(value), sub_type=_type(value[0]) if isinstance(value, list) else None)
     for name, shape in _shapes(len(tokens), hidden, inner).items():
+        if name in without or name in tensors:
+            continue
         values = numpy.random.default_rng(len(name)).normal(0, 0.1, shape).astype(numpy.float32)
         if len(shape) == 1 or kind == "F32":
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, _blocks(values, kind), raw_dtype=GGMLQuantizationType[kind])
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def _type(value: Any) -> GGUFValueType:
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    return GGUFValueType[kinds[type(value)]]
 
 
 def _blocks(values: NDArray[Any], kind: str) -> NDArray[Any]:

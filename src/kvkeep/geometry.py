@@ -39,6 +39,8 @@ _UNTRUE_CONFIGS = {
     "openai-gpt": "it has no cache",
     "xlm": "it has no cache",
 }
+_SCALES_POSITIONS = ("yarn", "dynamic")
+"""Kinds of rotary frequencies whose factor multiplies the positions of a config that may state those before scaling."""
 WITHOUT_CACHE = ("moe", "mlp")
 """Kinds of layers that hold nothing of the text."""
 _WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", *WITHOUT_CACHE}
@@ -139,7 +141,7 @@ class ModelGeometry:
             ),
             attention_heads=_need(text, layer_configs[0], "num_attention_heads"),
             vocab_size=_need(text, text, "vocab_size"),
-            max_positions=getattr(text, "max_position_embeddings", None),
+            max_positions=_max_positions(text),
             dtype_bytes=dtype_bytes or _dtype_bytes(text, config),
             steady_positions=_steady_positions(text),
         )
@@ -263,13 +265,31 @@ def _need(text: Any, holder: Any, name: str) -> int:
     return value
 
 
+def _max_positions(text: Any) -> int | None:
+    """Return the number of positions that a config allows. Some state the number before scaling, others after."""
+    stated = getattr(text, "max_position_embeddings", None)
+    if stated is None:
+        return None
+    scaled = [
+        int((one.get("original_max_position_embeddings") or stated) * (one.get("factor") or 1))
+        for one in _rotary(text)
+        if one.get("rope_type") in _SCALES_POSITIONS
+    ]
+    return max(stated, *scaled) if scaled else stated
+
+
+def _rotary(text: Any) -> list[dict[str, Any]]:
+    """Return a config's rotary parameters, also those by the type of a layer."""
+    stated = getattr(text, "rope_parameters", None) or {}
+    return [stated, *(value for value in stated.values() if isinstance(value, dict))]
+
+
 def _steady_positions(text: Any) -> int | None:
     """Return the number of tokens up to which a config's rotary frequencies stay the same; None where all lengths have
     the same."""
-    stated = getattr(text, "rope_parameters", None) or {}
     found = []
-    for one in [stated, *(value for value in stated.values() if isinstance(value, dict))]:
-        if one.get("rope_type") == "longrope":
+    for one in _rotary(text):
+        if one.get("rope_type") == "longrope" and one.get("long_factor") != one.get("short_factor"):
             found.append(one.get("original_max_position_embeddings") or text.max_position_embeddings)
         elif "dynamic" in (one.get("rope_type") or ""):
             found.append(text.max_position_embeddings - 1)  # at this length, the angles are those of the previous call

@@ -82,9 +82,7 @@ class CacheStream:
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.blocks, self.block_ends = [], {}
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
-        # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
-        recalls = method.store_fate.keeps or method.recall.reads_all
-        self.ends = made.budgets is not None and made.positions is None and not recalls
+        self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
@@ -129,7 +127,8 @@ class CacheStream:
         return next((rows for holding in self.holdings if (rows := holding.rows)), 0)
 
     def admit(self, tokens: int) -> None:
-        """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
+        """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read. A model that
+        was not trained for a position answers, but with another distribution than any that was measured."""
         limit, total = self.geometry.max_positions, self.length + tokens
         if limit is None or self.rehearsing:
             return
@@ -141,8 +140,8 @@ class CacheStream:
             )
         if self.ends and total > limit:
             raise UsageError(
-                f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's "
-                f"{limit} positions; use 'streaming-llm', whose positions are those within the cache."
+                f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's {limit} "
+                "positions; use method 'endless' or 'streaming-llm', or shorten the text."
             )
         if self.positions is not None and self.method.oneshot:
             needed = min(self.length, self.positions.entries) + tokens

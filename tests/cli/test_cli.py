@@ -55,6 +55,25 @@ def test_excerpts_of_a_file_are_read_in_its_place(run: Run, model_folder: Path, 
     assert "has read 128 of the file's 600 tokens" in run(*common, "--excerpts", "200")[2]
 
 
+def test_a_prompt_that_is_too_long_is_told_what_reads_it(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("the of and to " * 200)
+    common = ("generate", "-m", str(model_folder), "-n", "2", "--json", "-f", str(tmp_path / "long.txt"))
+    for options, remedy in (
+        (("-p", "is it"), "read only the passages that have the words of the prompt (--excerpts 2048), continue"),
+        (("-p", "the of", "--excerpts", "700"), "read fewer --excerpts, continue"),
+        ((), "continue beyond them with the method endless (-x endless -b 1024)"),
+    ):
+        code, out, err = run(*common, *options, "-b", "12.5%")
+        assert code == 2 and not out and err.count("\n") == 1 and f"512 positions; {remedy}" in err, err
+    for way in (("--excerpts", "256"), ("-x", "endless+blocks:count=2,size=16", "-b", "64")):
+        assert run(*common, "-p", "the of", *way)[0] == 0
+
+
+def test_a_byte_order_mark_of_piped_lines_is_no_text(run: Run, model_folder: Path) -> None:
+    code, out, err = run("chat", "-m", str(model_folder), "-n", "2", "--json", stdin="\ufeffthe of\n")
+    assert code == 0 and [turn["question"] for turn in json.loads(out)["turns"]] == ["the of"], err
+
+
 @pytest.mark.parametrize(
     ("flags", "method", "held"),
     [

@@ -60,7 +60,7 @@ def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple
         code, out, err = run(*command, "--budget", budget)
         assert code == 2 and not out and reason in err
     code, out, err = run(*command, "--question", "the " * 400)
-    assert code == 2 and not out and "the model has 512 positions; shorten the text" in err
+    assert code == 2 and not out and "the model has 512 positions; use fewer tokens of the text (--tokens)" in err
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80])

@@ -20,7 +20,6 @@ from kvkeep import KeepCache
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.blocks import KINDS, quantised
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.folders import cache_folder
 from kvkeep.models.formats import chosen_format
 from kvkeep.models.loading import available, describe, load
 from kvkeep.models.matrices import matrices
@@ -262,14 +261,13 @@ def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:
     assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.997
 
 
-def test_available_lists_the_packed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_lists_the_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkeep.models import embedded
 
-    file = tmp_path / "own.gguf"
-    written(file, "Q4_1")
-    made = load(file, device="cpu")
-    (copied,) = (cache_folder() / "converted").iterdir()
-    known = dataclasses.replace(embedded.EMBEDDED["smollm2"], file="own.gguf", sha256=copied.name[4:])
+    known = dataclasses.replace(embedded.EMBEDDED["smollm2"], file="own.gguf")
+    file = embedded.gguf_path(known)
+    file.parent.mkdir(parents=True)
+    made = load(written(file, "Q4_1"), device="cpu")
     monkeypatch.setitem(embedded.EMBEDDED, "smollm2", known)
     row = next(row for row in available() if row.name == "smollm2")
     assert made.weights is not None and row.tensors == made.weights.tensors

@@ -26,8 +26,8 @@ FULL: dict[str, Any] = {"method": "full"}
 LONG = text(300, 1)
 
 
-def serving(folder: Path, **store: Any) -> Engine:
-    return Engine(small(), 10**9, store=Store(folder, **store), **FULL)
+def serving(folder: Path, positions: int | None = None, **store: Any) -> Engine:
+    return Engine(small(positions=positions), 10**9, store=Store(folder, **store), **FULL)
 
 
 def told(engine: Engine, ids: list[int], owner: str = "me", **options: Any) -> Client:
@@ -49,7 +49,7 @@ def test_a_conversation_without_a_name_goes_on_after_a_restart(tmp_path: Path) -
 
 
 def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, begun = serving(tmp_path), threading.Event()
+    engine, begun = serving(tmp_path, 1024), threading.Event()
     honest = BlockFolder.write
 
     def waiting(self: BlockFolder, *arguments: Any, **options: Any) -> int:

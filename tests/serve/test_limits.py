@@ -53,7 +53,7 @@ def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = K
 
 def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers", "bucket", "at_end", "capacity"))
-    given |= {"model": "smollm2", "weights": "auto", "waiting": 1, "sessions": str(tmp_path), "cors": ()}
+    given |= {"model": "smollm2", "weights": "auto", "pre": None, "waiting": 1, "sessions": str(tmp_path), "cors": ()}
     service = Service.parse(given | {"log_requests": False}, {}, ())
     assert service.store(shared=False) is not None
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too

@@ -254,7 +254,7 @@ def load_experiment(name: str) -> Experiment | StudyExperiment:
         text, where = resources.files("kvkeep_lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name
     elif path.suffix == ".toml":
         try:
-            text, where = path.read_text("utf-8"), str(path)
+            text, where = path.read_text("utf-8-sig"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UsageError(f"The experiment '{name}' cannot be read: {reason.lower()}.") from error

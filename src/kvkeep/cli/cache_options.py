@@ -131,9 +131,10 @@ class RequestedCache:
 
         from kvkeep.cache import KeepCache
 
-        if context is not None and answer and (self.request is None or not self.request.method.any_length):
+        positions = self.positions(model)
+        if context is not None and answer and positions is not None:
             prompt = context - answer
-            context = max(min(context, _positions(model) or context), prompt + 1)
+            context = max(min(context, positions), prompt + 1)
             answer = context - prompt
         request = (
             self._planned(model, (context or _positions(model) or 4096) - answer, answer) if self.auto else self.request
@@ -141,6 +142,10 @@ class RequestedCache:
         if request is None:
             return DynamicCache(config=model.config)
         return KeepCache(model, request=replace(request, context=context))
+
+    def positions(self, model: Any) -> int | None:
+        """Return the number of tokens that the model can read and generate with the cache; None: no limit."""
+        return None if self.request is not None and self.request.method.any_length else _positions(model)
 
     def _planned(self, model: Any, prompt: int, answer: int) -> Request:
         """Return the planner's choice, and print its reason."""

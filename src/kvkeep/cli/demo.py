@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY: tuple[str, ...] = ("window", "streaming-llm", "h2o")
+FEWER = "use fewer tokens of the text (--tokens)"
 LICENCE = Path(__file__).with_name("demo.txt")  # the licence of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
@@ -109,7 +110,7 @@ def demo(
         return requests[method].parse().build(loaded.model, len(ids) + max_tokens, max_tokens)
 
     with cache_of(FULL) as cache:  # also for streaming-llm, which continues beyond the model's positions
-        max_tokens = min(max_tokens, room_after(len(ids), positions_of(loaded.model, cache)))
+        max_tokens = min(max_tokens, room_after(len(ids), positions_of(loaded.model, cache), FEWER))
     cache_of(EXACT).reset()  # raises for a budget that is too small, before anything is printed
     if not json:
         place = text.index(PLANTED) / len(text) if planted else None

@@ -50,6 +50,7 @@ def generate(
         raise UsageError("--excerpts chooses by the prompt what to read of a file; give --file and --prompt.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
+        from kvkeep.decode.generate import room_after
 
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
@@ -58,6 +59,7 @@ def generate(
     if found is not None:
         messages = question(found.text, prompt)
     ids = encode(loaded.tokenizer, messages, raw=raw)
+    room_after(len(ids), requested.positions(loaded.model), _remedy(text, prompt, excerpts))
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
     with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
         try:
@@ -85,6 +87,15 @@ def generate(
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")
+
+
+def _remedy(text: str | None, prompt: str | None, excerpts: int | None) -> str:
+    """Return what to do about a prompt that is longer than the model's positions."""
+    endless = "continue beyond them with the method endless (-x endless -b 1024)"
+    if not text or not (prompt or "").strip():
+        return endless
+    fewer = "fewer --excerpts" if excerpts else "only the passages that have the words of the prompt (--excerpts 2048)"
+    return f"read {fewer}, {endless}"
 
 
 def as_json(result: Any) -> dict[str, Any]:

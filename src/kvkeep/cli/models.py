@@ -1,17 +1,21 @@
-"""``kvkeep models``: lists the embedded models."""
+"""``kvkeep models``: lists the embedded models, and explains GGUF files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
-from kvkeep.models.embedded import EMBEDDED
+from kvkeep.errors import UsageError
+from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import growing_path
 from kvkeep.units import size
 
@@ -20,10 +24,22 @@ if TYPE_CHECKING:
 
 
 def models(
-    fetch: Annotated[str | None, typer.Option(help="Download this model and prepare it for loading.")] = None,
+    fetch: Annotated[str | None, typer.Option(help="Download this model.")] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Print what was read of a GGUF file or an embedded model, and what it became."
+        ),
+    ] = None,
+    pre: options.Pre = None,
     json: options.Json = False,
 ) -> None:
-    """List the embedded models, and which of them are on this machine."""
+    """List the embedded models, and which of them are on this machine; or explain a GGUF file."""
+    if explain is not None:
+        _explain(explain, pre, json=json)
+        return
+    if pre is not None:
+        raise UsageError("--pre changes how a file is read; give it with --explain FILE.")
     if fetch is not None:
         options.check_model(fetch)
     with startup(fetch):
@@ -43,7 +59,43 @@ def models(
         table.add_row(row.name, _here(row), row.licence, row.description)
     out.print(table)
     note("'kvkeep models --fetch MODEL' downloads one; other commands do so when they first need it.")
+    note("'kvkeep models --explain FILE' prints what was read of a GGUF file.")
     note("Other models: a GGUF file, a folder with config.json, or a hub id (owner/name).")
+
+
+def _explain(name: str, pre: str | None, *, json: bool) -> None:
+    options.check_model(name)
+    with startup(name if name in EMBEDDED else None):
+        from kvkeep.models.gguf.explain import explain
+
+    file = gguf_path(EMBEDDED[name]) if name in EMBEDDED else Path(name).expanduser()
+    if not file.is_file():
+        raise UsageError(f"--explain takes a GGUF file or an embedded model, and '{name}' is neither.")
+    found = explain(file.resolve(), pre)
+    if json:
+        print_json(asdict(found))
+        return
+    about = {"file": ", ".join(found.files), "architecture": f"{found.architecture} ({found.family} in transformers)"}
+    _rows(("file", ""), _pairs(about))
+    _rows(("tokenizer", ""), _pairs(found.tokenizer))
+    _rows(("config", ""), _pairs(found.config))
+    _rows(("key", "value", "use"), [(one.key, one.value, one.use) for one in found.keys])
+    tensors = [(one.name, one.kind, "x".join(map(str, one.shape)), one.became, one.held) for one in found.tensors]
+    _rows(("tensor", "stored", "shape", "weight", "held"), tensors)
+
+
+def _pairs(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(name, str(value)) for name, value in facts.items()]
+
+
+def _rows(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(box=None, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out.print(table)
+    out.print()
 
 
 def _here(row: AvailableModel) -> str:

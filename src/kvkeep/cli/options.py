@@ -32,6 +32,14 @@ Device = Annotated[
     str | None,
     Option(help="Device of the model: cpu, cuda, cuda:1, mps.", show_default="cuda if there is one, else cpu"),
 ]
+Pre = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Pre-tokenizer of a GGUF file by llama.cpp's name (qwen2, llama-bpe).",
+        show_default="the one that the file states",
+    ),
+]
 Method = Annotated[
     str | None,
     Option(
@@ -83,11 +91,12 @@ Json = Annotated[bool, Option("--json", help="Print a single JSON object on stan
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model, the format of its weights, and its device."""
+    """The model, the format of its weights, its device, and how its text is split."""
 
     model: Model = "smollm2"
     weights: Weights = "auto"
     device: Device = None
+    pre: Pre = None
 
     def check(self) -> None:
         """Check the options as :func:`check_model` does."""
@@ -97,7 +106,7 @@ class ModelOptions:
         """Load the model, with progress on standard error."""
         from kvkeep.models.loading import load
 
-        return load(self.model, weights=self.weights, device=self.device, progress=note)
+        return load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=note)
 
 
 @dataclass(frozen=True)

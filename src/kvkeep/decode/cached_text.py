@@ -26,16 +26,26 @@ class CachedText:
     def __init__(self, cache: Cache, ids: Sequence[int] = ()) -> None:
         self.cache, self.ids = cache, list(ids)
 
-    def align(self, prompt: Sequence[int], crops: bool = True) -> None:
-        """Crop the cache to its common prefix with ``prompt``, without the last prompt token. The two may differ
-        because a template can close an answer in another way than the model did. If a window or a recurrent state
-        cannot be cropped, the cache goes back to the last block's end before that at which it was kept
-        (:func:`kvkeep.blocks.beginnings.watch`), or is reset. Without ``crops`` it is reset in any case: the entries of
-        a lossy cache depend on all tokens that it has read."""
-        shared, length = common_prefix(self.ids, prompt[:-1]), self.cache.get_seq_length()
-        if shared < length and not (crops and self._go_back(shared, length)):
-            self.cache.reset()
+    def align(self, prompt: Sequence[int]) -> None:
+        """Remove the tokens after the common prefix with ``prompt`` from the cache, and the last prompt token. The two
+        may differ because a template can close an answer in another way than the model did. If a window or a recurrent
+        state cannot be cropped, the cache goes back to the last block's end before that at which it was kept
+        (:func:`kvkeep.blocks.beginnings.watch`), or is reset. A cache whose entries depend on all tokens that it has
+        read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again."""
+        self.cut(common_prefix(self.ids, prompt[:-1]))
         self.settle(prompt)
+
+    def cut(self, length: int) -> None:
+        """Remove all tokens after the first ``length`` from the cache, as :meth:`align` does; it may then have
+        fewer."""
+        known = self.cache.get_seq_length()
+        if length < known and not (length and self._crops and self._go_back(length, known)):
+            self.cache.reset()
+        self.settle(self.ids)
+
+    @property
+    def _crops(self) -> bool:
+        return not isinstance(self.cache, KeepCache) or self.cache.crops
 
     def _go_back(self, shared: int, length: int) -> bool:
         """Remove the tokens after the first ``shared`` of ``length``; return whether that is possible."""

@@ -155,8 +155,6 @@ class Conversation:
         """Answer the last question again, and replace its answer. After an error or interrupt, the old answer remains.
         Raises UsageError if there is none."""
         prompt = self.last_prompt()
-        if self._lossy:
-            self._read_again()
         result = self._generate(prompt, again=True, **options)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": result.text}]
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
@@ -319,23 +317,10 @@ class Conversation:
         self._crop()
 
     def _crop(self) -> None:
-        """Crop the cache to the tokens that it shares with the conversation. A lossy cache that has read more is reset
-        instead, because its entries depend on all tokens that it has read."""
+        """Remove from the cache what the conversation does not have."""
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
-        shared = max((common_prefix(self.ids, ids) for ids in texts), default=0)
-        if shared:
-            self.past.align(self.ids[: shared + 1], crops=not self._lossy)
-        else:
-            self._read_again()
-
-    @property
-    def _lossy(self) -> bool:
-        return isinstance(self.cache, KeepCache) and not self.cache.crops
-
-    def _read_again(self) -> None:
-        self.cache.reset()
-        self.past.settle([])
+        self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
 
 
 def whole_sentences(text: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict
+from numbers import Integral, Real
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 """The modes of transformers that generate one text token by token. Drafts do not change it."""
+
+REMEDY = "continue beyond them with KeepCache(model, 'endless', 1024)"
+"""What a caller in Python can do about a prompt that is too long."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +151,15 @@ class _Follower(StoppingCriteria):
         return torch.tensor([bool(answer.reason)], device=input_ids.device)
 
 
-def room_after(count: int, positions: int | None) -> int:
+def room_after(count: int, positions: int | None, remedy: str = REMEDY) -> int:
     """Return the number of tokens that fit after ``count`` prompt tokens within ``positions`` (None: no limit). Raises
-    UsageError if none fits."""
+    UsageError if none fits; ``remedy`` says what to do then."""
     if positions is None:
         return 2**31
     if count >= positions:
         raise UsageError(
-            f"The prompt has {count} tokens, but the model has {positions} positions; shorten the text to at most "
-            f"{positions - 1} tokens, or use a model with more positions."
+            f"The prompt has {count} tokens, but the model has {positions} positions; {remedy}, shorten the text to at "
+            f"most {positions - 1} tokens, or use a model with more positions."
         )
     return positions - count
 
@@ -213,11 +217,13 @@ def generate(
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
 
     Raises:
-        UsageError: the prompt is empty or exceeds the model's positions, seed or temperature is out of range, or the
-            model's generation_config asks for beams or another search.
+        UsageError: the prompt is empty or exceeds the model's positions, a number is out of range, the
+            model's generation_config asks for beams or another search, or the cache cannot take back rejected drafts.
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed)
+    _check_counts(len(prompt), max_new_tokens=max_new_tokens, copies=copies)
+    _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -230,6 +236,11 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
     scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
+    if not scheduled and isinstance(cache, KeepCache) and not cache.crops:
+        raise UsageError(
+            f"The cache does not go back, so rejected drafts would change what '{cache.method.name}' keeps; leave "
+            "'copies' out, or use an exact method."
+        )
     sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
         Ask(caller.prompt, limit, sampling, copies=copies != 0),
@@ -252,16 +263,40 @@ def generate(
 
 def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
     """Raise UsageError for arguments that :func:`generate` does not accept."""
-    if seed is not None and seed not in SEEDS:
+    if seed is not None and (not _is_whole(seed) or seed not in SEEDS):
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
     if isinstance(prompt, str):
         raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
-    if not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number of at least 0, not {temperature}.")
     if 0 < temperature < SMALLEST:  # the logits divided by it are not finite
         raise UsageError(f"A temperature above 0 is at least {SMALLEST:g}, not {temperature}; 0 is greedy.")
     if not len(prompt):
         raise UsageError("There is nothing to answer: the prompt is empty.")
+
+
+def _check_counts(prompt: int, **counts: int | None) -> None:
+    """Raise UsageError for a number of tokens that :func:`generate` does not accept. prompt: the number of tokens of
+    the prompt."""
+    ranges = {"max_new_tokens": (1, None), "copies": (0, None)}
+    for name, value in counts.items():
+        low, high = ranges[name]
+        if value is None and name == "copies":
+            continue
+        if not _is_whole(value) or value < low or (high is not None and value > high):
+            until = "" if high is None else f" and at most {high}"
+            raise UsageError(f"'{name}' is a whole number of at least {low}{until}, not {value!r}.")
+
+
+def _check_ids(prompt: Sequence[int], known: int) -> None:
+    """Raise UsageError for a token id that the model does not have."""
+    if min(prompt) < 0 or max(prompt) >= known:
+        wrong = next(token for token in prompt if not 0 <= token < known)
+        raise UsageError(f"The prompt has the token id {wrong}, and the model's are 0 to {known - 1}.")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_mode(model: Any, sampled: bool) -> None:
@@ -300,7 +335,7 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
     UsageError if the cache has read another text, or if the prompt is too long for it."""
     stream = call["cache"].stream
     if stream.length:
-        check_text(stream, ids, ids.shape[1] - stream.length)
+        check_text(stream, ids, ids.shape[1] - stream.length, ids.shape[1])
     stream.admit(ids.shape[1] - stream.length)
 
     def prepare(

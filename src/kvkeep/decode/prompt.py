@@ -14,8 +14,8 @@ from kvkeep.errors import EmptyText, UsageError, reason_of
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``. Raises UsageError if there is no readable text,
-    EmptyText if the file is empty."""
+    """Return the text of a file, or of standard input for ``-``, without a byte order mark. Raises UsageError if there
+    is no readable text, EmptyText if the file is empty."""
     try:
         data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -24,7 +24,7 @@ def read_text(path: str) -> str:
     if b"\0" in data:
         raise UsageError(f"There is no text in {name}: it is binary; give a text file (UTF-8).")
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"The text of {name} is not UTF-8 (byte {error.start}); convert it first.") from error
     if not text.strip():

@@ -30,6 +30,7 @@ class Ask:
     prompt: Sequence[int]
     """All token ids before the answer."""
     max_tokens: int
+    """The maximum number of tokens of the answer; 0: the prompt is only read."""
     sampling: Sampling | Sampler = field(default_factory=Sampling)
     """Sampling settings, or the sampler made from them."""
     stops: Sequence[str] = ()
@@ -130,6 +131,9 @@ class Answer:
         """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
         logits = yield Read(self.cache, prompt[self.known :])
+        if not self.ask.max_tokens:
+            self._end("length")
+            return
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
         ids = torch.tensor([[*prompt]], device=logits.device)

@@ -30,6 +30,8 @@ class Sampling:
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
+    """The smallest share of the probability that the likeliest tokens together have, of which one is sampled; 0: the
+    likeliest token."""
     top_k: int = 0
     """The number of likeliest tokens to sample from; 0: all."""
     min_p: float = 0.0
@@ -44,7 +46,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("temperature", 0.0, 100.0),
-            ("top_p", 1e-9, 1.0),
+            ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
             ("repetition", 1e-3, 100.0),
             ("presence", -2.0, 2.0),
@@ -58,7 +60,7 @@ class Sampling:
     @property
     def sampled(self) -> bool:
         """Whether tokens are sampled; otherwise the likeliest token is chosen."""
-        return self.temperature > 0
+        return self.temperature > 0 and self.top_p > 0
 
     def sampler(self, prompt: int, device: torch.device) -> Sampler:
         """Return the sampler of an answer. prompt: the number of tokens before the answer."""

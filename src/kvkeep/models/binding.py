@@ -10,6 +10,7 @@ Hooks are named functions, so a bound model can be saved and pickled; ``torch.co
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -35,6 +36,10 @@ tokens."""
 _DROPS_CACHES = ("phi3", "phi4_multimodal", "phimoe")
 """Families whose ``generate`` drops the cache when a text outgrows the model's first rotary frequencies, and reads the
 whole text again without a budget."""
+_CUT_QUERIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+"""Families that compare the name of their attention only to leave out queries, of which :func:`_cuts_queries` takes
+care."""
+_COMPARES = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
 _ALONG_SEQUENCE = (
     "input_ids",
     "inputs_embeds",
@@ -139,6 +144,15 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
 AttentionMaskInterface.register(NAME, mask_forward)
 
 
+class Replacement(partial[Any]):
+    """A function in place of a method: ``Replacement(function, object, method)`` passes both, and the arguments, to the
+    function. It has the method's signature, by which transformers decides what a model takes."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[1])
+
+
 class Binding:
     """The adapter of a bound model, and the handles that undo binding."""
 
@@ -157,7 +171,7 @@ class Binding:
             self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
             self._handles.append(model.register_forward_hook(_after_model, always_call=True))
         if hasattr(type(model), PREPARE) and PREPARE not in vars(model):
-            setattr(model, PREPARE, partial(_prepare, model))
+            setattr(model, PREPARE, Replacement(_prepare, model, getattr(model, PREPARE)))
 
     def stream(self) -> Adapter:
         """Register streamed attention and the hooks of the layers' residuals. After an error or an interrupt, none of
@@ -170,6 +184,11 @@ class Binding:
             raise UnsupportedModelError(
                 f"'{type(model).__name__}' runs '{before}' attention, and bounded caches need 'sdpa'. Load the "
                 "model with attn_implementation='sdpa'; if it does not support that, use method 'full'."
+            )
+        if _compares_names(model):
+            raise UnsupportedModelError(
+                f"'{model.config.model_type}' runs other code when its attention is not called 'sdpa', and bounded "
+                "caches register one under another name; use method 'full'."
             )
         if any(isinstance(at := getattr(module, "layer_idx", 0), int) and at < 0 for module in self.decoder.modules()):
             raise UnsupportedModelError(
@@ -189,7 +208,7 @@ class Binding:
             adapter = Adapter(model)
             for module in adapter.recurrent.values():
                 self._forwards.append((module, vars(module).get("forward")))
-                module.forward = partial(recurrent_forward, module, module.forward)
+                module.forward = Replacement(recurrent_forward, module, module.forward)
             self.adapter, self._handles = adapter, self._handles + handles
         except BaseException:
             self._restore(handles)
@@ -213,6 +232,17 @@ class Binding:
         self._forwards = []
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation("sdpa")
+
+
+def _compares_names(model: Any) -> bool:
+    """Return whether the code of ``model`` compares the name of its attention with ``sdpa``, as that of sparse
+    attention does."""
+    if model.config.model_type in _CUT_QUERIES:
+        return False
+    try:
+        return _COMPARES.search(inspect.getsource(inspect.getmodule(type(model)) or type(model))) is not None
+    except OSError:  # the code has no file
+        return False
 
 
 def watch(model: Any) -> Binding:
@@ -258,30 +288,32 @@ def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _enter_uncompiled = torch.compiler.disable(_enter)
 
 
-def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the text that ``generate`` begins with to the text that its cache has read."""
+def _prepare(model: Any, prepare: Callable[..., Any], input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compare the text that ``generate`` begins with to the text that its cache has read. prepare: the model's own
+    method."""
     hooks: Hooks | None = getattr(kwargs.get("cache"), "hooks", None)
     cache: Reading | None = None if hooks is None else hooks.single
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
+        vectors = kwargs.get("inputs_embeds")
         if begins and cache.length:
-            check_text(cache, input_ids, cut)
+            check_text(cache, input_ids, cut, input_ids.shape[1] if vectors is None else vectors.shape[1])
         if begins and cache.length and cut is None:  # the input is only the new tokens
             cache.text = None
         elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # otherwise the pass is refused
             cache.text = digest_text(input_ids, None if begins else cache.text)
-    prepare = partial(getattr(type(model), PREPARE), model)
     if cache is not None and model.config.model_type in _DROPS_CACHES:  # uses the function of other families
         prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
     return prepare(input_ids, *args, **kwargs)
 
 
-def check_text(cache: Reading, ids: Tensor, cut: int | None) -> None:
-    """Raise UsageError if ``generate`` begins with a text that ``cache`` has not read. cut: the number of ``ids`` that
-    transformers regards as new; None if it passes all of them."""
+def check_text(cache: Reading, ids: Tensor, cut: int | None, given: int) -> None:
+    """Raise UsageError if ``generate`` begins with a text that ``cache`` has not read. cut: the number of tokens that
+    transformers regards as new; None if it passes all of them. given: the number of tokens of the text, whose ids may
+    be unknown."""
     read, text, length = cache.length, cache.text, ids.shape[1]
     if cut is not None and cut <= 0:
-        raise UsageError(f"The cache already holds {read} tokens, and this text has {length}. {_GOES_ON}")
+        raise UsageError(f"The cache already holds {read} tokens, and this text has {given}. {_GOES_ON}")
     if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
         return
     same = text == digest_text(ids[:, :read])
@@ -325,7 +357,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
     if hooks is None:
         if current_probe() is None:
             set_attender(None)  # an interrupt may have left another cache's pass open
-        return None
+        return ((), given | {"logits_to_keep": 0}) if _cuts_queries(decoder, given) else None
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     tokens = ids if ids is not None else embeddings
     if tokens is None:
@@ -338,6 +370,13 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
         given["position_ids"] = positions
     set_attender(hooks)
     return (), given
+
+
+def _cuts_queries(decoder: Any, given: dict[str, Any]) -> bool:
+    """Return whether layers that share keys would leave out queries, where the mask may be left to SDPA's
+    ``is_causal``, which takes the others for the first ones. Gemma 4 does not do so under the name ``sdpa``."""
+    last = given.get("logits_to_keep")
+    return isinstance(last, int) and last > 1 and decoder.config._attn_implementation == NAME
 
 
 def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Tensor, keep: int) -> dict[str, Any]:
@@ -368,7 +407,7 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
     if total > 1 and len(sizes := cache.chunks(total)) > 1:
         given = _all_but_last_chunk(decoder, given, cache, sizes, keep)
     cache.last_outputs = 0
-    if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
+    if isinstance(last := given.get("logits_to_keep"), int) and (cache.observes or _cuts_queries(decoder, given)):
         given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys need all queries
     for hook in cache.pass_hooks:
         hook.before(given["cache"], given)

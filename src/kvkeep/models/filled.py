@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.models.formats import Format
-from kvkeep.models.gguf import GgufTensor
+from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import without_memory
 from kvkeep.models.packing import Packer, Packing
 from kvkeep.models.weights import refuse_incomplete
@@ -24,7 +24,8 @@ from kvkeep.models.weights import refuse_incomplete
 
 @torch.no_grad()
 def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor], form: Format) -> Any:
-    """Return the model ``name`` of class ``kind``, in eval mode. tensors: its weights by the model's names.
+    """Return the model ``name`` of class ``kind``, in eval mode. tensors: its weights by the model's names. A bias that
+    the file lacks is zero.
 
     Raises ModelError for a missing weight, or a weight whose shape differs from the config.
     """
@@ -33,13 +34,17 @@ def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor],
     packer = _packer(model, form)
     places = model.state_dict(keep_vars=True)
     missing, tied = places.keys() - tensors.keys(), model.all_tied_weights_keys
-    refuse_incomplete(name, [one for one in missing if tied.get(one) not in tensors], [])
+    biases = {one for one in missing if one.endswith(".bias")}
+    refuse_incomplete(name, [one for one in missing - biases if tied.get(one) not in tensors], [])
     wide = model._get_dtype_plan(form.dtype)
-    for to in [one for one in tensors if one in places]:
+    for to in [one for one in places if one in tensors or one in biases]:
         place = places[to]
         dtype = next((wide[part] for part in wide if re.search(part.replace("*", ".*"), to)), place.dtype)
-        if packer is not None and packer.param_needs_quantization(model, to):
-            right = packer.pack(to, tensors[to].to(dtype=dtype), place)
+        if to in biases:
+            right = _put(model, to, torch.zeros(place.shape, dtype=dtype), place)
+        elif packer is not None and packer.param_needs_quantization(model, to):
+            kept = form.bits is None and tensors[to].packs
+            right = packer.pack(to, tensors[to].blocks() if kept else tensors[to].dense().to(dtype), place)
         else:
             right = _put(model, to, tensors[to].dense().to(dtype), place)
         refuse_incomplete(name, [], [] if right else [to])

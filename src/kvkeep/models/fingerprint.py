@@ -72,9 +72,14 @@ def sampled_fingerprint(model: Any) -> str:
 
 
 def fingerprint_of_tokenizer(tokenizer: Any) -> str:
-    """Return a tokenizer's fingerprint, 32 hex digits of its vocabulary."""
+    """Return a tokenizer's fingerprint, 32 hex digits of its vocabulary and of the rules by which it splits text."""
     table = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps(table).encode())
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    for name in ("normalizer", "pre_tokenizer", "post_processor"):
+        if (rule := getattr(rules, name, None)) is not None:
+            digest.update(rule.__getstate__())
+    return digest.hexdigest()[:32]
 
 
 def _digest(model: Any, tensors: _Tensors, contents: Iterable[bytes]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,15 +12,14 @@ import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf import GgufTable
+from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
-from kvkeep.models.weight_memory import Weights, WeightTensor, bits_of_file, check_memory, weight_memory
+from kvkeep.models.weight_memory import GgufTensors, Weights, WeightTensor, bits_of_file, check_memory, weight_memory
 from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 
@@ -39,7 +37,7 @@ class Loaded:
     name: str
     """The requested name."""
     source: str
-    """A folder or a hub id."""
+    """A GGUF file, a folder or a hub id."""
     weights: Weights | None = field(default=None, repr=False)
     """The format of every tensor, also ``model.kvkeep_weights``; None for a model that was already quantised."""
 
@@ -51,9 +49,9 @@ class Source:
     name: str
     """The requested name."""
     place: str
-    """A folder or a hub id, which has the config and the tokenizer."""
-    gguf: Path | None = None
-    """The file with the weights; None: they are at ``place``."""
+    """A folder or a hub id; the path of a GGUF file."""
+    gguf: GgufModel | None = None
+    """The model in a GGUF file; None: it is at ``place``."""
     revision: str | None = None
     """The revision of a hub id."""
 
@@ -79,11 +77,11 @@ class AvailableModel:
     fetched: bool
     """Whether the GGUF file is on this machine."""
     path: Path | None
-    """The folder of the converted copy; None if there is none."""
+    """The GGUF file; None if it is not on this machine."""
     bytes_on_disk: int
-    """Bytes of the GGUF file, or of the parts that an interrupted download left, and of the converted copy."""
+    """Bytes of the GGUF file, or of the parts that an interrupted download left."""
     tensors: dict[str, WeightTensor] | None
-    """Each tensor as loaded with weights auto on a CPU; None until there is a converted copy."""
+    """Each tensor as loaded with weights auto on a CPU; None without an intact file."""
 
 
 def load(
@@ -92,6 +90,7 @@ def load(
     weights: str = "auto",
     device: str | None = None,
     revision: str | None = None,
+    pre: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
@@ -99,13 +98,13 @@ def load(
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). weights: auto, float32, bfloat16, float16, int8 or int4; auto keeps the bits of a GGUF file
     (on a CPU), and the bfloat16 of others where products in it are fast (models/formats.py). device: cpu, cuda, cuda:1,
-    mps; by default cuda where there is one. revision: the revision of a hub id. progress: called with a line of text
-    when a model is fetched or converted. Raises UsageError, ModelError or UnsupportedModelError, each with one
-    sentence.
+    mps; by default cuda where there is one. revision: the revision of a hub id. pre: llama.cpp's name of the
+    pre-tokenizer of a GGUF file, in place of the one that the file states. progress: called with a line of text when a
+    model is fetched. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     requested, target = checked_format(weights), _device(device)
-    source = _source(text, revision, progress or (lambda line: None))
+    source = _source(text, revision, progress or (lambda line: None), pre)
     model, tokenizer = _read(source, requested, target)
     model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
     try:
@@ -130,6 +129,7 @@ def describe(
     weights: str = "auto",
     device: str = "cpu",
     revision: str | None = None,
+    pre: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelDescription:
     """Return a description of the model that :func:`load` would return, without reading weights. The name may also be
@@ -139,13 +139,13 @@ def describe(
     if path.is_file() and path.suffix == ".json":
         source = Source(text, str(path))
     else:
-        source = _source(text, revision, progress or (lambda line: None))
+        source = _source(text, revision, progress or (lambda line: None), pre)
     try:
         with silenced():
             config = _read_config(source)
-            table = _table(source)
-            made = chosen_format(requested, torch.device(device), table is not None, _stated(config))
-            return ModelDescription(config, made.dtype, weight_memory(config, requested, made, table))
+            stored = _stored(source)
+            made = chosen_format(requested, torch.device(device), stored is not None, _stated(config))
+            return ModelDescription(config, made.dtype, weight_memory(config, requested, made, stored))
     except (ModelError, UsageError):
         raise
     except Exception as error:  # transformers and the hub raise anything
@@ -156,28 +156,32 @@ def available() -> list[AvailableModel]:
     """Return the embedded models and their files on this machine."""
     found = []
     for model in EMBEDDED.values():
-        gguf, folder = gguf_path(model), copy_folder(model.file, model.sha256)
-        copy = list(folder.iterdir()) if folder.is_dir() else []
-        size = sum(path.stat().st_size for path in [gguf, growing_path(model), *copy] if path.is_file())
-        path = folder if copy else None
-        kept = bits_of_file(tensors(folder)) if (folder / TABLE).is_file() else None
-        found.append(AvailableModel(model.name, model.description, model.licence, gguf.is_file(), path, size, kept))
+        gguf = gguf_path(model)
+        size = sum(path.stat().st_size for path in (gguf, growing_path(model)) if path.is_file())
+        there = gguf if gguf.is_file() else None
+        kept = None if there is None else _kept(there)
+        found.append(AvailableModel(model.name, model.description, model.licence, there is not None, there, size, kept))
     return found
 
 
-def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> Source:
-    """Return the model's location; a GGUF file is first converted if needed."""
-    path = place_of(text, revision)
-    if text in EMBEDDED:
-        return _file(text, fetch(EMBEDDED[text], progress), progress)
+def _kept(gguf: Path) -> dict[str, WeightTensor] | None:
+    try:
+        return bits_of_file(read_model(gguf).tensors)
+    except ModelError:  # fetched again when it is loaded
+        return None
+
+
+def _source(text: str, revision: str | None, progress: Callable[[str], None], pre: str | None = None) -> Source:
+    """Return the model's location; of a GGUF file, all that it states."""
+    path = fetch(EMBEDDED[text], progress) if text in EMBEDDED else place_of(text, revision)
+    if path is not None and path.is_file():
+        return Source(text, str(path.resolve()), read_model(path.resolve(), pre))
+    if pre is not None:
+        raise UsageError(f"A pre-tokenizer is for a GGUF file, and '{text}' is none; leave it out.")
     if path is None:
         progress(f"Asking the Hugging Face hub for {text} ...")
         return Source(text, text, revision=revision)
-    return Source(text, str(path)) if path.is_dir() else _file(text, path.resolve(), progress)
-
-
-def _file(text: str, gguf: Path, progress: Callable[[str], None]) -> Source:
-    return Source(text, str(converted(gguf, progress)), gguf)
+    return Source(text, str(path))
 
 
 def _device(device: str | None) -> torch.device:
@@ -207,12 +211,8 @@ def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, An
 
 
 def _tokenizer(source: Source) -> Any:
-    if source.gguf is not None:  # a converted copy; its tokenizer has one class by default
-        stated = json.loads((Path(source.place) / "tokenizer_config.json").read_text("utf-8"))
-        if stated.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(source.place)
+    if source.gguf is not None:
+        return source.gguf.tokenizer
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
@@ -231,12 +231,12 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
         model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
         model.kvkeep_weights = None
         return model
-    table = _table(source)
-    made = chosen_format(requested, device, table is not None, _stated(config))
-    needed = weight_memory(config, requested, made, table)
-    check_memory(source.name, config, needed, device, table)
-    if source.gguf is not None and table is not None:
-        model = _of_file(source, source.gguf, config, table, made)
+    stored = _stored(source)
+    made = chosen_format(requested, device, stored is not None, _stated(config))
+    needed = weight_memory(config, requested, made, stored)
+    check_memory(source.name, config, needed, device, stored)
+    if source.gguf is not None:
+        model = _of_file(source.name, source.gguf, made)
     else:
         form: dict[str, Any] = {"dtype": made.dtype}
         if made.packed:
@@ -250,21 +250,23 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
     return model
 
 
-def _of_file(source: Source, gguf: Path, config: Any, table: GgufTable, made: Format) -> Any:
+def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:
     from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from kvkeep.models.filled import filled
 
-    read = table.stored(gguf, config, keep=made.packed and made.bits is None)
-    model = filled(source.name, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, read, made)
-    model.generation_config = GenerationConfig.from_pretrained(source.place)
-    model.name_or_path = model.config.name_or_path = source.place
+    model = filled(name, MODEL_FOR_CAUSAL_LM_MAPPING[type(gguf.config)], gguf.config, gguf.tensors, made)
+    tokenizer = gguf.tokenizer
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=gguf.ends, pad_token_id=tokenizer.pad_token_id
+    )
+    model.name_or_path = model.config.name_or_path = str(gguf.file)
     return model
 
 
-def _table(source: Source) -> GgufTable | None:
-    return None if source.gguf is None else tensors(Path(source.place))
+def _stored(source: Source) -> GgufTensors:
+    return None if source.gguf is None else source.gguf.tensors
 
 
 def _stated(config: Any) -> torch.dtype:
@@ -275,6 +277,8 @@ def _stated(config: Any) -> torch.dtype:
 
 
 def _read_config(source: Source) -> Any:
+    if source.gguf is not None:
+        return source.gguf.config
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.models.auto.configuration_auto import AutoConfig
 

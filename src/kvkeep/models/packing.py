@@ -16,8 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
-from kvkeep.models.blocks import quantised
-from kvkeep.models.gguf import GgufTensor
+from kvkeep.models.blocks import Blocks, quantised
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
 from kvkeep.native.library import trim_memory
@@ -60,14 +59,14 @@ class Packer(HfQuantizer):
         """Return the operation that receives each matrix."""
         return _Pack(self)
 
-    def pack(self, name: str, value: Tensor | GgufTensor, expected: Tensor) -> bool:
+    def pack(self, name: str, value: Tensor | Blocks, expected: Tensor) -> bool:
         """Pack and store the matrix ``name``; return whether it has the shape of ``expected``."""
-        if value.shape != expected.shape:
+        if tuple(value.shape) != tuple(expected.shape):
             self.misshapen.add(name)
             return False
         matrix = (
-            value.blocks()
-            if isinstance(value, GgufTensor)
+            value
+            if isinstance(value, Blocks)
             else quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
         )
         self.made[name.removesuffix(".weight")] = PackedLinear(matrix)

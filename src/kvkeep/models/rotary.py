@@ -15,9 +15,9 @@ TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 
 
 class Rotary:
-    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3 are
-    computed here in double precision, because torch's single-precision powers differ between processors. Frequencies of
-    other kinds are the module's."""
+    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3,
+    and those with one list of factors for all lengths, are computed here in double precision, because torch's
+    single-precision powers differ between processors. Frequencies of other kinds are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -71,7 +71,8 @@ def _kinds(module: Any) -> list[str | None]:
     """Return the layer types that a module distinguishes, or [None]; an empty list where frequencies change."""
     stated = getattr(module, "rope_type", "")
     kinds = stated if isinstance(stated, dict) else {None: stated}
-    return [] if {"dynamic", "longrope", ""} & set(kinds.values()) else [*kinds]
+    changing = [name for name, kind in kinds.items() if kind == "longrope" and not _factors(_parameters(module, name))]
+    return [] if changing or {"dynamic", ""} & set(kinds.values()) else [*kinds]
 
 
 @torch.no_grad()
@@ -97,11 +98,20 @@ def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
     count, theta = len(stated), parameters.get("rope_theta")
     if theta is None:
         return None
-    plain = [float(theta) ** (-number / count) for number in range(count)]
+    factors = _factors(parameters) or [1.0] * count
+    plain = [float(theta) ** (-number / count) / factor for number, factor in enumerate(factors)]
     made = torch.tensor([_scaled(parameters, one) for one in plain], dtype=torch.float64)
+    if made.shape != stated.shape:
+        return None
     if bool(((made - stated.double()).abs() <= 1e-5 * made).all()):
         return made.float()
     return None
+
+
+def _factors(parameters: dict[str, Any]) -> list[float] | None:
+    """Return the divisors of the frequencies of the kind longrope if they are the same for all lengths; else None."""
+    short, long = (parameters.get(name) for name in ("short_factor", "long_factor"))
+    return short if parameters.get("rope_type") == "longrope" and short == long else None
 
 
 def _scaled(parameters: dict[str, Any], frequency: float) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import ModelError
 from kvkeep.models.blocks import GROUP, KINDS, Kind
 from kvkeep.models.formats import Format, chosen_format
-from kvkeep.models.gguf import GgufTable
+from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
 from kvkeep.units import size
@@ -51,14 +51,17 @@ class Weights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | None = None) -> Weights:
-    """Return the weights of the model of ``config`` in the format ``made``. table: the table of its GGUF file. Raises
+GgufTensors = Mapping[str, GgufTensor] | None
+
+
+def weight_memory(config: Any, requested: str, made: Format, stored: GgufTensors = None) -> Weights:
+    """Return the weights of the model of ``config`` in the format ``made``. stored: those of its GGUF file. Raises
     UnsupportedModelError if transformers cannot build the model."""
-    if table is not None and made.packed and made.bits is None:  # the table has every weight of the file
-        return Weights(requested, bits_of_file(table))
+    if stored is not None and made.packed and made.bits is None:
+        return Weights(requested, bits_of_file(stored))
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
-    kinds = {} if table is None else {entry.to: entry.kind for entry in table.entries}
+    kinds = {name: tensor.kind for name, tensor in (stored or {}).items()}
     found = {}
     for name, weight in model.named_parameters():
         place, kind = name.removesuffix(".weight"), None
@@ -68,13 +71,12 @@ def weight_memory(config: Any, requested: str, made: Format, table: GgufTable | 
     return Weights(requested, found)
 
 
-def bits_of_file(table: GgufTable) -> dict[str, WeightTensor]:
+def bits_of_file(stored: Mapping[str, GgufTensor]) -> dict[str, WeightTensor]:
     """Return the tensors of a GGUF file as loaded with the file's bits. Tensors that cannot keep them are bfloat16."""
-    made = {}
-    for entry in table.entries:
-        kind = KINDS.get(entry.kind) if entry.packs else None
-        made[entry.to] = _tensor(entry.kind, math.prod(entry.shape), 16, kind)
-    return made
+    return {
+        name: _tensor(tensor.kind, tensor.count, 16, KINDS[tensor.kind] if tensor.packs else None)
+        for name, tensor in stored.items()
+    }
 
 
 def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> WeightTensor:
@@ -84,7 +86,7 @@ def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> Wei
     return WeightTensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
 
 
-def check_memory(name: str, config: Any, needed: Weights, device: torch.device, table: GgufTable | None) -> None:
+def check_memory(name: str, config: Any, needed: Weights, device: torch.device, stored: GgufTensors) -> None:
     """Raise ModelError, with a format that would fit, where there is less free memory than the weights need."""
     free = free_memory(torch.device("cpu"))
     if needed.nbytes <= free:
@@ -93,7 +95,7 @@ def check_memory(name: str, config: Any, needed: Weights, device: torch.device, 
     for requested in ("bfloat16", "int8", "int4"):
         if device.type == "cpu" or requested == "bfloat16":
             other = weight_memory(
-                config, requested, chosen_format(requested, device, table is not None, torch.bfloat16), table
+                config, requested, chosen_format(requested, device, stored is not None, torch.bfloat16), stored
             ).nbytes
             if other <= free:
                 fitting = f"with weights {requested} it would take {size(other)}."

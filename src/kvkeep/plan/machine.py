@@ -102,7 +102,7 @@ class Machine:
     def load(cls, path: str | os.PathLike[str]) -> Machine:
         """Read a file of :meth:`save`, or a data sheet (:meth:`from_sheet`). Raises UsageError for other files."""
         try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            given = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise UsageError(f"The machine '{path}' cannot be read: {reason_of(error)}.") from None
         except ValueError:

@@ -15,7 +15,7 @@ def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
     """Return the numbers of a text file as a tensor of at least ``axes`` axes. Raises UsageError for a file that cannot
     be read; the message never has its contents."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
     except OSError as error:
         reason = reason_of(error)

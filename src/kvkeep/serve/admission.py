@@ -212,7 +212,7 @@ class Admission:
             session.past = giver.past if giver in way else prefix.past()
             self.sessions.use(giver)
         if not session.away:
-            session.align(job.ask.prompt)
+            session.past.align(job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None
         self._running.append(job)
         self.sessions.touch(session)

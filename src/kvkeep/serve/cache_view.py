@@ -70,7 +70,7 @@ class CacheView:
     prompt: int | None
     """Tokens of the prompt that is being read; None if none is."""
     ids: list[int]
-    """Ids of the tokens that the cache has read."""
+    """Ids of the tokens that the cache has read, without drafts."""
     bytes: dict[str, int]
     """Bytes by kind."""
     layers: list[Tensor]
@@ -104,6 +104,7 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
     if session is None or not session.past.cache.get_seq_length():
         return None
     cache = session.past.cache
+    known = cache.get_seq_length() if cache.round is None else cache.round.kept  # drafts belong to no text yet
     job = next((job for job in engine.running if job.session is session), None)
     return CacheView(
         method=cache.method.name,
@@ -112,7 +113,7 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
         where=None if cache.checkpoint is None else cache.checkpoint.where,
         running=job is not None,
         prompt=None if job is None or job.writes else len(job.ask.prompt),
-        ids=[*session.past.ids] if job is None else job.known,
+        ids=([*session.past.ids] if job is None else job.known)[:known],
         bytes=_kinds(cache),
-        layers=[layer[0].clone() for layer in cache.entry_states() if layer.shape[1]],  # a cache may reuse its tensors
+        layers=[layer[0, :, :known].clone() for layer in cache.entry_states() if layer.shape[1]],  # it may reuse them
     )

@@ -328,7 +328,7 @@ class Engine:
             try:
                 if job.disk is not None:
                     job.disk.result()
-                    job.session.align(job.ask.prompt)
+                    job.session.past.align(job.ask.prompt)
                 job.disk = None
                 self.sessions.storage.watch(job.session, len(job.ask.prompt))
                 answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp
 from kvkeep import ray_cluster
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.extras import optional
-from kvkeep.models.loading import DEFAULT, load
+from kvkeep.models.loading import DEFAULT
 from kvkeep.plugins import first_line
 from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve.engine import WAITING
@@ -64,8 +64,9 @@ CHECK_S = 0.5
 SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 """Serve's log settings."""
 OPTIONS: dict[str, Any] = {
-    "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "bucket": None, "quota": None, "age": None,
-    "at_end": None, "capacity": None, "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False,
+    "model": DEFAULT, "weights": "auto", "device": None, "pre": None, "waiting": WAITING, "bucket": None,
+    "quota": None, "age": None, "at_end": None,
+    "capacity": None, "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False,
     "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
 """Optional options of ``kvkeep serve`` for :func:`app`, and their defaults."""
@@ -115,7 +116,7 @@ class Replica:
     """One process with a model, its engine, and the application of ``kvkeep serve``. Serve creates and calls it."""
 
     def __init__(self, service: Service) -> None:
-        self.loaded = load(service.model, weights=service.weights, device=service.device)
+        self.loaded = service.load()
         self.engine = service.engine(self.loaded, shared=True)
         self.service, self.context = service, ray_serve().get_replica_context()
         if service.logs:

@@ -15,6 +15,7 @@ from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
@@ -32,6 +33,8 @@ class Service:
     model: str
     weights: str
     device: str | None
+    pre: str | None
+    """The pre-tokenizer of a GGUF file, in place of the one that it states."""
     memory: int | None
     """Bytes for all conversations; None: not set."""
     waiting: int
@@ -77,6 +80,7 @@ class Service:
             model=str(given["model"]),
             weights=checked_format(given["weights"]),
             device=given["device"],
+            pre=given["pre"],
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
             waiting=number("waiting", given["waiting"], 0, int),
             cache=cache,
@@ -94,6 +98,10 @@ class Service:
             origins=origins,
             logs=str(logs).lower() == "true",
         )
+
+    def load(self, progress: Callable[[str], None] | None = None) -> Loaded:
+        """Load the model. progress, and what is raised: as in :func:`~kvkeep.models.loading.load`."""
+        return loading.load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
 
     def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
         """Return an engine that is not started. shared: several processes share the store. Raises UsageError if it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +69,6 @@ class OpenSession:
     def key(self) -> Name:
         """The key in the pool. No client can name the key of an unnamed session."""
         return self.name or ("", f"#{id(self)}")
-
-    def align(self, prompt: Sequence[int]) -> None:
-        """Crop the cache to its common prefix with ``prompt``; reset a lossy cache that holds more."""
-        self.past.align(prompt, crops=self.cache.crops)
 
     def peak_bytes(self, tokens: int, begun: int = 0) -> int:
         """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore. begun: the

@@ -14,7 +14,7 @@ from families import tiny
 
 from kvkeep import Conversation, EntryState, KeepCache, KvkeepError, UsageError, generate
 from kvkeep.cli.cache_options import RequestedCache
-from kvkeep.cli.chat import commands, loop
+from kvkeep.cli.chat import commands, long_reading, loop
 from kvkeep.cli.chat.command import AtEnd, check_same
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.saving import Saver
@@ -314,6 +314,32 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Conversation, "answer", _stopped(Conversation.answer))
     made = chat(f"/file {path} the of", "and to", **common)
     assert said(made)[0] == "and to" and "nothing was changed" in made.turns[0]["error"]
+
+
+@pytest.mark.parametrize(("reply", "read"), [("y", True), ("YES", True), ("", False), ("the of", False)])
+def test_a_long_file_is_read_when_the_user_agrees(tmp_path: Path, reply: str, read: bool) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("the of and to " * 90)
+    screen = Lines(f"/file {path} was it", reply, "by from")
+    screen.interactive = True
+    talk = Conversation(tiny("llama"), tokenizer(), new_cache(tiny("llama"), "kv-direct", 16))
+    made = Chat(talk, screen, Saver(), EndSignals(), max_tokens=4, read_per_s=2.0)  # type: ignore[arg-type]
+    loop.run(made)
+    assert "Reading 364 tokens takes at least 3 minutes; 'y' reads them" in notes_of(made)
+    assert [turn["question"] for turn in made.turns] == (["was it", "by from"] if read else ["by from"])
+    assert ("Nothing was read." in notes_of(made)) != read and not made.attachments and made.pending is None
+
+
+def test_without_a_terminal_a_long_file_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line is the next question, not a reply. How long it takes is measured, and a short text needs no
+    measuring."""
+    path = tmp_path / "book.txt"
+    path.write_text("the of and to " * 90)
+    monkeypatch.setattr(long_reading, "LONG_S", 0.0)
+    made = chat("the of", f"/file {path} was it", "by from", method="h2o")
+    assert [turn["question"] for turn in made.turns] == ["the of", "was it", "by from"]
+    assert notes_of(made).count("Reading 3") == 1 and "takes at least 0 minutes." in notes_of(made)
+    assert made.read_per_s is not None
 
 
 def test_a_cut_at_the_last_position_goes_on() -> None:

@@ -176,7 +176,7 @@ def test_json_of_other_commands_has_their_rows(call: Run) -> None:
 
 
 def test_stream_stores_evicted_entries_where_and_as_long_as_its_options_say(call: Run, tmp_path: Path) -> None:
-    sizes = ["--stretch", "200", "--tokens", "700", "-b", "32", "-x", "kv-direct", "--json"]
+    sizes = ["--stretch", "150", "--tokens", "500", "-b", "32", "-x", "kv-direct", "--json"]
     for name, limit in (("host", []), ("disk", ["--folder", str(tmp_path), "--capacity", "128"])):
         code, out, err = call("stream", *sizes, "-w", name, *limit)
         assert code == 0, err

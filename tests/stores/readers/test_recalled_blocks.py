@@ -326,7 +326,7 @@ def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
             with pytest.raises(UsageError, match="has lost entries that the text before"):
                 cache.crop(length - 2300)
         past = CachedText(cache, ids[0].tolist())
-        past.align(ids[0, : first + 200].tolist(), crops=cache.crops)
+        past.align(ids[0, : first + 200].tolist())
         again = first + 199 > max(exact, first + 96)
         assert len(past.ids) == cache.get_seq_length() == (first + 199 if again else 0)
 

@@ -159,7 +159,7 @@ def written(loaded: Loaded) -> Iterator[str]:
     """Yield a folder or hub id that other engines can load. A model from a GGUF file is written as bfloat16 for the
     duration of the block."""
     source = loaded.source
-    if not Path(source).is_dir() or list(Path(source).glob("*.safetensors")):
+    if not Path(source).is_file():
         yield source
         return
     with tempfile.TemporaryDirectory() as folder:

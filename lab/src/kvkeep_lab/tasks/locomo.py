@@ -105,7 +105,7 @@ def _read(path: Path, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     """Return a conversation and its questions of the categories 1 to 4. Raises UsageError for a file of another
     shape."""
     try:
-        rows = json.loads(path.read_text("utf-8"))
+        rows = json.loads(path.read_text("utf-8-sig"))
         conversation, questions = rows[number]["conversation"], rows[number]["qa"]
         questions = [one for one in questions if one["category"] in (1, 2, 3, 4) and str(one["answer"]).strip()]
         turns = [turn["dia_id"] for turn in _turns(conversation) if turn["speaker"] and isinstance(turn["text"], str)]

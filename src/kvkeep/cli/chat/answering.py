@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvkeep.cli.chat import context_limit
+from kvkeep.cli.chat import context_limit, long_reading
 from kvkeep.cli.chat.state import Attachment, Chat
 from kvkeep.cli.chat.status import Passed, limits_passed, remark, status
 from kvkeep.cli.chat.streaming import STOPPED, stream_answer
@@ -23,7 +23,11 @@ def ask(chat: Chat, question: str, *files: Attachment) -> None:
     before = chat.pending, chat.attachments
     chat.pending, chat.attachments = question, [*chat.attachments, *files]
     text = with_attachments(chat, question)
-    if not _fits(chat, len(chat.talk.prompt(text)), text, question):
+    prompt = chat.talk.prompt(text)
+    if not long_reading.agreed(chat, prompt):
+        chat.pending, chat.attachments = before
+        return
+    if not _fits(chat, len(prompt), text, question):
         if chat.attachments:
             chat.screen.note(describe_attachments(chat))
         return
@@ -89,6 +93,7 @@ def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generatio
     if result is None:
         chat.fail(line, STOPPED)
         return False
+    long_reading.learn(chat, result)
     chat.turns.append({"question": line, **as_json(result)})
     save(chat)
     cache = chat.talk.cache

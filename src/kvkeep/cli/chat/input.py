@@ -32,6 +32,6 @@ def _line(source: IO[bytes]) -> str:
     if not line:
         raise EOFError
     try:
-        return line.decode().strip()
+        return line.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         raise UsageError(f"The text of {LINE} is not UTF-8; the line is ignored.") from None

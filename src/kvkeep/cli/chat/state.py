@@ -38,6 +38,8 @@ class Chat:
     attachments: list[Attachment] = field(default_factory=list)
     pending: str | None = None
     """The question that did not fit into the context."""
+    read_per_s: float | None = None
+    """Tokens per second at which the model has read a prompt; None before."""
     retries: int = 0
     """Number of resampled answers."""
     turns: list[dict[str, Any]] = field(default_factory=list)

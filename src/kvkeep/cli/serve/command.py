@@ -68,7 +68,8 @@ def serve(
 
         folder = store.folder()
         given: dict[str, Any] = {
-            "model": model.model, "weights": model.weights, "device": model.device, "memory": memory.memory,
+            "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
+            "memory": memory.memory,
             "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
             "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
             "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,

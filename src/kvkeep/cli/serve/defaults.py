@@ -36,14 +36,14 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int, processe
 def with_defaults_for_replicas(service: Service, conversations: int, processes: int) -> Service:
     """Return the result of :func:`with_defaults` before any of ``processes`` runs. A model loaded for it is freed
     again. Raises the errors of loading for an unsupported model."""
-    from kvkeep.models.loading import describe, load
+    from kvkeep.models.loading import describe
     from kvkeep.native.library import trim_memory
 
     fetch_model(service.model)
     if service.memory is not None and service.cache:
-        describe(service.model, weights=service.weights, device=service.device or "cpu", progress=note)
+        describe(service.model, weights=service.weights, device=service.device or "cpu", pre=service.pre, progress=note)
         return service
-    loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
+    loaded = service.load(note)
     service = with_defaults(service, loaded, conversations, processes)
     del loaded
     gc.collect()  # models have reference cycles

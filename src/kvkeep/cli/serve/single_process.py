@@ -13,7 +13,6 @@ from kvkeep.cli.serve.defaults import describe_default, with_defaults
 from kvkeep.cli.serve.listening import HTTPServer
 from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError
-from kvkeep.models.loading import load
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.measuring import Measuring
@@ -45,7 +44,7 @@ def serve_here(
         KvkeepError: the engine failed.
     """
     with startup(service.model):
-        loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
+        loaded = service.load(note)
     service = with_defaults(service, loaded, conversations)
     engine = service.engine(loaded, shared=False)
     app = service.application(engine, loaded)

@@ -97,7 +97,7 @@ class Completions:
             if wanted is not None and wanted > MAX_ANSWER_TOKENS:
                 sentence = f"'max_tokens' is {wanted}; an answer has at most {MAX_ANSWER_TOKENS} tokens."
                 raise APIError(400, sentence, "invalid_value", "max_tokens")
-            return wanted or DEFAULT_MAX_TOKENS
+            return DEFAULT_MAX_TOKENS if wanted is None else wanted
         left = context - len(prompt)
         if wanted is not None and wanted > left > 0:
             raise APIError(
@@ -107,7 +107,7 @@ class Completions:
                 "context_length_exceeded",
                 "max_tokens",
             )
-        return wanted or max(1, min(left, DEFAULT_MAX_TOKENS))
+        return max(1, min(left, DEFAULT_MAX_TOKENS)) if wanted is None else wanted
 
     async def respond(self, request: Request, body: ChatRequest | TextRequest) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is

@@ -94,7 +94,7 @@ def _check(keys: Sequence[str], where: str) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = (getattr(error, "strerror", None) or "it is not text").lower()
         raise UsageError(f"The key file '{path}' cannot be read: {reason}.") from error

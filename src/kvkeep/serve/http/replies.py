@@ -16,6 +16,9 @@ from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import Finished
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
+
 
 class Reply:
     """The reply to one request. chat: whether it answers a conversation; otherwise it continues a text. logprobs:
@@ -26,6 +29,7 @@ class Reply:
     ) -> None:
         self.chat, self.logprobs, self.to_error = chat, logprobs, to_error
         self._offset = 0  # characters of the text whose tokens were sent
+        self._in_chunks: dict[str, None] = {}  # fields of all chunks but the last one, which has the usage
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.kind = kind[1]
@@ -44,6 +48,7 @@ class Reply:
 
     async def stream(self, events: AsyncIterator[StreamEvent | None], with_usage: bool) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error is an object, and None is a comment."""
+        self._in_chunks = {"usage": None} if with_usage else {}
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -65,9 +70,8 @@ class Reply:
         return self.kind + (".chunk" if self.chat else "")
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
-        return _event(
-            self.head | {"object": self._object, "choices": [{"index": 0, **fields, "finish_reason": reason}]}
-        )
+        choice = {"index": 0, **fields, "finish_reason": reason}
+        return _event(self.head | {"object": self._object, "choices": [choice]} | self._in_chunks)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:
@@ -110,4 +114,5 @@ def _reason(answer: Finished) -> str:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n"

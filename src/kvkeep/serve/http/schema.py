@@ -152,7 +152,7 @@ class _Common(_Ignored):
     model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -255,6 +255,8 @@ class TextRequest(_Common):
         json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 20}]}
     )
 
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The maximum number of tokens of the answer; 0: the prompt is only read."""
     prompt: Annotated[
         Text | Annotated[list[int], Field(min_length=1)],
         BeforeValidator(_one_prompt),

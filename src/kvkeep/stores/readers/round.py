@@ -73,6 +73,11 @@ class Round:
     def open(self) -> bool:
         return self.phase is not RoundPhase.EXACT
 
+    @property
+    def kept(self) -> int:
+        """The number of slots whose tokens stay, whatever an open round decides."""
+        return self._begun if self.open else self.ledger.length
+
     def before_forward(self) -> None:
         """Prepare for a forward pass. Raises UsageError where a further text cannot continue rows of unequal length."""
         if self.uneven and not self.open:

@@ -1,0 +1,100 @@
+"""What was read of a GGUF file, and what it became: for a person who doubts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.models.gguf.harmless import reason
+from kvkeep.models.gguf.model import GgufModel, read_model
+from kvkeep.models.gguf.tensors import CONFIGURING
+
+_DEFAULTS = ("transformers_version", "architectures", "id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class ExplainedKey:
+    """One key of a file."""
+
+    key: str
+    value: str
+    """Its value, shortened."""
+    use: str
+    """"read", or why it changes no answer."""
+
+
+@dataclass(frozen=True)
+class ExplainedTensor:
+    """One tensor of a file."""
+
+    name: str
+    kind: str
+    """The kind of its blocks (Q4_1, F32)."""
+    shape: tuple[int, ...]
+    """The shape, rows first."""
+    became: str
+    """Its name in the model, or what else became of it."""
+    held: str
+    """Its form in memory with weights auto on a CPU: the file's blocks, or bfloat16."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that was read of a file."""
+
+    files: list[str]
+    """The file, or all its parts."""
+    architecture: str
+    family: str
+    """transformers' name of the family."""
+    config: dict[str, Any]
+    """transformers' config, without what is every config's."""
+    tokenizer: dict[str, Any]
+    """Kind, pre-tokenizer, size, special ids, ids that end an answer, names of chat templates."""
+    keys: list[ExplainedKey]
+    tensors: list[ExplainedTensor]
+
+
+def explain(file: Path, pre: str | None = None) -> Explanation:
+    """Return what was read of ``file``. pre: a pre-tokenizer in place of the file's. Raises the errors of
+    :func:`~kvkeep.models.gguf.model.read_model`."""
+    model = read_model(file, pre)
+    tokenizer = _tokenizer(model)
+    tensors = _tensors(model)
+    keys = model.facts.keys
+    used = [
+        ExplainedKey(key, keys.shown(key), "read" if key in keys.read else reason(key, model.facts.architecture) or "")
+        for key in keys.metadata
+    ]
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _DEFAULTS}
+    parts = sorted({str(one.file) for one in model.facts.tensors.values()})
+    return Explanation(parts, model.facts.architecture, model.config.model_type, config, tokenizer, used, tensors)
+
+
+def _tokenizer(model: GgufModel) -> dict[str, Any]:
+    tokenizer, keys = model.tokenizer, model.facts.keys
+    template = tokenizer.chat_template
+    return {
+        "model": keys.metadata.get("tokenizer.ggml.model"),
+        "pre": model.pre or keys.metadata.get("tokenizer.ggml.pre", "default"),
+        "tokens": len(tokenizer),
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "pad": tokenizer.pad_token_id,
+        "begins_with": tokenizer("").input_ids,
+        "ends": {str(one): tokenizer.convert_ids_to_tokens(one) for one in model.ends},
+        "chat_templates": [*template] if isinstance(template, dict) else ["default"] if template else [],
+    }
+
+
+def _tensors(model: GgufModel) -> list[ExplainedTensor]:
+    found = {part.name: tensor for tensor in model.tensors.values() for part in tensor.parts}
+    made = []
+    for name, stored in model.facts.tensors.items():
+        weight = found.get(name)
+        became, held = (
+            (CONFIGURING[name], "") if weight is None else (weight.to, stored.kind if weight.packs else "BF16")
+        )
+        made.append(ExplainedTensor(name, stored.kind, stored.shape, became, held))
+    return made

@@ -1,0 +1,102 @@
+"""A model in a GGUF file: all that the file states, checked, before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import ModelError, UnsupportedModelError
+from kvkeep.models.gguf.architectures import Architecture, architecture_of
+from kvkeep.models.gguf.facts import Facts
+from kvkeep.models.gguf.harmless import OURS, check_read
+from kvkeep.models.gguf.header import read_header
+from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
+from kvkeep.models.gguf.tokenizer import end_ids, tokenizer_of
+from kvkeep.models.matrices import built, matrices
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model in a GGUF file."""
+
+    file: Path
+    facts: Facts = field(repr=False)
+    architecture: Architecture = field(repr=False)
+    config: Any = field(repr=False)
+    """transformers' config."""
+    pre: str | None = None
+    """The name of the pre-tokenizer that a user gave in place of the file's."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Raises ModelError or UnsupportedModelError if the file has none that kvkeep reads."""
+        keys = self.facts.keys
+        tokenizer = tokenizer_of(keys, self.pre)
+        check_read(keys, self.facts.architecture)
+        if (count := len(tokenizer)) != self.config.vocab_size:
+            raise ModelError(
+                f"'{self.file}' is damaged: its vocabulary has {count} tokens, and its embedding "
+                f"{self.config.vocab_size} rows; fetch it again."
+            )
+        return tokenizer
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The ids of tokens that end an answer."""
+        return [*end_ids(self.facts.keys, self.pre)]
+
+    @cached_property
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        """The weights by the model's names. Raises UnsupportedModelError for a tensor that the model does not have."""
+        model = built(self.config)
+        places = {f"{name}.weight" for name in matrices(model)}
+        found, shapes = tensors_of(self.facts, self.architecture, places), model.state_dict()
+        for to, tensor in found.items():
+            if to not in shapes:
+                raise UnsupportedModelError(
+                    f"'{self.file}' has the tensor {tensor.parts[0].name}, which a model of the architecture "
+                    f"'{self.facts.architecture}' with this config does not have."
+                )
+        return found
+
+
+def read_model(file: Path, pre: str | None = None) -> GgufModel:
+    """Return the model in ``file``. pre: the name of a pre-tokenizer in place of the file's.
+
+    Raises ModelError for a damaged file, UnsupportedModelError for one that states what kvkeep does not know.
+    """
+    header = read_header(file)
+    keys = Keys(file, header.metadata)
+    name = keys.need("general.architecture", str)
+    kind = keys.get("general.type", str, "model")
+    if kind != "model":
+        raise UnsupportedModelError(f"'{file}' is no model but of the type {kind[:40]!r}; give the model's file.")
+    architecture = architecture_of(name, file)
+    facts = Facts(name, keys, header.tensors)
+    made = architecture.config(facts)
+    stated = keys.get(f"{name}.vocab_size", int, made["vocab_size"])
+    if stated != made["vocab_size"]:
+        raise ModelError(
+            f"'{file}' is damaged: it states {stated} tokens, and its embedding has {made['vocab_size']} rows; fetch "
+            "it again."
+        )
+    check_read(keys, name, tuple(one for one in OURS if one != "tokenizer"))
+    return GgufModel(file, facts, architecture, _config(file, made), pre)
+
+
+def _config(file: Path, made: dict[str, Any]) -> Any:
+    import torch
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[made["model_type"]](
+            **{name: value for name, value in made.items() if name != "model_type"}
+            | {"dtype": torch.bfloat16, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        )
+    except Exception as error:  # checks of configs raise several kinds
+        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise ModelError(f"'{file}' is damaged: its sizes are no '{made['model_type']}' model ({first}).") from error

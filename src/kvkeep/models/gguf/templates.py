@@ -1,0 +1,34 @@
+"""The chat templates of a GGUF file."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError, meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from kvkeep.errors import ModelError
+from kvkeep.models.gguf.keys import Keys
+
+_KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
+
+
+def templates_of(keys: Keys) -> str | dict[str, str] | None:
+    """Return the chat template of a file, several by name (``default``, ``tool_use``), or None.
+    Raises ModelError for one that jinja does not compile, or that needs another file."""
+    named = {"default": keys.get(_KEY, str)} if _KEY in keys else {}
+    keys.get(_NAMES, list)
+    named |= {key.removeprefix(f"{_KEY}."): keys.get(key, str) for key in keys.starting(f"{_KEY}.")}
+    for name, template in named.items():
+        _check(keys, name, template)
+    return named.get("default") if not named.keys() - {"default"} else named
+
+
+def _check(keys: Keys, name: str, template: str) -> None:
+    which = f"chat template '{name}'" if name != "default" else "chat template"
+    try:
+        compiled = _compile_jinja_template(template)
+        other = next(meta.find_referenced_templates(compiled.environment.parse(template)), "")
+    except (TemplateError, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise ModelError(f"The {which} of '{keys.file}' cannot be compiled: {what}; take it out of the file.") from None
+    if other != "":
+        raise ModelError(f"The {which} of '{keys.file}' needs another file, '{other}'; take it out of the file.")

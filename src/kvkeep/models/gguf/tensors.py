@@ -1,0 +1,119 @@
+"""The weights of a GGUF file by the model's names. Each is read on demand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.blocks import KINDS, Blocks
+from kvkeep.models.gguf.architectures import Architecture
+from kvkeep.models.gguf.changes import AS_STORED, Change
+from kvkeep.models.gguf.facts import Facts
+from kvkeep.models.gguf.header import FileTensor
+from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
+from kvkeep.models.gguf.values import stored_bytes, values
+
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?")
+_NORM = re.compile(r"(attn|ffn|output|post_ffw|post_attention|attn_q|attn_k)_norm\.weight")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A weight of the model, in a file."""
+
+    to: str
+    """Its name in the model."""
+    parts: tuple[FileTensor, ...]
+    """The file's tensors; several if the gates and ups of experts form one matrix."""
+    change: Change
+    packs: bool
+    """Whether the model can use the file's blocks as they are, but for the order of rows."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of its blocks in the file."""
+        return self.parts[0].kind
+
+    @property
+    def count(self) -> int:
+        """The number of its elements."""
+        return sum(torch.Size(part.shape).numel() for part in self.parts)
+
+    def dense(self) -> Tensor:
+        """Return the values in float32, as the model holds them."""
+        return self.change.values([values(part) for part in self.parts])
+
+    def blocks(self) -> Blocks:
+        """Return the file's blocks, with rows in the model's order."""
+        (part,) = self.parts
+        rows = torch.from_numpy(stored_bytes(part, 0, part.size)).view(part.shape[0], -1)
+        blocks = Blocks(part.kind, rows)
+        if self.change is AS_STORED or self.change.order is None:
+            return blocks
+        return blocks[self.change.order(part.shape[0])]
+
+
+def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> dict[str, GgufTensor]:
+    """Return the weights of a file by the model's names. places: the names of matrices that may keep their blocks.
+    Raises UnsupportedModelError for a tensor without a name in the model."""
+    changes: dict[tuple[str, str], Change] = {}
+    found: dict[str, list[FileTensor]] = {}
+    changed: dict[str, Change] = {}
+    for tensor in facts.tensors.values():
+        if tensor.name in CONFIGURING:
+            continue
+        to, stem, suffix = _name(tensor.name, architecture)
+        if to is None:
+            raise UnsupportedModelError(
+                f"'{facts.keys.file}' has the tensor {tensor.name[:80]}, which kvkeep does not know in the "
+                f"architecture '{facts.architecture}'; without it the model would give other answers."
+            )
+        if (stem, suffix) not in changes:
+            changes[stem, suffix] = _change(facts, architecture, stem, suffix)
+        found.setdefault(to, []).append(tensor)
+        changed[to] = changes[stem, suffix]
+    return {
+        to: GgufTensor(to, _ordered(parts, architecture), changed[to], _packs(parts, changed[to], to in places))
+        for to, parts in found.items()
+    }
+
+
+CONFIGURING: Mapping[str, str] = dict.fromkeys((FACTORS, LONG, SHORT), "config: rope_parameters")
+"""Tensors that are no weight of the model, and what they become."""
+
+
+def _name(name: str, architecture: Architecture) -> tuple[str | None, str, str]:
+    """Return the model's name of a file's tensor (None: it has none), its name in a layer, and its suffix."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None, name, ""
+    layer, stem, suffix = match[1], match[2], match[3] or ""
+    names, prefix = (
+        (architecture.whole, "") if layer is None else (architecture.layer, f"{architecture.prefix}{layer}.")
+    )
+    if (whole := names.get(stem + suffix)) is not None:
+        return prefix + whole, stem, suffix
+    return (prefix + names[stem] + suffix if stem in names and suffix else None), stem, suffix
+
+
+def _change(facts: Facts, architecture: Architecture, stem: str, suffix: str) -> Change:
+    changes = architecture.changes
+    made = changes.get(stem + suffix) or changes.get(stem)
+    if made is not None:
+        return made(facts)
+    return architecture.norms if _NORM.fullmatch(stem + suffix) else AS_STORED
+
+
+def _ordered(parts: list[FileTensor], architecture: Architecture) -> tuple[FileTensor, ...]:
+    """Return the parts of a weight in the order of the architecture's names."""
+    order = [*architecture.layer]
+    return tuple(sorted(parts, key=lambda part: order.index(part.name.split(".", 2)[2]) if len(parts) > 1 else 0))
+
+
+def _packs(parts: list[FileTensor], change: Change, place: bool) -> bool:
+    return place and len(parts) == 1 and parts[0].kind in KINDS and change.order is not None

@@ -1,0 +1,114 @@
+"""A prompt that differs from what a cache has read is answered as by a cache that has read nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import CASES, new_cache, pairs
+from conftest import WORDS, tokenizer
+from families import tiny
+from helpers import broken, prompt
+
+from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep.decode.cached_text import CachedText
+
+WORDS_OF_A_TURN = 60
+"""Two turns exceed every case's budget."""
+
+
+def _said(seed: int, count: int = WORDS_OF_A_TURN) -> str:
+    return " ".join(WORDS[(seed + 7 * number) % len(WORDS)] for number in range(count))
+
+
+@pytest.mark.parametrize(("name", "family"), pairs(12))
+def test_another_prompt_behind_a_common_prefix(name: str, family: str) -> None:
+    """The last one is a part of what was read."""
+    case, past, model = CASES[name], CachedText(new_cache(name, family)), tiny(family)
+    length = 190 if case.length > 90 else 90
+    texts = prompt(3, length).tolist()
+    for at, ids in ((0, texts[0]), (length // 2, texts[1]), (length - 9, texts[2]), (70, texts[2][:71])):
+        ids = [*past.ids[:at], *ids[at:]]
+        past.align(ids)
+        assert len(past.ids) == past.cache.get_seq_length()
+        assert len(past.ids) in ((0, at) if case.equals else (0,))
+        caches = past.cache, new_cache(name, family)
+        told, fresh = (generate(model, None, ids, cache, max_new_tokens=6) for cache in caches)
+        assert told.tokens == fresh.tokens
+        past.settle(told.sequence)
+
+
+def _undo(talk: Conversation) -> None:
+    talk.undo()
+
+
+def _edit(talk: Conversation) -> None:
+    """As a caller may who regards messages as data."""
+    talk.messages[-1] = talk.messages[-1] | {"content": _said(11, 5)}
+
+
+def _interrupt(talk: Conversation) -> None:
+    """Within a question, whose first chunk has been read."""
+    done = 0
+
+    def stop(count: int) -> None:
+        nonlocal done
+        done += 1
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        talk.answer(_said(2), on_progress=stop)
+
+
+CHANGES: dict[str, Callable[[Conversation], Any]] = {
+    "undo": _undo,
+    "edit": _edit,
+    "forget": lambda talk: talk.forget(1),
+    "system": lambda talk: talk.set_system("his"),
+    "interrupt": _interrupt,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("method", ["window", "streaming-llm:sinks=3", "h2o", "snapkv:window=4,kernel=3", "h2o+sketch"])
+def test_a_lossy_conversation_that_changes(method: str, change: str) -> None:
+    """Its next answer is that of a conversation that begins with these messages."""
+    model, words = tiny("llama"), tokenizer()
+
+    def begun() -> Conversation:
+        return Conversation(model, words, KeepCache(model, method, 24, chunk=16))
+
+    talk, fresh = begun(), begun()
+    for seed in (3, 5):
+        talk.answer(_said(seed), max_new_tokens=4, ignore_eos=True)
+    CHANGES[change](talk)
+    fresh.messages = [dict(message) for message in talk.messages]
+    answers = [one.answer(_said(9), max_new_tokens=9, ignore_eos=True) for one in (talk, fresh)]
+    assert answers[0].tokens == answers[1].tokens
+    assert talk.retry(max_new_tokens=9, ignore_eos=True).tokens == answers[1].tokens
+
+
+def test_a_lossy_conversation_that_is_interrupted_before_it_has_read_anything_goes_on() -> None:
+    """Nothing is read again: the cache is as before."""
+    model, words = tiny("llama"), tokenizer()
+    talk, other = (Conversation(model, words, KeepCache(model, "h2o", 24, chunk=16)) for _ in range(2))
+    for one in (talk, other):
+        one.answer(_said(3), max_new_tokens=1, ignore_eos=True)
+    known = list(talk.ids)
+    for layer in (2, 0):
+        with broken(model, layer, KeyboardInterrupt):
+            talk.answer(_said(2))
+    assert known and talk.ids == known
+    answers = [one.answer(_said(9), max_new_tokens=9, ignore_eos=True) for one in (talk, other)]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].timing.prefill_tokens < answers[0].prompt_tokens
+
+
+def test_drafts_that_a_lossy_cache_would_have_to_take_back_are_refused() -> None:
+    model, ids = tiny("llama"), prompt(1, 40)[0].tolist()
+    with pytest.raises(UsageError, match="rejected drafts would change what 'h2o' keeps"):
+        generate(model, None, ids, KeepCache(model, "h2o", 24), copies=4)
+    plain, drafted = (generate(model, None, ids, KeepCache(model), max_new_tokens=9, copies=n) for n in (0, 4))
+    assert plain.tokens == drafted.tokens

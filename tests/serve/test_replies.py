@@ -1,0 +1,53 @@
+"""Answers as server-sent events, for clients that read them line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvkeep.engine.answer import TextPiece
+from kvkeep.serve.http.replies import Reply
+from kvkeep.serve.job import Finished
+
+BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
+"""Every character at which ``str.splitlines`` cuts."""
+
+
+def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
+    """The lines of a stream with one piece of text."""
+
+    async def events() -> AsyncIterator[Any]:
+        yield TextPiece(text)
+        yield None
+        yield Finished("stop", text, (1, 2), 3, 4, 2)
+
+    async def read() -> str:
+        return "".join([one async for one in Reply("tiny", chat, False).stream(events(), with_usage)])
+
+    return asyncio.run(read()).splitlines()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_event_is_one_line_whatever_the_text(chat: bool) -> None:
+    assert len(BREAKS.splitlines()) == 11
+    lines = [line for line in streamed(BREAKS, chat, False) if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+    assert BREAKS in [one["delta"].get("content") if chat else one["text"] for one in choices]
+    assert "\u00e9\u20ac" in "".join(streamed("\u00e9\u20ac", chat, False)), "what ends no line is sent as it is"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_chunks_before_the_usage_have_none(chat: bool) -> None:
+    """OpenAI's clients tell by it that one with usage follows."""
+    for with_usage in (True, False):
+        lines = [line for line in streamed("text", chat, with_usage) if line.startswith("data: {")]
+        *chunks, last = [json.loads(line[6:]) for line in lines]
+        assert all(("usage" in one) == with_usage and one.get("usage") is None for one in chunks)
+        assert with_usage == ("usage" in last)
+        if with_usage:
+            assert last["usage"]["total_tokens"] == 9 and last["choices"] == []
