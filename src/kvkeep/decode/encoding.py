@@ -14,8 +14,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
 
 Span = tuple[int, int]
@@ -147,9 +145,11 @@ def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[li
     return encode
 
 
-def _without_special(backend: Any, begins: bool = True) -> Tokenizer:
+def _without_special(backend: Any, begins: bool = True) -> Any:
     """Return a tokenizer of the same model, with those added tokens that are not special. begins: for the beginning of
     a text, before which some tokenizers put a space."""
+    from tokenizers import Tokenizer
+
     made = Tokenizer(backend.model)
     if backend.normalizer is not None:
         made.normalizer = backend.normalizer
