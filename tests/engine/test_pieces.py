@@ -122,6 +122,9 @@ def test_tokenizers_of_other_kinds_decode_in_a_window() -> None:
     assert token_spelling(own) is None
     for cut in range(len(ids)):
         assert own.decode(ids[:cut]) + streamed(own, ids[cut:], ids[:cut]) == own.decode(ids)
+    special = [2] * 20  # <unk>, which has no text and no context
+    assert streamed(own, [*special, *ids, *special, *ids], special) == " ".join([own.decode(ids)] * 2)
+    assert streamed(own, ids, [*ids, *special]) == " " + own.decode(ids)
     pieces = pieces_of(own, ids[:2])
     assert (pieces.data(ids[2]), pieces.data(2), pieces.data(2, named=True)) == (b" and", b"", b" <unk>")
 

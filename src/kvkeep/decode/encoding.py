@@ -14,9 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from kvkeep.engine.token_spelling import ALPHABET, SPACE, token_spelling
+from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
 
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
@@ -64,10 +62,10 @@ class PromptText:
         return ids
 
 
-def as_data(tokenizer: Any, text: str, begins: bool = True) -> PromptText:
+def as_data(tokenizer: Any, text: str) -> PromptText:
     """Return a text in which every name of a special token is data."""
     pattern = special_names(tokenizer)
-    return PromptText(text, [] if pattern is None else [hit.span() for hit in pattern.finditer(text)], begins)
+    return PromptText(text, [] if pattern is None else [hit.span() for hit in pattern.finditer(text)])
 
 
 @lru_cache(maxsize=4)
@@ -86,12 +84,6 @@ def _any_of(names: Collection[str]) -> str:
             rests[name[0]].append(name[1:])
     pattern = "|".join(re.escape(first) + _any_of(rest) for first, rest in rests.items())
     return f"(?:{pattern}){'?' if '' in names else ''}" if pattern else ""
-
-
-@lru_cache(maxsize=4)
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of a tokenizer's special tokens."""
-    return frozenset(one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 @dataclass(frozen=True)
@@ -153,9 +145,11 @@ def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[li
     return encode
 
 
-def _without_special(backend: Any, begins: bool = True) -> Tokenizer:
+def _without_special(backend: Any, begins: bool = True) -> Any:
     """Return a tokenizer of the same model, with those added tokens that are not special. begins: for the beginning of
     a text, before which some tokenizers put a space."""
+    from tokenizers import Tokenizer
+
     made = Tokenizer(backend.model)
     if backend.normalizer is not None:
         made.normalizer = backend.normalizer
@@ -170,7 +164,11 @@ def _without_special(backend: Any, begins: bool = True) -> Tokenizer:
 
 
 def _letters(backend: Any, name: str) -> list[int]:
-    """Return the ids of a name's characters."""
+    """Return the ids of a name's characters, or of its bytes."""
+    state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
+    if b'"ByteLevel"' in state:
+        letters = {byte: letter for letter, byte in ALPHABET.items()}
+        name = "".join(letters[byte] for byte in name.encode())
     return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Protocol
 
-from kvkeep.engine.token_spelling import TokenSpelling, token_spelling
+from kvkeep.engine.token_spelling import TokenSpelling, special_ids, token_spelling
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _CONTEXT = 8
@@ -85,7 +86,8 @@ class WindowPieces:
 
     def __init__(self, tokenizer: Any, before: Sequence[int], special: bool) -> None:
         self._tokenizer, self._skips = tokenizer, not special
-        self._ids = [*before[-_CONTEXT:]]
+        skipped = () if special else special_ids(tokenizer)
+        self._ids = [*islice((one for one in reversed(before) if one not in skipped), _CONTEXT)][::-1]
         self._given = len(self._ids)  # the number of ids whose text was returned
 
     @property
@@ -113,10 +115,10 @@ class WindowPieces:
         return b"" if fresh.endswith(_INCOMPLETE) and not named else fresh.encode()
 
     def _fresh(self, text: str) -> str:
-        known = self._text(self._ids[: self._given]).rstrip(_INCOMPLETE)
-        self._ids = self._ids[-_CONTEXT:]
+        fresh = text[len(self._text(self._ids[: self._given]).rstrip(_INCOMPLETE)) :]
+        self._ids = self._ids[-_CONTEXT:] if fresh else self._ids[: self._given]  # tokens without text are no context
         self._given = len(self._ids)
-        return text[len(known) :]
+        return fresh
 
     def _text(self, ids: Sequence[int], skips: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips and skips))

@@ -85,17 +85,22 @@ def token_spelling(tokenizer: Any) -> TokenSpelling | None:
     if spelling is None:
         return None
     tokens = backend.get_added_tokens_decoder()
-    special = frozenset(one for one, token in tokens.items() if token.special)
     prefix = any(one["type"] == "Strip" for one in steps)
     return TokenSpelling(
         name=backend.id_to_token,
         spelling=spelling,
         added={one: token.content for one, token in tokens.items()},
-        special=special,
+        special=special_ids(tokenizer),
         prefix=prefix,
         prefix_after_special=prefix and _prefixes_after_special(backend),
         size=backend.get_vocab_size(),
     )
+
+
+@lru_cache(maxsize=4)
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens."""
+    return frozenset(one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def _cleans(tokenizer: Any, backend: Any) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvkeep.decode.encoding import PromptText, least_tokens, special_ids
+from kvkeep.decode.encoding import PromptText, least_tokens
 from kvkeep.decode.prompt import prompt_text
 from kvkeep.engine.pieces import token_texts
+from kvkeep.engine.token_spelling import special_ids
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import resolve
