@@ -10,7 +10,8 @@ from kvkeep.models.gguf.harmless import reason
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.gguf.tensors import CONFIGURING
 
-_DEFAULTS = ("transformers_version", "architectures", "id2label", "label2id")
+_OTHERS = ("use_cache", "initializer_range", "pretraining_tp", "transformers_version", "dtype")
+"""Settings of a config that no file states."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def explain(file: Path, pre: str | None = None) -> Explanation:
         ExplainedKey(key, keys.shown(key), "read" if key in keys.read else reason(key, model.facts.architecture) or "")
         for key in keys.metadata
     ]
-    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _DEFAULTS}
+    settings = model.config.to_diff_dict().items()
+    config = {name: value for name, value in settings if value is not None and name not in _OTHERS}
     parts = sorted({str(one.file) for one in model.facts.tensors.values()})
     return Explanation(parts, model.facts.architecture, model.config.model_type, config, tokenizer, used, tensors)
 
@@ -83,7 +85,7 @@ def _tokenizer(model: GgufModel) -> dict[str, Any]:
         "eos": tokenizer.eos_token_id,
         "pad": tokenizer.pad_token_id,
         "begins_with": tokenizer("").input_ids,
-        "ends": {str(one): tokenizer.convert_ids_to_tokens(one) for one in model.ends},
+        "ends": {str(one): tokenizer.convert_ids_to_tokens(one) for one in model.vocabulary.ends},
         "chat_templates": [*template] if isinstance(template, dict) else ["default"] if template else [],
     }
 

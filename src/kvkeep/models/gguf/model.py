@@ -15,7 +15,8 @@ from kvkeep.models.gguf.harmless import OURS, check_read
 from kvkeep.models.gguf.header import read_header
 from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
-from kvkeep.models.gguf.tokenizer import end_ids, tokenizer_of
+from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.gguf.vocabulary import Vocabulary, vocabulary_of
 from kvkeep.models.matrices import built, matrices
 
 
@@ -32,10 +33,15 @@ class GgufModel:
     """The name of the pre-tokenizer that a user gave in place of the file's."""
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens, and the ids that end an answer. Raises as :attr:`tokenizer`."""
+        return vocabulary_of(self.facts.keys, self.pre)
+
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer. Raises ModelError or UnsupportedModelError if the file has none that kvkeep reads."""
         keys = self.facts.keys
-        tokenizer = tokenizer_of(keys, self.pre)
+        tokenizer = build_tokenizer(keys, self.vocabulary)
         check_read(keys, self.facts.architecture)
         if (count := len(tokenizer)) != self.config.vocab_size:
             raise ModelError(
@@ -43,11 +49,6 @@ class GgufModel:
                 f"{self.config.vocab_size} rows; fetch it again."
             )
         return tokenizer
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """The ids of tokens that end an answer."""
-        return [*end_ids(self.facts.keys, self.pre)]
 
     @cached_property
     def tensors(self) -> Mapping[str, GgufTensor]:

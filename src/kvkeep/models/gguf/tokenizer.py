@@ -52,11 +52,6 @@ def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokeniz
     return _wrapped(built, vocabulary, templates_of(keys))
 
 
-def end_ids(keys: FileKeys, pre: str | None = None) -> tuple[int, ...]:
-    """Return the ids of all tokens that end a generation, in ascending order; ``pre`` as in `tokenizer_of`."""
-    return vocabulary_of(keys, pre).ends
-
-
 def _with_merges(keys: FileKeys, vocabulary: Vocabulary, splits: PreTokenizer) -> Tokenizer:
     """Return a tokenizer that splits text and merges the pieces as the file lists."""
     built = Tokenizer(
