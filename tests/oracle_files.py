@@ -65,9 +65,9 @@ def ends_from(path: Path) -> list[int]:
 
 def _keys(path: Path) -> Any:
     from kvkeep.models.gguf.header import read_header
-    from kvkeep.models.gguf.keys import Keys
+    from kvkeep.models.gguf.keys import FileKeys
 
-    return Keys(path, read_header(path).metadata)
+    return FileKeys(path, read_header(path).metadata)
 
 
 def ids_of(tokenizer: Any, texts: list[str], special: bool = False, add: bool = False) -> list[list[int]]:

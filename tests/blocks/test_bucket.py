@@ -138,7 +138,7 @@ def test_of_two_machines_that_continue_a_session_one_is_refused(made: Made) -> N
 
 
 def test_a_session_goes_on_on_another_machine_to_the_bit(made: Made) -> None:
-    model, ids = tiny("llama"), torch.arange(3, 603)[None] % 90
+    model, ids = tiny("llama", positions=1024), torch.arange(3, 603)[None] % 90
     here, there = made("here"), made("there")
     for method in ("full", "kv-direct"):
         cache = KeepCache(model, method, budget=None if method == "full" else 64)

@@ -232,7 +232,7 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"repetition_penalty": 1e-5}, "repetition_penalty"),
-        ({"top_p": 1e-12}, "top_p"),
+        ({"top_p": -1e-12}, "top_p"),
         ({"kvkeep": {"method": "magic"}}, "kvkeep.method"),
         ({"kvkeep": {"method": "stock"}}, "kvkeep.method"),
         ({"kvkeep": {"method": "h2o"}}, "kvkeep.budget"),

@@ -80,8 +80,8 @@ def _explain(name: str, pre: str | None, *, json: bool) -> None:
     _rows(("tokenizer", ""), _pairs(found.tokenizer))
     _rows(("config", ""), _pairs(found.config))
     _rows(("key", "value", "use"), [(one.key, one.value, one.use) for one in found.keys])
-    tensors = [(one.name, one.kind, "x".join(map(str, one.shape)), one.became, one.held) for one in found.tensors]
-    _rows(("tensor", "stored", "shape", "weight", "held"), tensors)
+    tensors = [(one.name, one.kind, "x".join(map(str, one.shape)), one.became, one.in_memory) for one in found.tensors]
+    _rows(("tensor", "stored", "shape", "weight", "in memory"), tensors)
 
 
 def _pairs(facts: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -333,6 +333,8 @@ def _explained(source: Source, error: Exception) -> ModelError:
         if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")
+    if source.gguf is not None:
+        return ModelError(f"The model in '{name}' cannot be loaded ({first}).")
     return ModelError(
         f"The model '{name}' is not a folder and cannot be loaded from the hub: the hub has no such model, or there is "
         f"no connection ({first})."

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.tokenizer import tokenizer_of
 from kvkeep.models.gguf.vocabulary import vocabulary_of
 
@@ -20,7 +20,7 @@ BYTES = [f"<0x{one:02X}>" for one in range(256)]
 TEXT = "a 4.\n\n1. First Ünï 中文 👩‍👩‍👧 \x00 ab  c"
 
 
-def keys(**values: Any) -> Keys:
+def keys(**values: Any) -> FileKeys:
     """Keys of ``tokenizer.ggml``; two underscores are a point of a whole name, None is left out."""
     named = {key.replace("__", ".") if "__" in key else f"tokenizer.ggml.{key}": one for key, one in values.items()}
     stored = {"token_type": np.int32, "scores": np.float32}
@@ -29,10 +29,10 @@ def keys(**values: Any) -> Keys:
         for key, one in named.items()
         if one is not None
     }
-    return Keys(Path("model.gguf"), named)
+    return FileKeys(Path("model.gguf"), named)
 
 
-def byte_level(*more: tuple[str, int], merges: tuple[str, ...] = (), **values: Any) -> Keys:
+def byte_level(*more: tuple[str, int], merges: tuple[str, ...] = (), **values: Any) -> FileKeys:
     """A vocabulary of all bytes, the tokens of ``merges``, and ``more`` tokens with their types."""
     merged = [one.replace(" ", "") for one in merges]
     tokens = [*LETTERS, *merged, *(token for token, _ in more)]
@@ -41,7 +41,7 @@ def byte_level(*more: tuple[str, int], merges: tuple[str, ...] = (), **values: A
     return keys(**{"model": "gpt2", "pre": "gpt-2", **stated, **values})
 
 
-def scored(*more: tuple[str, int, float], **values: Any) -> Keys:
+def scored(*more: tuple[str, int, float], **values: Any) -> FileKeys:
     """A vocabulary of bytes and ``more`` tokens with their types and scores."""
     tokens = [("<unk>", UNKNOWN, 0.0), ("<s>", CONTROL, 0.0), ("</s>", CONTROL, 0.0)]
     tokens += [*((one, BYTE, 0.0) for one in BYTES), *more]
@@ -49,7 +49,7 @@ def scored(*more: tuple[str, int, float], **values: Any) -> Keys:
     return keys(**{"model": "llama", "tokens": names, "token_type": types, "scores": scores, **values})
 
 
-def names(source: Keys, text: str, **how: Any) -> list[str]:
+def names(source: FileKeys, text: str, **how: Any) -> list[str]:
     tokenizer = tokenizer_of(source)
     return tokenizer.convert_ids_to_tokens(tokenizer(text, **how)["input_ids"])
 
@@ -85,7 +85,7 @@ def test_of_two_equal_merges_the_first_counts() -> None:
 
 
 @pytest.mark.parametrize("source", [byte_level(), scored(*((one, NORMAL, -1.0) for one in "▁abc"))])
-def test_ids_read_back_as_the_text(source: Keys) -> None:
+def test_ids_read_back_as_the_text(source: FileKeys) -> None:
     tokenizer = tokenizer_of(source)
     assert tokenizer.decode(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
 
@@ -286,7 +286,7 @@ def test_a_template_that_cannot_be_compiled_is_one_sentence(template: str) -> No
         (keys(model="kvkeep", tokens=[]), "'kvkeep'"),
     ],
 )
-def test_a_file_that_contradicts_itself_is_one_sentence(source: Keys, says: str) -> None:
+def test_a_file_that_contradicts_itself_is_one_sentence(source: FileKeys, says: str) -> None:
     with pytest.raises(ModelError) as error:
         tokenizer_of(source)
     sentence = str(error.value)

@@ -36,7 +36,7 @@ class Architecture:
     """Returns transformers' config, with its ``model_type``."""
     layer: Names
     """The name of each tensor of a layer in the model, by its name in the file; with a suffix where both have none."""
-    whole: Names
+    top: Names
     """The same for the tensors outside of layers."""
     prefix: str = "model.layers."
     """The model's name before a layer's number."""
@@ -64,7 +64,7 @@ def joined(names: Names, *others: Names) -> dict[str, str]:
     return made
 
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -100,51 +100,51 @@ MIXED = {
 
 _LLAMA = joined(ATTENTION, GATED)
 _PLAIN = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_GPT2_WHOLE = {
+_GPT2_TOP = {
     "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
     "output": "lm_head",
 }  # fmt: skip
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(configs.llama, joined(_LLAMA, EXPERTS), WHOLE, changes=PAIRS | MIXED),
-    "qwen2": Architecture(configs.qwen2, _LLAMA, WHOLE),
-    "qwen3": Architecture(configs.qwen3, joined(_LLAMA, QK_NORMS), WHOLE),
+    "llama": Architecture(configs.llama, joined(_LLAMA, EXPERTS), TOP, changes=PAIRS | MIXED),
+    "qwen2": Architecture(configs.qwen2, _LLAMA, TOP),
+    "qwen3": Architecture(configs.qwen3, joined(_LLAMA, QK_NORMS), TOP),
     "qwen2moe": Architecture(
         configs.qwen2moe,
         joined(_LLAMA, EXPERTS, {
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
             "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
         }),
-        WHOLE,
+        TOP,
         changes=MIXED,
     ),
-    "qwen3moe": Architecture(configs.qwen3moe, joined(_LLAMA, QK_NORMS, EXPERTS), WHOLE, changes=MIXED),
-    "gemma": Architecture(configs.gemma, _LLAMA, WHOLE, norms=LESS_ONE),
-    "gemma2": Architecture(configs.gemma2, joined(_LLAMA, SANDWICH), WHOLE, norms=LESS_ONE),
-    "gemma3": Architecture(configs.gemma3, joined(_LLAMA, QK_NORMS, SANDWICH), WHOLE, norms=LESS_ONE),
+    "qwen3moe": Architecture(configs.qwen3moe, joined(_LLAMA, QK_NORMS, EXPERTS), TOP, changes=MIXED),
+    "gemma": Architecture(configs.gemma, _LLAMA, TOP, norms=LESS_ONE),
+    "gemma2": Architecture(configs.gemma2, joined(_LLAMA, SANDWICH), TOP, norms=LESS_ONE),
+    "gemma3": Architecture(configs.gemma3, joined(_LLAMA, QK_NORMS, SANDWICH), TOP, norms=LESS_ONE),
     "phi3": Architecture(
         configs.phi3,
         joined(_LLAMA, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-        WHOLE,
+        TOP,
     ),
     "phi2": Architecture(
         configs.phi2,
         joined(ATTENTION, {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-        joined(WHOLE, {"output_norm": "model.final_layernorm"}),
+        joined(TOP, {"output_norm": "model.final_layernorm"}),
     ),
     "gpt2": Architecture(
         configs.gpt2,
         {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
          "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        _GPT2_WHOLE,
+        _GPT2_TOP,
         "transformer.h.",
         {f"{name}.weight": lambda facts: TRANSPOSED for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
     ),
     "starcoder2": Architecture(
-        configs.starcoder2, joined(ATTENTION, GATED, {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}), WHOLE
+        configs.starcoder2, joined(ATTENTION, GATED, {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}), TOP
     ),
-    "stablelm": Architecture(configs.stablelm, _LLAMA, WHOLE),
-    "granite": Architecture(configs.granite, _LLAMA, WHOLE, changes=PAIRS),
+    "stablelm": Architecture(configs.stablelm, _LLAMA, TOP),
+    "granite": Architecture(configs.granite, _LLAMA, TOP, changes=PAIRS),
     "granitemoe": Architecture(
         configs.granitemoe,
         joined(_LLAMA, {
@@ -154,29 +154,29 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight",
             "ffn_up_shexp.weight": "shared_mlp.input_linear.weight", "ffn_down_shexp": "shared_mlp.output_linear",
         }),
-        WHOLE,
+        TOP,
         changes=PAIRS | MIXED | {
             "ffn_gate_shexp.weight": lambda facts: GATE_THEN_UP, "ffn_up_shexp.weight": lambda facts: GATE_THEN_UP,
         },
     ),
-    "olmo": Architecture(configs.olmo, _LLAMA, WHOLE, changes=PAIRS),
-    "olmo2": Architecture(configs.olmo2, joined(_LLAMA, QK_NORMS, POST_NORMS), WHOLE),
-    "olmoe": Architecture(configs.olmoe, joined(_LLAMA, QK_NORMS, EXPERTS), WHOLE, changes=MIXED),
-    "smollm3": Architecture(configs.smollm3, _LLAMA, WHOLE, changes=PAIRS),
-    "command-r": Architecture(configs.cohere, joined(_LLAMA, QK_NORMS), WHOLE),
-    "cohere2": Architecture(configs.cohere2, _LLAMA, WHOLE),
-    "nemotron": Architecture(configs.nemotron, joined(ATTENTION, _PLAIN), WHOLE, norms=LESS_ONE),
+    "olmo": Architecture(configs.olmo, _LLAMA, TOP, changes=PAIRS),
+    "olmo2": Architecture(configs.olmo2, joined(_LLAMA, QK_NORMS, POST_NORMS), TOP),
+    "olmoe": Architecture(configs.olmoe, joined(_LLAMA, QK_NORMS, EXPERTS), TOP, changes=MIXED),
+    "smollm3": Architecture(configs.smollm3, _LLAMA, TOP, changes=PAIRS),
+    "command-r": Architecture(configs.cohere, joined(_LLAMA, QK_NORMS), TOP),
+    "cohere2": Architecture(configs.cohere2, _LLAMA, TOP),
+    "nemotron": Architecture(configs.nemotron, joined(ATTENTION, _PLAIN), TOP, norms=LESS_ONE),
     "glm4": Architecture(
         configs.glm4,
         joined(_LLAMA, {
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
         }),
-        WHOLE,
+        TOP,
     ),
-    "arcee": Architecture(configs.arcee, joined(ATTENTION, _PLAIN), WHOLE, changes=PAIRS),
+    "arcee": Architecture(configs.arcee, joined(ATTENTION, _PLAIN), TOP, changes=PAIRS),
     "seed_oss": Architecture(
-        configs.seed_oss, joined(_LLAMA, {"post_attention_norm": "post_attention_layernorm"}), WHOLE
+        configs.seed_oss, joined(_LLAMA, {"post_attention_norm": "post_attention_layernorm"}), TOP
     ),
     "gpt-oss": Architecture(
         configs.gpt_oss,
@@ -187,7 +187,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias", "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
             "ffn_down_exps.weight": "mlp.experts.down_proj", "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         }),
-        WHOLE,
+        TOP,
         changes={
             "ffn_gate_exps.weight": lambda facts: INTERLEAVED_TRANSPOSED,
             "ffn_up_exps.weight": lambda facts: INTERLEAVED_TRANSPOSED,
@@ -196,12 +196,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down_exps.weight": lambda facts: EXPERTS_TRANSPOSED,
         },
     ),
-    "exaone4": Architecture(configs.exaone4, joined(_LLAMA, QK_NORMS, POST_NORMS), WHOLE),
-    "ernie4_5": Architecture(configs.ernie4_5, _LLAMA, WHOLE),
+    "exaone4": Architecture(configs.exaone4, joined(_LLAMA, QK_NORMS, POST_NORMS), TOP),
+    "ernie4_5": Architecture(configs.ernie4_5, _LLAMA, TOP),
     "hunyuan-dense": Architecture(
         configs.hunyuan,
         joined(_LLAMA, {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
-        WHOLE,
+        TOP,
     ),
     "gptneox": Architecture(
         configs.gptneox,

@@ -35,7 +35,7 @@ class ExplainedTensor:
     """The shape, rows first."""
     became: str
     """Its name in the model, or what else became of it."""
-    held: str
+    in_memory: str
     """Its form in memory with weights auto on a CPU: the file's blocks, or bfloat16."""
 
 
@@ -93,8 +93,8 @@ def _tensors(model: GgufModel) -> list[ExplainedTensor]:
     made = []
     for name, stored in model.facts.tensors.items():
         weight = found.get(name)
-        became, held = (
+        became, in_memory = (
             (CONFIGURING[name], "") if weight is None else (weight.to, stored.kind if weight.packs else "BF16")
         )
-        made.append(ExplainedTensor(name, stored.kind, stored.shape, became, held))
+        made.append(ExplainedTensor(name, stored.kind, stored.shape, became, in_memory))
     return made

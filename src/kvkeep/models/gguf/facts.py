@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError
 from kvkeep.models.gguf.header import FileTensor
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.values import values
 
 MAX_LAYERS = 10_000
@@ -23,7 +24,7 @@ class Facts:
     """The keys of an architecture, and the tensors of the file."""
 
     architecture: str
-    keys: Keys
+    keys: FileKeys
     tensors: Mapping[str, FileTensor]
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -76,7 +77,7 @@ class Facts:
         """Return the values of a tensor, float32."""
         return values(self.tensors[name])
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """The number of layers. Raises ModelError unless the tensors are of as many."""
         stated = self.need("block_count")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 
 HARMLESS: Mapping[str, str] = {
     r"general\.(type|quantization_version|alignment|file_type)": "about the file; each tensor states its own format",
@@ -23,7 +23,7 @@ HARMLESS: Mapping[str, str] = {
         "marks of texts to be filled in, which a prompt names itself",
     r"tokenizer\.ggml\.(mask|seperator|cls)_token_id": "tokens of encoders",
     r"tokenizer\.ggml\.token_type_count": "segments of encoders",
-    r"tokenizer\.ggml\.(scores|merges|pre|add_space_prefix|add_sep_token|remove_extra_whitespaces|precompiled_charsmap)":
+    r"tokenizer\.ggml\.(scores|merges|pre|add_space_prefix|add_sep_token|remove_extra_whitespaces|precompiled_charsmap|normalizer\.\w+)":
         "a rule of another kind of tokenizer than the file's, which reads those of its own",
     r"tokenizer\.huggingface\.json": "the tokenizer once more; the other keys are read, as llama.cpp does",
 }  # fmt: skip
@@ -32,7 +32,7 @@ OURS = ("general", "tokenizer", "split", "adapter", "clip", "diffusion", "xielu"
 """Names before the first point of keys that describe models. Other programs' notes have others, which nothing reads."""
 
 
-def check_read(keys: Keys, architecture: str, prefixes: tuple[str, ...] = OURS) -> None:
+def check_read(keys: FileKeys, architecture: str, prefixes: tuple[str, ...] = OURS) -> None:
     """Raise UnsupportedModelError for a key that nobody has read and that is not harmless. prefixes: names before the
     first point of the keys that are checked, besides the architecture's."""
     for key in keys.unread:

@@ -73,7 +73,7 @@ def read_header(file: Path) -> Header:
     parts = [_read(part) for part in parts_of(file)]
     metadata, tensors = dict(parts[0][0]), dict[str, FileTensor]()
     for number, (stated, found) in enumerate(parts):
-        count, place = _whole(stated.get("split.count", 1)), _whole(stated.get("split.no", 0))
+        count, place = _part_number(stated.get("split.count", 1)), _part_number(stated.get("split.no", 0))
         if (count, place) not in ((len(parts), number), (0, 0)):
             raise ModelError(
                 f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not "
@@ -86,7 +86,7 @@ def read_header(file: Path) -> Header:
     return Header(file, metadata, tensors, parts_of(file))
 
 
-def _whole(value: Any) -> int:
+def _part_number(value: Any) -> int:
     return value if type(value) is int else -1
 
 

@@ -16,7 +16,7 @@ _SHOWN = 60
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
 
 
-class Keys:
+class FileKeys:
     """Values of a file's metadata by key. Reading a key notes it."""
 
     def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:

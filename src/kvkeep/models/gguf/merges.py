@@ -7,13 +7,13 @@ from itertools import chain
 from operator import add
 
 from kvkeep.errors import ModelError, UnsupportedModelError
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary
 
 Merge = tuple[str, str]
 
 
-def listed_merges(keys: Keys, ids: Mapping[str, int]) -> list[Merge]:
+def listed_merges(keys: FileKeys, ids: Mapping[str, int]) -> list[Merge]:
     """Return the merges that a file lists, the first ones first. The first of two equal ones counts.
     Raises ModelError if one has no two parts, or names a token that the vocabulary ``ids`` does not have."""
     keys.need("tokenizer.ggml.merges", list)
@@ -34,7 +34,7 @@ def _parts(merge: str) -> Merge:
     return left, right
 
 
-def _wrong(keys: Keys, merges: list[Merge], listed: list[str], ids: Mapping[str, int]) -> ModelError:
+def _wrong(keys: FileKeys, merges: list[Merge], listed: list[str], ids: Mapping[str, int]) -> ModelError:
     number, (left, right) = next(
         (number, (left, right))
         for number, (left, right) in enumerate(merges)
@@ -47,7 +47,7 @@ def _wrong(keys: Keys, merges: list[Merge], listed: list[str], ids: Mapping[str,
     )
 
 
-def merges_by_score(keys: Keys, vocabulary: Vocabulary) -> list[Merge]:
+def merges_by_score(keys: FileKeys, vocabulary: Vocabulary) -> list[Merge]:
     """Return the merges of a vocabulary whose tokens have scores: any two tokens that make a third are one, and the
     token with the highest score comes first.
 
@@ -76,7 +76,7 @@ def merges_by_score(keys: Keys, vocabulary: Vocabulary) -> list[Merge]:
     return [(left, right) for _, _, _, left, right in found]
 
 
-def _check_characters(keys: Keys, vocabulary: Vocabulary) -> None:
+def _check_characters(keys: FileKeys, vocabulary: Vocabulary) -> None:
     missing = set("".join(vocabulary.ids)).difference(vocabulary.ids, " ")  # a space is written ▁ before merges
     if not missing:
         return

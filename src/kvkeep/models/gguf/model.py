@@ -13,7 +13,7 @@ from kvkeep.models.gguf.architectures import Architecture, architecture_of
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.harmless import OURS, check_read
 from kvkeep.models.gguf.header import read_header
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
 from kvkeep.models.gguf.tokenizer import end_ids, tokenizer_of
 from kvkeep.models.matrices import built, matrices
@@ -70,7 +70,7 @@ def read_model(file: Path, pre: str | None = None) -> GgufModel:
     Raises ModelError for a damaged file, UnsupportedModelError for one that states what kvkeep does not know.
     """
     header = read_header(file)
-    keys = Keys(file, header.metadata)
+    keys = FileKeys(file, header.metadata)
     name = keys.need("general.architecture", str)
     kind = keys.get("general.type", str, "model")
     if kind != "model":

@@ -6,12 +6,12 @@ from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvkeep.errors import ModelError
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 
 _KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 
 
-def templates_of(keys: Keys) -> str | dict[str, str] | None:
+def templates_of(keys: FileKeys) -> str | dict[str, str] | None:
     """Return the chat template of a file, several by name (``default``, ``tool_use``), or None.
     Raises ModelError for one that jinja does not compile, or that needs another file."""
     named = {"default": keys.get(_KEY, str)} if _KEY in keys else {}
@@ -22,7 +22,7 @@ def templates_of(keys: Keys) -> str | dict[str, str] | None:
     return named.get("default") if not named.keys() - {"default"} else named
 
 
-def _check(keys: Keys, name: str, template: str) -> None:
+def _check(keys: FileKeys, name: str, template: str) -> None:
     which = f"chat template '{name}'" if name != "default" else "chat template"
     try:
         compiled = _compile_jinja_template(template)

@@ -93,11 +93,9 @@ def _name(name: str, architecture: Architecture) -> tuple[str | None, str, str]:
     if match is None:
         return None, name, ""
     layer, stem, suffix = match[1], match[2], match[3] or ""
-    names, prefix = (
-        (architecture.whole, "") if layer is None else (architecture.layer, f"{architecture.prefix}{layer}.")
-    )
-    if (whole := names.get(stem + suffix)) is not None:
-        return prefix + whole, stem, suffix
+    names, prefix = (architecture.top, "") if layer is None else (architecture.layer, f"{architecture.prefix}{layer}.")
+    if (complete := names.get(stem + suffix)) is not None:
+        return prefix + complete, stem, suffix
     return (prefix + names[stem] + suffix if stem in names and suffix else None), stem, suffix
 
 

@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.templates import templates_of
@@ -34,7 +34,7 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 """Types of tokens whose names are text where special tokens are not parsed."""
 
 
-def tokenizer_of(keys: Keys, pre: str | None = None) -> PreTrainedTokenizerFast:
+def tokenizer_of(keys: FileKeys, pre: str | None = None) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
 
     Raises ModelError for a file whose vocabulary, merges or templates contradict themselves, UnsupportedModelError for
@@ -43,7 +43,7 @@ def tokenizer_of(keys: Keys, pre: str | None = None) -> PreTrainedTokenizerFast:
     return build_tokenizer(keys, vocabulary_of(keys, pre))
 
 
-def build_tokenizer(keys: Keys, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a file whose vocabulary was read."""
     splits = vocabulary.kind.pre
     built = _with_merges(keys, vocabulary, splits) if splits else _with_scores(keys, vocabulary)
@@ -52,12 +52,12 @@ def build_tokenizer(keys: Keys, vocabulary: Vocabulary) -> PreTrainedTokenizerFa
     return _wrapped(built, vocabulary, templates_of(keys))
 
 
-def end_ids(keys: Keys, pre: str | None = None) -> tuple[int, ...]:
+def end_ids(keys: FileKeys, pre: str | None = None) -> tuple[int, ...]:
     """Return the ids of all tokens that end a generation, in ascending order; ``pre`` as in `tokenizer_of`."""
     return vocabulary_of(keys, pre).ends
 
 
-def _with_merges(keys: Keys, vocabulary: Vocabulary, splits: PreTokenizer) -> Tokenizer:
+def _with_merges(keys: FileKeys, vocabulary: Vocabulary, splits: PreTokenizer) -> Tokenizer:
     """Return a tokenizer that splits text and merges the pieces as the file lists."""
     built = Tokenizer(
         BPE(
@@ -100,7 +100,7 @@ def _verbatim(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
             yield decoders.Replace(Regex(rf"\A{exactly}\z"), spelled)
 
 
-def _with_scores(keys: Keys, vocabulary: Vocabulary) -> Tokenizer:
+def _with_scores(keys: FileKeys, vocabulary: Vocabulary) -> Tokenizer:
     """Return a tokenizer that merges text by the scores of tokens (sentencepiece). With a prefix, what begins a text or
     follows a special token begins with a space."""
     unk = vocabulary.roles["unk"]
@@ -124,7 +124,7 @@ def _spaces(escaped: bool) -> list[decoders.Decoder]:
     return [decoders.Replace(_SPACE, " ")] if escaped else []
 
 
-def _added(keys: Keys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
+def _added(keys: FileKeys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
     """Yield the tokens that are split off text before it is merged."""
     found = vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED)
     left, right = _stripping(keys, {vocabulary.tokens[one] for one in found})
@@ -134,7 +134,7 @@ def _added(keys: Keys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
         yield AddedToken(token, special=special, normalized=False, lstrip=token in left, rstrip=token in right)
 
 
-def _stripping(keys: Keys, tokens: set[str]) -> tuple[set[str], set[str]]:
+def _stripping(keys: FileKeys, tokens: set[str]) -> tuple[set[str], set[str]]:
     """Return those of ``tokens`` that take along the white space before them, and after them. Files do not state it;
     llama.cpp knows it by the names of models and pre-tokenizers.
     Raises UnsupportedModelError if white space may be dropped that is a token."""

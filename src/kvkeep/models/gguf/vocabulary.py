@@ -8,7 +8,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
-from kvkeep.models.gguf.keys import Keys
+from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
 
 _REFUSED = {
@@ -82,7 +82,7 @@ class Vocabulary:
         return sorted(one for one, its in self.types.items() if its in types)
 
 
-def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
+def kind_of(keys: FileKeys, pre: str | None = None) -> TokenizerKind:
     """Return the kind of a file's tokenizer; ``pre``: the name of a pre-tokenizer to use instead of the file's.
     Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know, UsageError for a ``pre`` that
     is none."""
@@ -108,7 +108,7 @@ def kind_of(keys: Keys, pre: str | None = None) -> TokenizerKind:
     return default if name == "gpt2" else replace(default, bos=None, eos=None)
 
 
-def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
+def vocabulary_of(keys: FileKeys, pre: str | None = None) -> Vocabulary:
     """Return the vocabulary of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
     Raises ModelError for one that contradicts itself, UnsupportedModelError for one that kvkeep cannot build."""
     kind = kind_of(keys, pre)
@@ -134,7 +134,7 @@ def vocabulary_of(keys: Keys, pre: str | None = None) -> Vocabulary:
     return Vocabulary(kind, ids, types, roles, tuple(sorted(ends)), add_bos, add_eos)
 
 
-def _types(keys: Keys, count: int) -> dict[int, TokenType]:
+def _types(keys: FileKeys, count: int) -> dict[int, TokenType]:
     """Return the types of the tokens that are not normal, by id."""
     stated = keys.items("tokenizer.ggml.token_type", int, [int(TokenType.NORMAL)] * count)
     if len(stated) != count:
@@ -198,7 +198,7 @@ _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """Tokens of gpt-oss that are shown in text, whatever their type."""
 
 
-def _stated_roles(keys: Keys, kind: TokenizerKind, count: int) -> dict[str, int | None]:
+def _stated_roles(keys: FileKeys, kind: TokenizerKind, count: int) -> dict[str, int | None]:
     """Return the ids of the roles that the file states, or that its kind of tokenizer has by default."""
     roles: dict[str, int | None] = {}
     for role, key in _ROLE_KEYS.items():
@@ -246,5 +246,5 @@ def _repeated(tokens: Iterable[str]) -> str:
     return next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
 
 
-def _damaged(keys: Keys, what: str) -> ModelError:
+def _damaged(keys: FileKeys, what: str) -> ModelError:
     return ModelError(f"'{keys.file}' is damaged: {what}; fetch it again.")

@@ -1,0 +1,72 @@
+"""Rotary embeddings of a file: scaling by keys, and factors in tensors, which no length of a text changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import written
+
+from kvkeep import KeepCache, load
+from kvkeep.errors import KvkeepError
+from kvkeep.models.gguf.model import read_model
+from kvkeep.models.rotary import Rotary
+
+FACTORS = np.array([1, 1, 1.5, 2, 3, 4, 8, 8], np.float32)
+"""Of the eight pairs of a head."""
+
+
+def parameters(path: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+    stated = {f"llama.rope.{key}": value for key, value in keys.items()}
+    found: dict[str, Any] = read_model(
+        written(path / "a.gguf", keys=stated, tensors=tensors or {})
+    ).config.rope_parameters
+    return found
+
+
+def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
+    assert parameters(tmp_path, {"freq_base": 500.0}) == {"rope_type": "default", "rope_theta": 500.0}
+    for keys in ({"scaling.factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}, {"scale_linear": 4.0}):
+        found = parameters(tmp_path, keys)
+        assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
+    assert parameters(tmp_path, {"scaling.type": "none", "scaling.factor": 4.0})["rope_type"] == "default"
+    yarn = parameters(tmp_path, {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32})
+    assert (yarn["rope_type"], yarn["factor"], yarn["original_max_position_embeddings"]) == ("yarn", 4.0, 32)
+    assert yarn["attention_factor"] == pytest.approx(1.1386294)
+    assert parameters(tmp_path, {"dimension_count": 8})["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "sentence"),
+    [
+        ({"scaling.type": "spiral"}, {}, "scales its positions by 'spiral'"),
+        ({"dimension_count": 18}, {}, "dimension_count is 18, and each of its 4 heads has 16 elements"),
+        ({}, {"rope_freqs.weight": FACTORS[:5]}, "has 5 factors, .* and 8 pairs of elements are rotated"),
+        ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),
+        ({}, {"rope_factors_long.weight": FACTORS}, "which cannot be read together"),
+        ({"scaling.factor": 2.0}, {"rope_freqs.weight": FACTORS}, "by factors in tensors and by 'linear'"),
+        ({"scaling.attn_factor": 1.5}, {}, "with yarn and longrope only"),
+    ],
+)
+def test_scaling_that_kvkeep_does_not_know_is_refused(
+    keys: dict[str, Any], tensors: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KvkeepError, match=sentence):
+        parameters(tmp_path, keys, tensors)
+
+
+def test_factors_in_a_tensor_divide_the_frequencies_of_every_text(tmp_path: Path, kernels: None) -> None:
+    file = written(tmp_path / "a.gguf", tensors={"rope_freqs.weight": FACTORS})
+    plain, wanted = load(written(tmp_path / "b.gguf"), device="cpu").model, torch.tensor(FACTORS)
+    model = load(file, device="cpu").model
+    both = [one.model.rotary_emb.inv_freq for one in (plain, model)]
+    assert torch.allclose(both[0] / wanted, both[1])
+    cache = KeepCache(model, "kv-direct", budget=16)
+    assert cache.exactness == "exact" and cache.geometry.steady_positions is None
+    ids = torch.tensor([[5, 9, 3, 7] * 12])
+    assert not torch.equal(model(ids).logits, plain(ids).logits)
+    rotary = model.model.rotary_emb.forward
+    assert isinstance(rotary, Rotary) and rotary.exact, "the angles are the library's, on every processor"
