@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep import KeepCache, generate
 from kvkeep.models.loading import Loaded
 
-ANSWER = ["Q", "def", "\n", "    ", " é"]
+ANSWER = ["Q", "def", "\n", "    ", "é"]
 
 
 def spoken(loaded: Loaded, vocabulary: Vocabulary) -> list[str]:

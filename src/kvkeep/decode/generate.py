@@ -222,7 +222,7 @@ def generate(
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed)
-    _check_counts(len(prompt), max_new_tokens=max_new_tokens, copies=copies)
+    _check_counts(max_new_tokens, copies)
     _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
@@ -275,17 +275,12 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
         raise UsageError("There is nothing to answer: the prompt is empty.")
 
 
-def _check_counts(prompt: int, **counts: int | None) -> None:
-    """Raise UsageError for a number of tokens that :func:`generate` does not accept. prompt: the number of tokens of
-    the prompt."""
-    ranges = {"max_new_tokens": (1, None), "copies": (0, None)}
-    for name, value in counts.items():
-        low, high = ranges[name]
-        if value is None and name == "copies":
-            continue
-        if not _is_whole(value) or value < low or (high is not None and value > high):
-            until = "" if high is None else f" and at most {high}"
-            raise UsageError(f"'{name}' is a whole number of at least {low}{until}, not {value!r}.")
+def _check_counts(max_new_tokens: int, copies: int | None) -> None:
+    """Raise UsageError for a number of tokens that :func:`generate` does not accept."""
+    counts = {"max_new_tokens": (max_new_tokens, 1), "copies": (0 if copies is None else copies, 0)}
+    for name, (value, least) in counts.items():
+        if not _is_whole(value) or value < least:
+            raise UsageError(f"'{name}' is a whole number of at least {least}, not {value!r}.")
 
 
 def _check_ids(prompt: Sequence[int], known: int) -> None:
