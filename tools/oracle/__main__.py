@@ -6,8 +6,8 @@
     python tools/oracle compare FILE.gguf ...     # ids of kvkeep beside those of llama.cpp, on the same texts
     python tools/oracle perplexity MODEL TEXT     # of kvkeep beside that of llama.cpp, on the same file
 
-Needs kvkeep's environment. llama.cpp itself is built from the source distribution of ``llama-cpp-python`` (some 10
-minutes, 700 MB) into the folder ``--work``, and used from there the next time.
+Needs kvkeep's environment. llama.cpp itself is built from the source distribution of ``llama-cpp-python`` into the
+folder ``--work``, which takes minutes, and used from there the next time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Environment:
 
 
 def found(work: Path) -> Environment:
-    """The environment in ``work``, made if it is not there: about 10 minutes on two cores, 700 MB."""
+    """The environment in ``work``, made if it is not there, which takes minutes."""
     sources = work / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     python = work / "venv" / "bin" / "python"
     if not python.is_file():
@@ -62,7 +62,7 @@ def found(work: Path) -> Environment:
         with tarfile.open(work / f"llama_cpp_python-{VERSION}.tar.gz") as packed:
             packed.extractall(work, filter="data")
     if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
-        print(f"building it in {work / 'venv'} (some 10 minutes)", flush=True)
+        print(f"building it in {work / 'venv'}, which takes minutes", flush=True)
         _pip(python, "install", work / f"llama_cpp_python-{VERSION}")
     return Environment(python, sources)
 
