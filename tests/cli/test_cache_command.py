@@ -91,9 +91,10 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
 def test_the_sessions_of_a_bucket_are_managed(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     url, server = f"file://{tmp_path}/bucket", tmp_path / "server"
-    cache, ids = KeepCache(tiny("llama"), "full"), list(range(2, 42)) * 14  # two blocks and some more
+    model = tiny("llama", positions=1024)
+    cache, ids = KeepCache(model, "full"), list(range(2, 42)) * 14  # two blocks and some more
     with torch.no_grad():
-        tiny("llama")(input_ids=torch.tensor([ids]), cache=cache)
+        model(input_ids=torch.tensor([ids]), cache=cache)
     (store := BucketStore(server, url)).create()
     with StoredSession(store, "me/a", writing=True) as stored:
         stored.save(Session(cache, [ids]))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from kvkeep.cli import output
 from kvkeep.cli.demo import LICENCE, LOSSY, NEXT, PASSWORD, PLANTED, QUESTION, plant
@@ -68,7 +67,7 @@ def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch
     """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong. No text commands
     the terminal."""
     monkeypatch.setattr(output.out, "width", columns)
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *given, **own: "the \u202e\x1b[2Jof")
+    monkeypatch.setattr("kvkeep.decode.generate._Caller.whole_text", lambda *given: "the \u202e\x1b[2Jof")
     asked = ("--budget", "0", "--expect", "nobody says this", "--question", "was \u2066it?")
     code, out, err = run(*command, *asked)
     assert code == 0 and "Traceback" not in err, err
