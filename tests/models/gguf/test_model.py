@@ -94,6 +94,15 @@ def test_a_tensor_without_a_place_is_refused_by_name(name: str, tmp_path: Path) 
     assert name in str(caught.value) or "layers" in str(caught.value)
 
 
+def test_two_tensors_for_one_weight_are_refused_by_name(tmp_path: Path) -> None:
+    """Otherwise one of them would be left out."""
+    file = written(tmp_path / "both.gguf", architecture="seed_oss", tensors={"blk.0.post_attention_norm.weight": ONES})
+    with pytest.raises(
+        UnsupportedModelError, match=r"has 2 tensors .*ffn_norm.weight.*post_attention_norm.*makes it of 1"
+    ):
+        explain(file)
+
+
 @pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "output_norm.weight", "token_embd.weight"])
 def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
     written(tmp_path / "lacks.gguf", without=[name])
