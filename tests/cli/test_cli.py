@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from families import tiny
+from gguf_files import written
 
 from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.models.embedded import EMBEDDED
@@ -147,6 +148,29 @@ def test_models_says_what_is_here_and_what_a_download_takes(run: Run) -> None:
     shown = {name: text for name, text in lines}
     assert shown["qwen2.5-coder-0.5b"].startswith("no (491.4 MB)")
     assert shown["qwen2.5-coder-1.5b"].startswith("in part (1.1 GB)")
+
+
+def test_models_explains_a_file(run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path / "tiny.gguf", keys={"general.author": "me"})
+    code, out, _ = run("models", "--explain", str(file))
+    assert code == 0 and "who made the model" in out and "F32" in out and "BF16" in out
+    found = json.loads(run("models", "--explain", str(file), "--pre", "qwen2", "--json")[1])
+    assert found["tokenizer"]["pre"] == "qwen2" and found["config"]["num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--explain", "tiny.gguf", "--fetch", "smollm2"), "leave --fetch out"),
+        (("--pre", "qwen2"), "give it with --explain FILE"),
+        (("--explain", "{folder}"), "takes a GGUF file or an embedded model"),
+    ],
+)
+def test_models_refuses_options_that_do_nothing(
+    run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, out, err = run("models", *(one.format(folder=model_folder) for one in arguments))
+    assert (code, out) == (2, "") and sentence in err
 
 
 def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:

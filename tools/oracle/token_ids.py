@@ -111,6 +111,8 @@ def compare(environment: Environment, file: Path) -> None:
     """Print how many texts have the same ids in kvkeep and llama.cpp, and the first that have not."""
     texts = corpus.texts()
     said = _asked(environment, [file], texts)[0]
+    if "error" in said:
+        return
     try:
         tokenizer = tokenizer_from(file)
     except ModelError as error:

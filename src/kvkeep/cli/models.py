@@ -35,6 +35,8 @@ def models(
     json: options.Json = False,
 ) -> None:
     """List the embedded models, and which of them are on this machine; or explain a GGUF file."""
+    if explain is not None and fetch is not None:
+        raise UsageError("--explain fetches a model that has a name by itself; leave --fetch out.")
     if explain is not None:
         _explain(explain, pre, json=json)
         return

@@ -24,7 +24,7 @@ def built(config: Any, dtype: torch.dtype | None = None) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights(recompute_mapping=False)
         return model
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"A '{config.model_type}' model cannot be built from its config ({str(error).splitlines()[0][:160]})."
         ) from error

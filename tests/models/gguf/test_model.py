@@ -13,6 +13,7 @@ from gguf_files import HIDDEN, written
 
 from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError
 from kvkeep.models.gguf.architectures import ARCHITECTURES
+from kvkeep.models.gguf.explain import explain
 from kvkeep.models.gguf.harmless import reason
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import load
@@ -93,6 +94,15 @@ def test_a_tensor_without_a_place_is_refused_by_name(name: str, tmp_path: Path) 
     assert name in str(caught.value) or "layers" in str(caught.value)
 
 
+def test_two_tensors_for_one_weight_are_refused_by_name(tmp_path: Path) -> None:
+    """Otherwise one of them would be left out."""
+    file = written(tmp_path / "both.gguf", architecture="seed_oss", tensors={"blk.0.post_attention_norm.weight": ONES})
+    with pytest.raises(
+        UnsupportedModelError, match=r"has 2 tensors .*ffn_norm.weight.*post_attention_norm.*makes it of 1"
+    ):
+        explain(file)
+
+
 @pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "output_norm.weight", "token_embd.weight"])
 def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
     written(tmp_path / "lacks.gguf", without=[name])
@@ -115,12 +125,18 @@ def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(tmp_path: Pa
         load(tmp_path / "padded.gguf", device="cpu")
 
 
-def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    for key, value in (("block_count", 2**31), ("rope.dimension_count", 2**31), ("context_length", 0)):
-        written(tmp_path / "absurd.gguf", keys={f"llama.{key}": value})
-        if key != "context_length":
-            with pytest.raises(ModelError, match="is damaged"):
-                load(tmp_path / "absurd.gguf", device="cpu")
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.key_length", "rope.dimension_count"])
+def test_absurd_sizes_are_refused_before_anything_is_allocated(key: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "absurd.gguf", keys={f"llama.{key}": 2**31})
+    with pytest.raises(ModelError, match="is damaged"):
+        read_model(file)
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "embedding_length"])
+def test_sizes_of_zero_are_refused(key: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "nothing.gguf", keys={f"llama.{key}": 0})
+    with pytest.raises(ModelError):
+        explain(file)
 
 
 def test_the_names_of_architectures_are_llama_cpps() -> None:

@@ -29,7 +29,8 @@ def parameters(path: Path, keys: dict[str, Any], tensors: dict[str, Any] | None 
 
 def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
     assert parameters(tmp_path, {"freq_base": 500.0}) == {"rope_type": "default", "rope_theta": 500.0}
-    for keys in ({"scaling.factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}, {"scale_linear": 4.0}):
+    linear: list[dict[str, Any]] = [{"scaling.factor": 4.0}, {"scale_linear": 4.0}]
+    for keys in [*linear, *({"scaling.type": kind, "scaling.factor": 4.0} for kind in ("linear", "longrope"))]:
         found = parameters(tmp_path, keys)
         assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
     assert parameters(tmp_path, {"scaling.type": "none", "scaling.factor": 4.0})["rope_type"] == "default"
@@ -48,6 +49,11 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
         ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),
         ({}, {"rope_factors_long.weight": FACTORS}, "which cannot be read together"),
         ({"scaling.factor": 2.0}, {"rope_freqs.weight": FACTORS}, "by factors in tensors and by 'linear'"),
+        (
+            {"scaling.type": "longrope", "scaling.factor": 2.0},
+            {"rope_freqs.weight": FACTORS},
+            "by factors in tensors and by 'longrope'",
+        ),
         ({"scaling.attn_factor": 1.5}, {}, "with yarn and longrope only"),
     ],
 )

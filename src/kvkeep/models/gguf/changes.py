@@ -18,6 +18,8 @@ class Change:
     order: Callable[[int], Tensor] | None = None
     """Returns, for a number of rows, the file's row of each row of the model, if rows are all that change. None:
     values change, too."""
+    parts: int = 1
+    """The number of the file's tensors that form one of the model."""
 
 
 def pairs(heads: int) -> Change:
@@ -48,14 +50,14 @@ TRANSPOSED = Change(lambda stored: stored[0].T.contiguous())
 """transformers' Conv1D has inputs before outputs."""
 SHORT_CONVOLUTION = Change(lambda stored: stored[0][:, None])
 """(channels, kernel), with a dimension for groups in transformers."""
-GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1))
+GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1), parts=2)
 """Experts' gates and ups, (experts, inner, width) each, joined in one matrix of each expert."""
-GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)))
+GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)), parts=2)
 """A gate and an up, (inner, width) each, joined in one matrix."""
 EXPERTS_TRANSPOSED = Change(lambda stored: stored[0].transpose(1, 2).contiguous())
-INTERLEAVED = Change(lambda stored: torch.stack(tuple(stored), -1).flatten(-2))
+INTERLEAVED = Change(lambda stored: torch.stack(tuple(stored), -1).flatten(-2), parts=2)
 """Gates and ups of biases, each gate before its up."""
 INTERLEAVED_TRANSPOSED = Change(
-    lambda stored: torch.stack([one.transpose(1, 2) for one in stored], -1).flatten(-2).contiguous()
+    lambda stored: torch.stack([one.transpose(1, 2) for one in stored], -1).flatten(-2).contiguous(), parts=2
 )
 """The experts of gpt-oss: inputs before outputs, each gate before its up."""

@@ -17,6 +17,7 @@ from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.values import values
 
 MAX_LAYERS = 10_000
+MAX_HEAD_DIM = 65_536
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,14 @@ class Facts:
 
     @property
     def width(self) -> int:
-        """Elements of the residual stream."""
-        return self.need("embedding_length")
+        """Elements of the residual stream. Raises ModelError unless the embedding has rows of as many."""
+        stated, embedding = self.need("embedding_length"), self.tensors.get("token_embd.weight")
+        if embedding is not None and embedding.shape[-1] != stated:
+            raise ModelError(
+                f"'{self.keys.file}' is damaged: its embedding_length is {str(stated)[:20]}, and its embedding "
+                f"has rows of {embedding.shape[-1]}; fetch it again."
+            )
+        return stated
 
     @property
     def heads(self) -> int:
@@ -102,7 +109,8 @@ class Facts:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head. Raises UnsupportedModelError if values are of another width."""
+        """Elements of a head. Raises ModelError for an absurd number, UnsupportedModelError if values are of another
+        width."""
         stated = self.count("attention.key_length")
         if stated is None and (self.heads <= 0 or self.width % self.heads):
             raise ModelError(
@@ -110,5 +118,9 @@ class Facts:
                 f"embedding_length, {self.width}."
             )
         keys: int = self.width // self.heads if stated is None else stated
+        if not 0 < keys <= MAX_HEAD_DIM:
+            raise ModelError(
+                f"'{self.keys.file}' is damaged: its attention.key_length is {str(keys)[:20]}, not 1 to {MAX_HEAD_DIM}."
+            )
         self.expect("attention.value_length", keys, "reads only heads whose keys and values have one width")
         return keys

@@ -18,6 +18,7 @@ from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import Vocabulary, vocabulary_of
 from kvkeep.models.matrices import built, matrices
+from kvkeep.models.silence import without_warnings
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,11 @@ def _config(file: Path, made: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        return CONFIG_MAPPING[made["model_type"]](
-            **{name: value for name, value in made.items() if name != "model_type"}
-            | {"dtype": torch.bfloat16, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        )
+        with without_warnings():  # a factor of YaRN need not be the ratio of the context lengths
+            return CONFIG_MAPPING[made["model_type"]](
+                **{name: value for name, value in made.items() if name != "model_type"}
+                | {"dtype": torch.bfloat16, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+            )
     except Exception as error:  # checks of configs raise several kinds
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise ModelError(f"'{file}' is damaged: its sizes are no '{made['model_type']}' model ({first}).") from error

@@ -44,7 +44,7 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
         )
     tensors = _factors(facts, pairs)
     if tensors:
-        if kind == "yarn" or (kind == "linear" and factor != 1.0):
+        if kind == "yarn" or (kind != "none" and factor != 1.0):
             raise UnsupportedModelError(
                 f"'{facts.keys.file}' scales its positions by factors in tensors and by '{kind}', and kvkeep reads one "
                 "of both."
@@ -71,7 +71,7 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             f"'{facts.keys.file}' states a rope.scaling.attn_factor of {attention}, which kvkeep reads with yarn and "
             "longrope only."
         )
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
+    return {"rope_type": "linear", "factor": factor} if kind != "none" and factor != 1.0 else {}
 
 
 def _factors(facts: Facts, pairs: int) -> dict[str, list[float]]:

@@ -60,7 +60,7 @@ class GgufTensor:
 
 def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> dict[str, GgufTensor]:
     """Return the weights of a file by the model's names. places: the names of matrices that may keep their blocks.
-    Raises UnsupportedModelError for a tensor without a name in the model."""
+    Raises UnsupportedModelError for a tensor without a name in the model, or too many or too few for a weight."""
     changes: dict[tuple[str, str], Change] = {}
     found: dict[str, list[FileTensor]] = {}
     changed: dict[str, Change] = {}
@@ -77,6 +77,13 @@ def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> di
             changes[stem, suffix] = _change(facts, architecture, stem, suffix)
         found.setdefault(to, []).append(tensor)
         changed[to] = changes[stem, suffix]
+    for to, parts in found.items():
+        if len(parts) != changed[to].parts:
+            names = ", ".join(part.name for part in parts)
+            raise UnsupportedModelError(
+                f"'{facts.keys.file}' has {len(parts)} tensors for the weight {to} ({names}); the architecture "
+                f"'{facts.architecture}' makes it of {changed[to].parts}."
+            )
     return {
         to: GgufTensor(to, _ordered(parts, architecture), changed[to], _packs(parts, changed[to], to in places))
         for to, parts in found.items()
