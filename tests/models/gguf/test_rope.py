@@ -36,13 +36,13 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
     yarn = parameters(tmp_path, {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32})
     assert (yarn["rope_type"], yarn["factor"], yarn["original_max_position_embeddings"]) == ("yarn", 4.0, 32)
     assert yarn["attention_factor"] == pytest.approx(1.1386294)
-    assert parameters(tmp_path, {"dimension_count": 8})["partial_rotary_factor"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("keys", "tensors", "sentence"),
     [
         ({"scaling.type": "spiral"}, {}, "scales its positions by 'spiral'"),
+        ({"dimension_count": 8}, {}, "rotates 8 of the 16 elements of a head"),
         ({"dimension_count": 18}, {}, "dimension_count is 18, and each of its 4 heads has 16 elements"),
         ({}, {"rope_freqs.weight": FACTORS[:5]}, "has 5 factors, .* and 8 pairs of elements are rotated"),
         ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),

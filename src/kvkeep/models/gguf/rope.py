@@ -12,6 +12,8 @@ FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _THETA = 10_000.0
 """llama.cpp's base where a file states none."""
+_PARTIAL = ("glm4", "gptneox", "nemotron", "phi2", "phi3", "stablelm")
+"""Architectures whose models in transformers rotate a part of each head if the config says so; others rotate all."""
 
 
 def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -> dict[str, Any]:
@@ -29,6 +31,12 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
             f"of its {facts.heads} heads has {facts.head_dim} elements."
         )
     if rotated != facts.head_dim:
+        if facts.architecture not in _PARTIAL:
+            raise UnsupportedModelError(
+                f"'{facts.keys.file}' rotates {rotated} of the {facts.head_dim} elements of a head "
+                f"({facts.architecture}.rope.dimension_count), which kvkeep does not run in the architecture "
+                f"'{facts.architecture}'."
+            )
         made["partial_rotary_factor"] = rotated / facts.head_dim
     return made | _scaling(facts, rotated // 2)
 
