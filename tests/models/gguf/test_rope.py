@@ -48,6 +48,16 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
         ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),
         ({}, {"rope_factors_long.weight": FACTORS}, "which cannot be read together"),
         ({"scaling.factor": 2.0}, {"rope_freqs.weight": FACTORS}, "by factors in tensors and by 'linear'"),
+        (
+            {"scaling.type": "longrope", "scaling.factor": 2.0},
+            {"rope_freqs.weight": FACTORS},
+            "by factors in tensors and by 'longrope'",
+        ),
+        ({"scaling.type": "longrope", "scaling.factor": 2.0}, {}, "states no factors of long and short texts"),
+        ({"freq_base": 0.0}, {}, "its llama.rope.freq_base is 0.0, and must be positive"),
+        ({"freq_base": float("nan")}, {}, "must be positive"),
+        ({"scaling.factor": -4.0}, {}, "its llama.rope.scaling.factor is -4.0, and must be positive"),
+        ({"scale_linear": float("inf")}, {}, "must be positive"),
         ({"scaling.attn_factor": 1.5}, {}, "with yarn and longrope only"),
     ],
 )

@@ -23,7 +23,7 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
     which has one list of factors for short texts and one for long ones: both are the file's. theta: the key of the
     base. Raises UnsupportedModelError for scaling of another kind.
     """
-    made: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.number(theta, default)}
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, theta, default)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
         raise ModelError(
@@ -43,8 +43,9 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
 
 def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
     kind = facts.text("rope.scaling.type", "linear")
-    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 0.0)) or 1.0
-    attention = facts.number("rope.scaling.attn_factor", 1.0)
+    old = positive(facts, "rope.scale_linear", 1.0, none=0.0)
+    factor = positive(facts, "rope.scaling.factor", old, none=0.0) or 1.0
+    attention = positive(facts, "rope.scaling.attn_factor", 1.0)
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModelError(
@@ -52,7 +53,7 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
         )
     tensors = _factors(facts, pairs)
     if tensors:
-        if kind == "yarn" or (kind == "linear" and factor != 1.0):
+        if kind == "yarn" or (kind != "none" and factor != 1.0):
             raise UnsupportedModelError(
                 f"'{facts.keys.file}' scales its positions by factors in tensors and by '{kind}', and kvkeep reads one "
                 "of both."
@@ -63,6 +64,10 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "attention_factor": attention,
             "original_max_position_embeddings": original,
         }
+    if kind == "longrope" and factor != 1.0:
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' scales its positions by 'longrope' and states no factors of long and short texts."
+        )
     if kind == "yarn":
         for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
@@ -80,6 +85,16 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "longrope only."
         )
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
+
+
+def positive(facts: Facts, key: str, default: float, none: float | None = None) -> Any:
+    """Return a number of the file that is positive, or ``none``. Raises ModelError for another one."""
+    stated = facts.number(key, default)
+    if stated != none and not 0 < stated < math.inf:
+        raise ModelError(
+            f"'{facts.keys.file}' is damaged: its {facts.architecture}.{key} is {stated}, and must be positive."
+        )
+    return stated
 
 
 def _factors(facts: Facts, pairs: int) -> dict[str, list[float]]:
