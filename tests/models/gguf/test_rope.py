@@ -37,13 +37,13 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
     yarn = parameters(tmp_path, {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32})
     assert (yarn["rope_type"], yarn["factor"], yarn["original_max_position_embeddings"]) == ("yarn", 4.0, 32)
     assert yarn["attention_factor"] == pytest.approx(1.1386294)
-    assert parameters(tmp_path, {"dimension_count": 8})["partial_rotary_factor"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("keys", "tensors", "sentence"),
     [
         ({"scaling.type": "spiral"}, {}, "scales its positions by 'spiral'"),
+        ({"dimension_count": 8}, {}, "rotates 8 of the 16 elements of a head"),
         ({"dimension_count": 18}, {}, "dimension_count is 18, and each of its 4 heads has 16 elements"),
         ({}, {"rope_freqs.weight": FACTORS[:5]}, "has 5 factors, .* and 8 pairs of elements are rotated"),
         ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),
@@ -54,6 +54,11 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
             {"rope_freqs.weight": FACTORS},
             "by factors in tensors and by 'longrope'",
         ),
+        ({"scaling.type": "longrope", "scaling.factor": 2.0}, {}, "states no factors of long and short texts"),
+        ({"freq_base": 0.0}, {}, "its llama.rope.freq_base is 0.0, and must be positive"),
+        ({"freq_base": float("nan")}, {}, "must be positive"),
+        ({"scaling.factor": -4.0}, {}, "its llama.rope.scaling.factor is -4.0, and must be positive"),
+        ({"scale_linear": float("inf")}, {}, "must be positive"),
         ({"scaling.attn_factor": 1.5}, {}, "with yarn and longrope only"),
     ],
 )

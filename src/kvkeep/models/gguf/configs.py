@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvkeep.models.gguf.facts import Facts
-from kvkeep.models.gguf.rope import rope
+from kvkeep.models.gguf.rope import positive, rope
 
 Config = dict[str, Any]
 _ATTENTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
@@ -146,7 +146,7 @@ def gemma2(facts: Facts) -> Config:
 def gemma3(facts: Facts) -> Config:
     """Return the config of the architecture gemma3."""
     made = _rms(facts)
-    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
+    local = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base_swa", 10_000.0)}
     return made | _windows(facts, 6) | {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -245,7 +245,7 @@ def olmo2(facts: Facts) -> Config:
         return made | {"model_type": "olmo2"}
     local = {
         "rope_type": "default",
-        "rope_theta": facts.number("rope.freq_base_swa", made["rope_parameters"]["rope_theta"]),
+        "rope_theta": positive(facts, "rope.freq_base_swa", made["rope_parameters"]["rope_theta"]),
     }
     kinds = {"full_attention": made["rope_parameters"], "sliding_attention": local}
     return made | windows | {"model_type": "olmo3", "rope_parameters": kinds}

@@ -12,6 +12,8 @@ FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _THETA = 10_000.0
 """llama.cpp's base where a file states none."""
+_PARTIAL = ("glm4", "gptneox", "nemotron", "phi2", "phi3", "stablelm")
+"""Architectures whose models in transformers rotate a part of each head if the config says so; others rotate all."""
 
 
 def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
     which has one list of factors for short texts and one for long ones: both are the file's. theta: the key of the
     base. Raises UnsupportedModelError for scaling of another kind.
     """
-    made: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.number(theta, default)}
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, theta, default)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
         raise ModelError(
@@ -29,14 +31,21 @@ def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -
             f"of its {facts.heads} heads has {facts.head_dim} elements."
         )
     if rotated != facts.head_dim:
+        if facts.architecture not in _PARTIAL:
+            raise UnsupportedModelError(
+                f"'{facts.keys.file}' rotates {rotated} of the {facts.head_dim} elements of a head "
+                f"({facts.architecture}.rope.dimension_count), which kvkeep does not run in the architecture "
+                f"'{facts.architecture}'."
+            )
         made["partial_rotary_factor"] = rotated / facts.head_dim
     return made | _scaling(facts, rotated // 2)
 
 
 def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
     kind = facts.text("rope.scaling.type", "linear")
-    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 0.0)) or 1.0
-    attention = facts.number("rope.scaling.attn_factor", 1.0)
+    old = positive(facts, "rope.scale_linear", 1.0, none=0.0)
+    factor = positive(facts, "rope.scaling.factor", old, none=0.0) or 1.0
+    attention = positive(facts, "rope.scaling.attn_factor", 1.0)
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModelError(
@@ -55,6 +64,10 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "attention_factor": attention,
             "original_max_position_embeddings": original,
         }
+    if kind == "longrope" and factor != 1.0:
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' scales its positions by 'longrope' and states no factors of long and short texts."
+        )
     if kind == "yarn":
         for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
@@ -72,6 +85,16 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "longrope only."
         )
     return {"rope_type": "linear", "factor": factor} if kind != "none" and factor != 1.0 else {}
+
+
+def positive(facts: Facts, key: str, default: float, none: float | None = None) -> Any:
+    """Return a number of the file that is positive, or ``none``. Raises ModelError for another one."""
+    stated = facts.number(key, default)
+    if stated != none and not 0 < stated < math.inf:
+        raise ModelError(
+            f"'{facts.keys.file}' is damaged: its {facts.architecture}.{key} is {stated}, and must be positive."
+        )
+    return stated
 
 
 def _factors(facts: Facts, pairs: int) -> dict[str, list[float]]:
