@@ -54,7 +54,6 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
             {"rope_freqs.weight": FACTORS},
             "by factors in tensors and by 'longrope'",
         ),
-        ({"scaling.type": "longrope", "scaling.factor": 2.0}, {}, "states no factors of long and short texts"),
         ({"freq_base": 0.0}, {}, "its llama.rope.freq_base is 0.0, and must be positive"),
         ({"freq_base": float("nan")}, {}, "must be positive"),
         ({"scaling.factor": -4.0}, {}, "its llama.rope.scaling.factor is -4.0, and must be positive"),

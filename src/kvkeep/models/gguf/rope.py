@@ -64,10 +64,6 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
             "attention_factor": attention,
             "original_max_position_embeddings": original,
         }
-    if kind == "longrope" and factor != 1.0:
-        raise UnsupportedModelError(
-            f"'{facts.keys.file}' scales its positions by 'longrope' and states no factors of long and short texts."
-        )
     if kind == "yarn":
         for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
