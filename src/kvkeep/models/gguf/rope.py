@@ -14,14 +14,14 @@ _THETA = 10_000.0
 """llama.cpp's base where a file states none."""
 
 
-def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -> dict[str, Any]:
+def rope(facts: Facts) -> dict[str, Any]:
     """Return the parameters of the rotary embeddings of a file: base, rotated part, and scaling by keys or by tensors.
 
     Factors in the tensor rope_freqs divide the frequencies; transformers divides them likewise for its type longrope,
-    which has one list of factors for short texts and one for long ones: both are the file's. theta: the key of the
-    base. Raises UnsupportedModelError for scaling of another kind.
+    which has one list of factors for short texts and one for long ones: both are the file's. Raises
+    UnsupportedModelError for scaling of another kind.
     """
-    made: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.number(theta, default)}
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", _THETA)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
         raise ModelError(
