@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import saved
 from families import tiny
+from gguf_files import written
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "kvkeep"
@@ -128,7 +129,9 @@ def test_cheap_commands_run(
         if word.endswith(".txt"):
             (tmp_path / word).write_text(words)
     if "smollm2" in arguments:
-        arguments[arguments.index("smollm2")] = str(saved(tiny("llama", positions=8192), tmp_path / "tiny"))
+        file = "--explain" in arguments
+        made = written(tmp_path / "a.gguf") if file else saved(tiny("llama", positions=8192), tmp_path / "tiny")
+        arguments[arguments.index("smollm2")] = str(made)
     own = ["-m", str(model_folder)] if arguments[0] not in ("methods", "models") and "-m" not in arguments else []
     code, out, err = run(*arguments, *own, stdin=words if given else "")
     assert code == 0 and "Traceback" not in err, err

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tokenizer
-from scripted import CONTENTS, START, TEMPLATE, TURN, byte_level, sentencepiece
+from scripted import BEGIN, CONTENTS, START, TEMPLATE, TURN, byte_level, sentencepiece, write_gguf
 
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
+from kvkeep.models.gguf.model import read_model
 
 PARTS = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}{% for part in m['content'] %}"
@@ -46,6 +48,19 @@ def test_a_content_has_the_form_that_the_template_takes() -> None:
     assert text(ASKED, PARTS) == text(ASKED, TEMPLATE)
     assert text(ASKED, EITHER) == "".join(one["content"] + TURN for one in ASKED)
     assert text([{"role": "user", "content": ""}], PARTS) == f"{START}user\n{TURN}{START}"
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_a_gguf_file_that_adds_the_beginning_has_it_once_in_a_chat(kind: Any, tmp_path: Path) -> None:
+    """Whether its template writes it or not, and whatever a message spells out. llama.cpp's server does the same."""
+    vocabulary = kind()
+    begin, messages = vocabulary.id(BEGIN), [{"role": "user", "content": f"{BEGIN}a"}]
+    for template in (TEMPLATE, "{{ bos_token }}" + TEMPLATE, CONTENTS):
+        for adds in (True, False):
+            file = tmp_path / "scripted.gguf"
+            write_gguf(file, vocabulary, {}, template, tokenizer__ggml__add_bos_token=adds)
+            ids = encode(read_model(file).tokenizer, messages)
+            assert [place for place, one in enumerate(ids) if one == begin] == [0] * (adds or "bos" in template)
 
 
 def test_a_template_that_leaves_out_a_message_is_refused_with_its_role() -> None:

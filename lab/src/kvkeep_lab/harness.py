@@ -178,8 +178,7 @@ class KeepLM(TemplateLM):
             ends = [end for end in until if end]
             answer = self.subject.write(self.tok_encode(text)[-longest:], new, partial(_ended, ends))
             self.costs.append(answer.cost)
-            written = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # as the harness's own models do
-            found.append(postprocess_generated_text(written, until, None))
+            found.append(postprocess_generated_text(answer.text, until, None))
             self.cache_hook.add_partial("generate_until", (text, wanted), found[-1])
         return found
 

@@ -28,7 +28,7 @@ class PromptText:
     data: Sequence[Span] = ()
     """Names of special tokens that are data, in the order of the text."""
     begins: bool = True
-    """Whether the tokenizer adds the special tokens that begin a text. The text of a chat template has them."""
+    """Whether the tokenizer adds the special tokens that begin a text. The text of most chat templates has them."""
 
     def __add__(self, other: PromptText) -> PromptText:
         shift = len(self.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -73,7 +74,8 @@ def prompt_text(tokenizer: Any, messages: Messages, *, raw: bool = False, answer
         check_text(message["content"], "the prompt")
     template = not raw and getattr(tokenizer, "chat_template", None)
     if template:
-        return _filled(tokenizer, messages) + as_data(tokenizer, answer)
+        filled = _filled(tokenizer, messages)
+        return replace(filled, begins=_lacks_beginning(tokenizer, filled)) + as_data(tokenizer, answer)
     text = "\n\n".join(message["content"] for message in messages) + answer
     return PromptText(text) if raw else as_data(tokenizer, text)
 
@@ -97,6 +99,13 @@ def _filled(tokenizer: Any, messages: Messages) -> PromptText:
             data.append((length, length + len(text[-1])))
         length += len(text[-1])
     return PromptText("".join(text), data, begins=False)
+
+
+def _lacks_beginning(tokenizer: Any, filled: PromptText) -> bool:
+    """Return whether the text of a chat template lacks the token that begins a text, and the tokenizer adds it there:
+    that of a GGUF file does, as llama.cpp's server."""
+    named = filled.text.startswith(tokenizer.bos_token or "") and not (filled.data and filled.data[0][0] == 0)
+    return getattr(tokenizer, "kvkeep_begins_chats", False) and not named
 
 
 def question(text: str | None, prompt: str | None) -> Messages:

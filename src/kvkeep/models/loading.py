@@ -16,6 +16,7 @@ from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
+from kvkeep.models.gguf.facts import MAX_LAYERS
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
@@ -24,7 +25,6 @@ from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 
 DEFAULT = "smollm2"
-MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)

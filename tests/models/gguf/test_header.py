@@ -42,7 +42,7 @@ def test_parts_of_a_file_are_read_as_one(tmp_path: Path) -> None:
     whole = read_header(written(tmp_path / "whole.gguf"))
     for part in parts:
         found = read_header(part)
-        assert found.files == tuple(parts) and found.tensors.keys() == whole.tensors.keys()
+        assert {one.file for one in found.tensors.values()} == {*parts} and found.tensors.keys() == whole.tensors.keys()
     parts[1].rename(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"has 3 parts, and m-00002-of-00003\.gguf is missing beside it"):
         read_header(parts[0])
@@ -51,6 +51,19 @@ def test_parts_of_a_file_are_read_as_one(tmp_path: Path) -> None:
     shutil.copy(parts[0], parts[1])
     with pytest.raises(ModelError, match="is part 1 of 3"):
         read_header(parts[0])
+
+
+def test_a_key_in_a_later_part_alone_is_refused(tmp_path: Path) -> None:
+    """Nothing would read it."""
+    written(tmp_path / "m.gguf", split=4)
+    part = GGUFWriter(tmp_path / "m-00003-of-00003.gguf", "llama")
+    for key, value in (("split.no", 2), ("split.count", 3), ("llama.logit_scale", 7)):
+        part.add_uint16(key, value)
+    part.write_header_to_file()
+    part.write_kv_data_to_file()
+    part.close()
+    with pytest.raises(ModelError, match=r"Part 3 of .* states llama.logit_scale, and the first part does not"):
+        read_header(tmp_path / "m-00001-of-00003.gguf")
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ Config = dict[str, Any]
 _ATTENTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 
 
-def _common(facts: Facts, layout: str = "") -> Config:
-    """Return what nearly all architectures state. layout: the layout of tensors that the changes undo."""
+def _common(facts: Facts, layout: str = "", kv_heads: int | None = None) -> Config:
+    """Return what nearly all architectures state. layout: the layout of tensors that the changes undo. kv_heads: the
+    key heads of layers with attention, where others have none."""
     facts.expect("attention.causal", True, "runs only models whose tokens attend to earlier ones")
     facts.expect("tensor_data_layout", layout, "does not know that layout of tensors")
     return {
@@ -24,7 +25,7 @@ def _common(facts: Facts, layout: str = "") -> Config:
         "num_hidden_layers": facts.layers,
         "intermediate_size": facts.same("feed_forward_length"),
         "num_attention_heads": facts.heads,
-        "num_key_value_heads": facts.same("attention.head_count_kv", facts.heads),
+        "num_key_value_heads": kv_heads or facts.same("attention.head_count_kv", facts.heads),
         "head_dim": facts.head_dim,
         "rope_parameters": rope(facts),
         "vocab_size": _rows(facts),
@@ -334,28 +335,13 @@ def gpt_oss(facts: Facts) -> Config:
 def lfm2(facts: Facts) -> Config:
     """Return the config of the architecture lfm2."""
     heads = facts.each("attention.head_count_kv")
-    made = _rms_hybrid(facts, max(heads))
-    return made | {
+    return _common(facts, kv_heads=max(heads)) | {
         "model_type": "lfm2",
+        "norm_eps": facts.keys.need("lfm2.attention.layer_norm_rms_epsilon", float),
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention" if one else "conv" for one in heads],
         "conv_L_cache": facts.need("shortconv.l_cache"),
         "conv_bias": facts.has("shortconv.in_proj.bias"),
-    }
-
-
-def _rms_hybrid(facts: Facts, kv_heads: int) -> Config:
-    return {
-        "max_position_embeddings": facts.need("context_length"),
-        "hidden_size": facts.width,
-        "num_hidden_layers": facts.layers,
-        "intermediate_size": facts.same("feed_forward_length"),
-        "num_attention_heads": facts.heads,
-        "num_key_value_heads": kv_heads,
-        "norm_eps": facts.keys.need(f"{facts.architecture}.attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": rope(facts),
-        "vocab_size": _rows(facts),
-        "tie_word_embeddings": "output.weight" not in facts.tensors,
     }
 
 

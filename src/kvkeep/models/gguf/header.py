@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """All that a model's file, or its parts, state."""
+    """All that a model's file, or its parts, state. The first part has all keys."""
 
     file: Path
     """The file that a user named."""
@@ -60,8 +60,6 @@ class Header:
     """Values by key: a number, a bool, a string, a numpy array of numbers, or a list of strings."""
     tensors: Mapping[str, FileTensor]
     """Tensors by name."""
-    files: tuple[Path, ...] = field(default=(), repr=False)
-    """All parts, in order."""
 
 
 def read_header(file: Path) -> Header:
@@ -79,11 +77,15 @@ def read_header(file: Path) -> Header:
                 f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not "
                 "say so; give the parts their names back (NAME-00001-of-00003.gguf)."
             )
+        if later := next((key for key in stated if key not in metadata), None):
+            raise ModelError(
+                f"Part {number + 1} of '{file}' states {later[:80]}, and the first part does not; fetch all again."
+            )
         for name, tensor in found.items():
             if name in tensors:
                 raise ModelError(f"The tensor {name} is in two parts of '{file}'; fetch the parts again.")
             tensors[name] = tensor
-    return Header(file, metadata, tensors, parts_of(file))
+    return Header(file, metadata, tensors)
 
 
 def _part_number(value: Any) -> int:

@@ -16,14 +16,14 @@ _PARTIAL = ("glm4", "gptneox", "nemotron", "phi2", "phi3", "stablelm")
 """Architectures whose models in transformers rotate a part of each head if the config says so; others rotate all."""
 
 
-def rope(facts: Facts, theta: str = "rope.freq_base", default: float = _THETA) -> dict[str, Any]:
+def rope(facts: Facts) -> dict[str, Any]:
     """Return the parameters of the rotary embeddings of a file: base, rotated part, and scaling by keys or by tensors.
 
     Factors in the tensor rope_freqs divide the frequencies; transformers divides them likewise for its type longrope,
-    which has one list of factors for short texts and one for long ones: both are the file's. theta: the key of the
-    base. Raises UnsupportedModelError for scaling of another kind.
+    which has one list of factors for short texts and one for long ones: both are the file's. Raises
+    UnsupportedModelError for scaling of another kind.
     """
-    made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, theta, default)}
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base", _THETA)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
         raise ModelError(

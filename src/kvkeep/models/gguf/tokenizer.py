@@ -171,4 +171,5 @@ def _wrapped(
         if one is not None:
             setattr(tokenizer, f"{role}_token", vocabulary.tokens[one])  # a parameter would make it a special token
     tokenizer.chat_template = templates
+    tokenizer.kvkeep_begins_chats = vocabulary.add_bos  # also where a template does not write the token
     return tokenizer
