@@ -115,6 +115,31 @@ def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(tmp_path: Pa
         load(tmp_path / "padded.gguf", device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.pre", "odd\nname"),
+        ("tokenizer.ggml.model", "odd\u2028name\x00"),
+        ("llama.tensor_data_layout", "odd\nname"),
+        ("tokenizer.chat_template", "{% include 'odd\\nname' %}"),
+        ("tokenizer.chat_template", "{% odd\nname %}"),
+        ("tokenizer.chat_template", "{{ 'odd' \x1b[31m }}"),
+    ],
+)
+def test_a_text_of_the_file_breaks_no_sentence(key: str, value: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.gguf", keys={key: value})
+    with pytest.raises(ModelError) as caught:
+        load(file, device="cpu")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("used", [0, 9])
+def test_experts_are_used_as_many_as_there_are(used: int, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.gguf", keys={"llama.expert_count": 8, "llama.expert_used_count": used})
+    with pytest.raises(ModelError, match=f"it states 8 experts, of which {used} are used"):
+        load(file, device="cpu")
+
+
 def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     for key, value in (("block_count", 2**31), ("rope.dimension_count", 2**31), ("context_length", 0)):
         written(tmp_path / "absurd.gguf", keys={f"llama.{key}": value})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvkeep.errors import ModelError
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.rope import positive, rope
 
@@ -68,7 +69,10 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 
 
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
-    return {total: facts.need("expert_count"), "num_experts_per_tok": facts.need("expert_used_count")}
+    count, used = facts.need("expert_count"), facts.need("expert_used_count")
+    if not 0 < used <= count:
+        raise ModelError(f"'{facts.keys.file}' is damaged: it states {count} experts, of which {used} are used.")
+    return {total: count, "num_experts_per_tok": used}
 
 
 def llama(facts: Facts) -> Config:
