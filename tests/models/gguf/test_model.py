@@ -139,6 +139,31 @@ def test_sizes_of_zero_are_refused(key: str, tmp_path: Path) -> None:
         explain(file)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.pre", "odd\nname"),
+        ("tokenizer.ggml.model", "odd\u2028name\x00"),
+        ("llama.tensor_data_layout", "odd\nname"),
+        ("tokenizer.chat_template", "{% include 'odd\\nname' %}"),
+        ("tokenizer.chat_template", "{% odd\nname %}"),
+        ("tokenizer.chat_template", "{{ 'odd' \x1b[31m }}"),
+    ],
+)
+def test_a_text_of_the_file_breaks_no_sentence(key: str, value: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.gguf", keys={key: value})
+    with pytest.raises(ModelError) as caught:
+        load(file, device="cpu")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("used", [0, 9])
+def test_experts_are_used_as_many_as_there_are(used: int, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.gguf", keys={"llama.expert_count": 8, "llama.expert_used_count": used})
+    with pytest.raises(ModelError, match=f"it states 8 experts, of which {used} are used"):
+        load(file, device="cpu")
+
+
 def test_the_names_of_architectures_are_llama_cpps() -> None:
     from gguf.constants import MODEL_ARCH_NAMES
 

@@ -68,6 +68,35 @@ def test_scaling_that_kvkeep_does_not_know_is_refused(
         parameters(tmp_path, keys, tensors)
 
 
+@pytest.mark.parametrize("architecture", ["glm4", "gptneox", "nemotron", "phi2", "phi3", "stablelm"])
+@pytest.mark.parametrize("stated", [8, 16, None])
+def test_as_much_of_a_head_is_rotated_as_the_file_says(architecture: str, stated: int | None, tmp_path: Path) -> None:
+    """All of it if the file says nothing; the configs of some models have another default."""
+    keys: dict[str, Any] = {} if architecture in ("glm4", "phi3") else {"attention.layer_norm_epsilon": 1e-5}
+    without = [f"{architecture}.attention.layer_norm_rms_epsilon"] if keys else []
+    keys |= {"use_parallel_residual": True} if architecture == "gptneox" else {}
+    keys |= {"rope.dimension_count": stated} if stated else {}
+    named = {f"{architecture}.{key}": value for key, value in keys.items()}
+    config = read_model(written(tmp_path / "a.gguf", architecture=architecture, keys=named, without=without)).config
+    assert config.rope_parameters["partial_rotary_factor"] == (stated or 16) / 16
+
+
+def test_all_layers_of_olmo_3_have_one_base(tmp_path: Path) -> None:
+    """llama.cpp reads the base of sliding layers in this architecture, and computes with the other one."""
+    keys = {"olmo2.attention.sliding_window": 8, "olmo2.rope.freq_base": 500.0, "olmo2.rope.freq_base_swa": 90.0}
+    kinds = read_model(written(tmp_path / "a.gguf", architecture="olmo2", keys=keys)).config.rope_parameters
+    assert [one["rope_theta"] for one in kinds.values()] == [500.0, 500.0]
+
+
+def test_queries_are_not_clamped_to_a_negative_number(tmp_path: Path) -> None:
+    for stated, clamp in ((-1.0, None), (0.0, None), (2.0, 2.0)):
+        keys = {"olmo.attention.clamp_kqv": stated}
+        file = written(
+            tmp_path / "a.gguf", architecture="olmo", keys=keys, without=["olmo.attention.layer_norm_rms_epsilon"]
+        )
+        assert read_model(file).config.clip_qkv == clamp
+
+
 def test_factors_in_a_tensor_divide_the_frequencies_of_every_text(tmp_path: Path, kernels: None) -> None:
     file = written(tmp_path / "a.gguf", tensors={"rope_freqs.weight": FACTORS})
     plain, wanted = load(written(tmp_path / "b.gguf"), device="cpu").model, torch.tensor(FACTORS)

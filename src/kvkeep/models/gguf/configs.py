@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvkeep.errors import ModelError
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.rope import positive, rope
 
@@ -69,7 +70,10 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 
 
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
-    return {total: facts.need("expert_count"), "num_experts_per_tok": facts.need("expert_used_count")}
+    count, used = facts.need("expert_count"), facts.need("expert_used_count")
+    if not 0 < used <= count:
+        raise ModelError(f"'{facts.keys.file}' is damaged: it states {count} experts, of which {used} are used.")
+    return {total: count, "num_experts_per_tok": used}
 
 
 def llama(facts: Facts) -> Config:
@@ -244,10 +248,8 @@ def olmo2(facts: Facts) -> Config:
     made, windows = _rms(facts) | {"attention_bias": False}, _windows(facts, 4)
     if "sliding_window" not in windows:
         return made | {"model_type": "olmo2"}
-    local = {
-        "rope_type": "default",
-        "rope_theta": positive(facts, "rope.freq_base_swa", made["rope_parameters"]["rope_theta"]),
-    }
+    facts.number("rope.freq_base_swa")  # llama.cpp computes all layers with one base in this architecture
+    local = {"rope_type": "default", "rope_theta": made["rope_parameters"]["rope_theta"]}
     kinds = {"full_attention": made["rope_parameters"], "sliding_attention": local}
     return made | windows | {"model_type": "olmo3", "rope_parameters": kinds}
 
@@ -255,7 +257,10 @@ def olmo2(facts: Facts) -> Config:
 def olmo(facts: Facts) -> Config:
     """Return the config of the architecture olmo."""
     facts.expect("attention.layer_norm_epsilon", 1e-5, "divides by a fixed epsilon in this architecture")
-    return _common(facts) | {"model_type": "olmo", "clip_qkv": facts.number("attention.clamp_kqv", 0.0) or None}
+    return _common(facts) | {
+        "model_type": "olmo",
+        "clip_qkv": max(0.0, facts.number("attention.clamp_kqv", 0.0)) or None,
+    }
 
 
 def olmoe(facts: Facts) -> Config:

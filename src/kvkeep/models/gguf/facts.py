@@ -67,7 +67,7 @@ class Facts:
         stated = self.keys.get(f"{self.architecture}.{key}", type(value), value)
         if stated != value and not (isinstance(value, float) and math.isclose(stated, value, rel_tol=1e-6)):
             raise UnsupportedModelError(
-                f"'{self.keys.file}' states {self.architecture}.{key} = {str(stated)[:40]}, and kvkeep {reason}."
+                f"'{self.keys.file}' states {self.architecture}.{key} = {repr(stated)[:40]}, and kvkeep {reason}."
             )
 
     def has(self, *names: str) -> bool:

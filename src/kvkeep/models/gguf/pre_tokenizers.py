@@ -241,7 +241,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
     if name not in PRE_TOKENIZERS:
         near = get_close_matches(name, PRE_TOKENIZERS, n=3, cutoff=0.5) or sorted(PRE_TOKENIZERS)[:3]
         raise UnsupportedModelError(
-            f"The file splits text by the pre-tokenizer '{name[:80]}', which kvkeep does not know (the nearest are "
+            f"The file splits text by the pre-tokenizer {name[:80]!r}, which kvkeep does not know (the nearest are "
             f"{', '.join(near)}); give one that splits alike with --pre NAME, or update kvkeep."
         )
     return PRE_TOKENIZERS[name]

@@ -30,14 +30,14 @@ def rope(facts: Facts) -> dict[str, Any]:
             f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.dimension_count is {rotated}, and each "
             f"of its {facts.heads} heads has {facts.head_dim} elements."
         )
-    if rotated != facts.head_dim:
-        if facts.architecture not in _PARTIAL:
-            raise UnsupportedModelError(
-                f"'{facts.keys.file}' rotates {rotated} of the {facts.head_dim} elements of a head "
-                f"({facts.architecture}.rope.dimension_count), which kvkeep does not run in the architecture "
-                f"'{facts.architecture}'."
-            )
+    if facts.architecture in _PARTIAL:
         made["partial_rotary_factor"] = rotated / facts.head_dim
+    elif rotated != facts.head_dim:
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' rotates {rotated} of the {facts.head_dim} elements of a head "
+            f"({facts.architecture}.rope.dimension_count), which kvkeep does not run in the architecture "
+            f"'{facts.architecture}'."
+        )
     return made | _scaling(facts, rotated // 2)
 
 

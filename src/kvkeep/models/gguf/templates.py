@@ -31,4 +31,6 @@ def _check(keys: FileKeys, name: str, template: str) -> None:
         what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ModelError(f"The {which} of '{keys.file}' cannot be compiled: {what}; take it out of the file.") from None
     if other != "":
-        raise ModelError(f"The {which} of '{keys.file}' needs another file, '{other}'; take it out of the file.")
+        raise ModelError(
+            f"The {which} of '{keys.file}' needs another file, {str(other)[:80]!r}; take it out of the file."
+        )

@@ -98,7 +98,7 @@ def kind_of(keys: FileKeys, pre: str | None = None) -> TokenizerKind:
         return TokenizerKind(name, bos=1, eos=2, unk=0, add_bos=True)
     if name not in ("gpt2", "gemma4"):
         raise UnsupportedModelError(
-            f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, '{name[:80]}' (known are gpt2, llama "
+            f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, {name[:80]!r} (known are gpt2, llama "
             "and gemma4); update kvkeep."
         )
     if pre and pre not in PRE_TOKENIZERS:
