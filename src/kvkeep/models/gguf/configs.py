@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkeep.models.gguf.facts import Facts
+from kvkeep.errors import ModelError
+from kvkeep.models.gguf.facts import MAX_EXPERTS, Facts
 from kvkeep.models.gguf.rope import rope
 
 Config = dict[str, Any]
@@ -69,7 +70,12 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 
 
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
-    return {total: facts.need("expert_count"), "num_experts_per_tok": facts.need("expert_used_count")}
+    count = facts.need("expert_count")
+    if not 0 < count <= MAX_EXPERTS:
+        raise ModelError(
+            f"'{facts.keys.file}' is damaged: its expert_count is {str(count)[:20]}, not 1 to {MAX_EXPERTS}."
+        )
+    return {total: count, "num_experts_per_tok": facts.need("expert_used_count")}
 
 
 def llama(facts: Facts) -> Config:
