@@ -125,7 +125,9 @@ def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(tmp_path: Pa
         load(tmp_path / "padded.gguf", device="cpu")
 
 
-@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.key_length", "rope.dimension_count"])
+@pytest.mark.parametrize(
+    "key", ["block_count", "embedding_length", "attention.key_length", "rope.dimension_count", "expert_count"]
+)
 def test_absurd_sizes_are_refused_before_anything_is_allocated(key: str, tmp_path: Path) -> None:
     file = written(tmp_path / "absurd.gguf", keys={f"llama.{key}": 2**31})
     with pytest.raises(ModelError, match="is damaged"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvkeep.errors import ModelError
-from kvkeep.models.gguf.facts import Facts
+from kvkeep.models.gguf.facts import MAX_EXPERTS, Facts
 from kvkeep.models.gguf.rope import positive, rope
 
 Config = dict[str, Any]
@@ -71,8 +71,10 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
     count, used = facts.need("expert_count"), facts.need("expert_used_count")
-    if not 0 < used <= count:
-        raise ModelError(f"'{facts.keys.file}' is damaged: it states {count} experts, of which {used} are used.")
+    if not 0 < used <= count <= MAX_EXPERTS:
+        raise ModelError(
+            f"'{facts.keys.file}' is damaged: it states {str(count)[:20]} experts, of which {str(used)[:20]} are used."
+        )
     return {total: count, "num_experts_per_tok": used}
 
 

@@ -17,7 +17,7 @@ from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.values import values
 
 MAX_LAYERS = 10_000
-MAX_HEAD_DIM = 65_536
+MAX_HEAD_DIM = MAX_EXPERTS = 65_536
 
 
 @dataclass(frozen=True)

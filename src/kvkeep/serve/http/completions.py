@@ -113,6 +113,7 @@ class Completions:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
         cancelled."""
         owner = request.state.owner
+        self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
         prompt = await self._prompt(body, cache)

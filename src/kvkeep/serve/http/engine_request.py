@@ -36,11 +36,15 @@ class Limits:
     running: Counter[str] = field(default_factory=Counter)
     """Running requests by owner."""
 
-    def acquire(self, owner: str) -> None:
-        """Count one more request. Raises APIError if the key has reached its limit."""
+    def check(self, owner: str) -> None:
+        """Raise APIError if the key has reached its limit."""
         if self.answers is not None and self.running[owner] >= self.answers:
             sentence = f"This key already has {self.answers} requests under way; retry when one has finished."
             raise APIError(429, sentence, "too_many_answers")
+
+    def acquire(self, owner: str) -> None:
+        """Count one more request. Raises APIError if the key has reached its limit."""
+        self.check(owner)
         self.running[owner] += 1
 
     def release(self, owner: str) -> None:
