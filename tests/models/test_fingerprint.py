@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from families import tiny
+from gguf_files import written
 
 from kvkeep.models import fingerprint as module
-from kvkeep.models.fingerprint import fingerprint, sampled_fingerprint
+from kvkeep.models.fingerprint import fingerprint, fingerprint_of_tokenizer, sampled_fingerprint
+from kvkeep.models.gguf.model import read_model
 
 
 def test_every_element_counts_and_settings_do() -> None:
@@ -48,3 +51,13 @@ def test_weights_are_read_once_and_again_after_a_change(monkeypatch: pytest.Monk
     assert fingerprint(model) != before
     model.model.norm.weight.data.mul_(2)  # which torch does not count: the sample shows it
     assert fingerprint(model) not in (before, trained)
+
+
+def test_a_tokenizers_fingerprint_tells_how_text_is_split(tmp_path: Path) -> None:
+    found = {
+        fingerprint_of_tokenizer(read_model(written(tmp_path / "a.gguf"), pre).tokenizer)
+        for pre in (None, "gpt-2", "smollm", "dbrx", "llama-bpe")
+    }
+    assert len(found) == 5, "dbrx and llama-bpe differ in whether they merge whole words, too"
+    same = [fingerprint_of_tokenizer(read_model(tmp_path / "a.gguf", "smollm").tokenizer) for _ in range(2)]
+    assert same[0] == same[1] in found

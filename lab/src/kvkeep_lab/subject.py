@@ -147,7 +147,8 @@ class Subject:
             made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
             steps = len(made.tokens) - 1
             seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
-            return SubjectAnswer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
+            text = self.tokenizer.decode(made.tokens, skip_special_tokens=True)
+            return SubjectAnswer(text, made.tokens, self._cost(cache, len(ids), context, seconds))
         first, shares = None, takes_over(cache, len(ids))
         if isinstance(cache, KeepCache) and cache.reading:  # within the budget it reads no text again
             shares = cache.entries is not None and cache.entries < len(ids)

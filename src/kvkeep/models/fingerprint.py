@@ -72,11 +72,12 @@ def sampled_fingerprint(model: Any) -> str:
 
 
 def fingerprint_of_tokenizer(tokenizer: Any) -> str:
-    """Return a tokenizer's fingerprint, 32 hex digits of its vocabulary and of the rules by which it splits text."""
-    table = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
-    digest = hashlib.sha256(json.dumps(table).encode())
+    """Return a tokenizer's fingerprint, 32 hex digits of its vocabulary, its merges and the rules by which it splits
+    text; of a slow tokenizer, of its vocabulary."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
-    for name in ("normalizer", "pre_tokenizer", "post_processor"):
+    table = tokenizer.get_vocab() if rules is None else tokenizer.get_added_vocab()
+    digest = hashlib.sha256(json.dumps(sorted(table.items(), key=itemgetter(1, 0))).encode())
+    for name in ("normalizer", "pre_tokenizer", "model", "post_processor"):
         if (rule := getattr(rules, name, None)) is not None:
             digest.update(rule.__getstate__())
     return digest.hexdigest()[:32]

@@ -16,7 +16,7 @@ from kvkeep.errors import UsageError
 from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome, among
-from kvkeep_lab.tasks.texts import begun, joined, passage, text_files
+from kvkeep_lab.tasks.texts import begun, joined, passage_text, text_files
 
 Length = Annotated[int, Field(ge=64)]
 Depth = Annotated[float, Field(ge=0, le=100)]
@@ -98,7 +98,7 @@ class Needle(Task):
             tokens_left = length - len(_prompt(tokenizer, form, form.needle))
             if tokens_left < 1:
                 raise UsageError(f"A length of {length} tokens has no space for the question; give a greater length.")
-            hay = tokenizer.decode(passage(tokenizer, text, tokens_left, draw))
+            hay = passage_text(tokenizer, text, tokens_left, draw)
             ids = _prompt(tokenizer, form, hidden(hay, form.needle, depth))
             right = list(tokenizer(f" {form.value}", add_special_tokens=False).input_ids)
             made.append(Sample(ids, {"value": form.value, "right": right}))

@@ -86,15 +86,29 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
     """Return ``tokens`` token ids of ``text``. They begin at a sentence after a place that ``draw`` chooses, at the
     start of a paragraph if one is near. After its end, the text is repeated. Raises UsageError if the text has fewer
     tokens."""
+    ids = list(tokenizer(_drawn(text, tokens, draw), add_special_tokens=False).input_ids)
+    if len(ids) < tokens:
+        raise _too_few(tokens)
+    return ids[:tokens]
+
+
+def passage_text(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> str:
+    """Return the text of :func:`passage`. Raises as it does."""
+    found, count = shortened(tokenizer, _drawn(text, tokens, draw), tokens)
+    if count < tokens:
+        raise _too_few(tokens)
+    return found
+
+
+def _drawn(text: str, tokens: int, draw: random.Random) -> str:
     place = draw.randrange(len(text))
     paragraph = text.find(".\n", place, place + _NEAR)
     start = max(paragraph, text.find(". ", place)) + 2 if paragraph >= 0 else _sentence(text, place) or 0
-    ids = list(
-        tokenizer((text + "\n\n" + text)[start : start + _CHARACTERS * tokens], add_special_tokens=False).input_ids
-    )
-    if len(ids) < tokens:
-        raise UsageError(f"The texts have too few words for a prompt of {tokens:,} tokens; give more of them (--data).")
-    return ids[:tokens]
+    return (text + "\n\n" + text)[start : start + _CHARACTERS * tokens]
+
+
+def _too_few(tokens: int) -> UsageError:
+    return UsageError(f"The texts have too few words for a prompt of {tokens:,} tokens; give more of them (--data).")
 
 
 def _sentence(text: str, place: int) -> int | None:
