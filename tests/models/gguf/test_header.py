@@ -35,6 +35,12 @@ def test_keys_and_tensors_are_those_of_ggufs_reader(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00005-of-00002.gguf", "m-00000-of-00002.gguf"])
+def test_a_name_that_numbers_no_part_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is of no part of a model"):
+        read_header(written(tmp_path / "m.gguf").rename(tmp_path / name))
+
+
 def test_parts_of_a_file_are_read_as_one(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", split=4)
     parts = sorted(tmp_path.glob("*.gguf"))

@@ -54,6 +54,11 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
             {"rope_freqs.weight": FACTORS},
             "by factors in tensors and by 'longrope'",
         ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 6},
+            {},
+            "original_context_length is 6, too few positions for yarn",
+        ),
         ({"freq_base": 0.0}, {}, "its llama.rope.freq_base is 0.0, and must be positive"),
         ({"freq_base": float("nan")}, {}, "must be positive"),
         ({"scaling.factor": -4.0}, {}, "its llama.rope.scaling.factor is -4.0, and must be positive"),

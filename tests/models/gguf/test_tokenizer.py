@@ -248,8 +248,10 @@ def test_named_templates_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{% for m in messages %}", "{{ a b }}", "{% include 'x' %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}"]
-)
+    "template",
+    ["{% for m in messages %}", "{{ a b }}", "{% include 'x' %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+     "{{ x }}" * 100_000],
+)  # fmt: skip
 def test_a_template_that_cannot_be_compiled_is_one_sentence(template: str) -> None:
     with pytest.raises(ModelError, match=r"^The chat template of 'model.gguf' [^\n]*\.$"):
         tokenizer_of(byte_level(tokenizer__chat_template=template))

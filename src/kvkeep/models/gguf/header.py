@@ -100,6 +100,8 @@ def parts_of(file: Path) -> tuple[Path, ...]:
         return (file,)
     stem, _, last = match.groups()
     parts = tuple(file.with_name(f"{stem}-{number:05}-of-{last}.gguf") for number in range(1, int(last) + 1))
+    if file not in parts:
+        raise ModelError(f"The name of '{file}' is of no part of a model (NAME-00001-of-00003.gguf); rename it.")
     for part in parts:
         if not part.is_file():
             raise ModelError(f"The model '{file}' has {int(last)} parts, and {part.name} is missing beside it.")

@@ -67,6 +67,11 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
     if kind == "yarn":
         for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
+        if original <= 2 * math.pi:  # not even the fastest pair turns once, and formulas of the ramp differ
+            raise ModelError(
+                f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.scaling.original_context_length is "
+                f"{original}, too few positions for yarn."
+            )
         return {
             "rope_type": "yarn",
             "factor": factor,

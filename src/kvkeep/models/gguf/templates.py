@@ -10,6 +10,9 @@ from kvkeep.models.gguf.keys import FileKeys
 
 _KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 
+LONGEST = 1 << 18
+"""Characters of a template. Those of models have thousands; a million take half a minute to compile."""
+
 
 def templates_of(keys: FileKeys) -> str | dict[str, str] | None:
     """Return the chat template of a file, several by name (``default``, ``tool_use``), or None.
@@ -24,6 +27,11 @@ def templates_of(keys: FileKeys) -> str | dict[str, str] | None:
 
 def _check(keys: FileKeys, name: str, template: str) -> None:
     which = f"chat template '{name}'" if name != "default" else "chat template"
+    if len(template) > LONGEST:
+        raise ModelError(
+            f"The {which} of '{keys.file}' has {len(template):,} characters, and kvkeep compiles at most {LONGEST:,}; "
+            "take it out of the file."
+        )
     try:
         compiled = _compile_jinja_template(template)
         other = next(meta.find_referenced_templates(compiled.environment.parse(template)), "")
