@@ -41,19 +41,24 @@ def _rows(facts: Facts) -> int:
 
 
 def _rms(facts: Facts) -> Config:
-    return _common(facts) | {
-        "rms_norm_eps": facts.keys.need(f"{facts.architecture}.attention.layer_norm_rms_epsilon", float)
-    }
+    return _common(facts) | {"rms_norm_eps": _epsilon(facts, "layer_norm_rms_epsilon")}
 
 
 def _layer_norm(facts: Facts, name: str = "layer_norm_eps") -> Config:
-    return _common(facts) | {name: facts.keys.need(f"{facts.architecture}.attention.layer_norm_epsilon", float)}
+    return _common(facts) | {name: _epsilon(facts, "layer_norm_epsilon")}
+
+
+def _epsilon(facts: Facts, name: str) -> float:
+    facts.keys.need(f"{facts.architecture}.attention.{name}", float)
+    return float(positive(facts, f"attention.{name}", 0.0))
 
 
 def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
     """Return the window of sliding layers and which layers slide: by the file's pattern, or all but each ``period``-th.
-    window: the window if the file states none; None: without one no layer slides."""
-    size = facts.count("attention.sliding_window", window)
+    window: the window if the file states none; 0: without one no layer slides; None: the file has to state one."""
+    size = facts.need("attention.sliding_window") if window is None else facts.count("attention.sliding_window", window)
+    if not size and window != 0:
+        raise ModelError(f"'{facts.keys.file}' is damaged: its attention.sliding_window is 0.")
     key = f"{facts.architecture}.attention.sliding_window_pattern"
     stated = facts.keys.metadata.get(key)
     if stated is None or isinstance(stated, int):
@@ -70,7 +75,7 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 
 
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
-    count, used = facts.need("expert_count"), facts.need("expert_used_count")
+    count, used = facts.need("expert_count"), facts.count("expert_used_count", 0)
     if not 0 < used <= count <= MAX_EXPERTS:
         raise ModelError(
             f"'{facts.keys.file}' is damaged: it states {str(count)[:20]} experts, of which {str(used)[:20]} are used."
@@ -154,7 +159,7 @@ def gemma3(facts: Facts) -> Config:
     """Return the config of the architecture gemma3."""
     made = _rms(facts)
     local = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base_swa", 10_000.0)}
-    return made | _windows(facts, 6) | {
+    return made | _windows(facts, 6, 0) | {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
@@ -188,7 +193,7 @@ def gpt2(facts: Facts) -> Config:
         "n_layer": facts.layers,
         "n_head": facts.heads,
         "n_inner": facts.same("feed_forward_length"),
-        "layer_norm_epsilon": facts.keys.need("gpt2.attention.layer_norm_epsilon", float),
+        "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
         "activation_function": "gelu_new",
         "vocab_size": _rows(facts),
         "tie_word_embeddings": "output.weight" not in facts.tensors,
@@ -247,7 +252,7 @@ def granitemoe(facts: Facts) -> Config:
 
 def olmo2(facts: Facts) -> Config:
     """Return the config of the architecture olmo2."""
-    made, windows = _rms(facts) | {"attention_bias": False}, _windows(facts, 4)
+    made, windows = _rms(facts) | {"attention_bias": False}, _windows(facts, 4, 0)
     if "sliding_window" not in windows:
         return made | {"model_type": "olmo2"}
     facts.number("rope.freq_base_swa")  # llama.cpp computes all layers with one base in this architecture
@@ -344,7 +349,7 @@ def lfm2(facts: Facts) -> Config:
     heads = facts.each("attention.head_count_kv")
     return _common(facts, kv_heads=max(heads)) | {
         "model_type": "lfm2",
-        "norm_eps": facts.keys.need("lfm2.attention.layer_norm_rms_epsilon", float),
+        "norm_eps": _epsilon(facts, "layer_norm_rms_epsilon"),
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention" if one else "conv" for one in heads],
         "conv_L_cache": facts.need("shortconv.l_cache"),
@@ -394,6 +399,6 @@ def falcon(facts: Facts) -> Config:
         "bias": facts.has("attn_qkv.bias", "ffn_up.bias"),
         "alibi": False,
         "ffn_hidden_size": facts.same("feed_forward_length"),
-        "layer_norm_epsilon": facts.keys.need("falcon.attention.layer_norm_epsilon", float),
+        "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
         "hidden_dropout": 0.0,
     }

@@ -103,7 +103,7 @@ def kind_of(keys: FileKeys, pre: str | None = None) -> TokenizerKind:
         )
     if pre and pre not in PRE_TOKENIZERS:
         raise unknown("pre-tokenizer", pre, PRE_TOKENIZERS)
-    splits = pre_tokenizer(pre or ("gemma4" if name == "gemma4" else stated or "default"))
+    splits = pre_tokenizer(("gemma4" if name == "gemma4" else stated or "default") if pre is None else pre)
     default = TokenizerKind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
     return default if name == "gpt2" else replace(default, bos=None, eos=None)
 
