@@ -76,7 +76,7 @@ def special_names(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def _any_of(names: Collection[str]) -> str:
-    """Return a pattern of the longest of some names. Names that begin alike are searched for at once, because a
+    """Return a pattern of the longest of some names. Names with a common beginning are searched for at once, because a
     tokenizer may have thousands."""
     rests = defaultdict[str, list[str]](list)
     for name in names:

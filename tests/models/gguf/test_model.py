@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf.constants import Keys as GgufKeys
 from gguf_files import HIDDEN, written
 
@@ -80,8 +81,9 @@ def test_a_key_that_could_change_answers_is_refused(key: str, tmp_path: Path) ->
 
 def test_notes_of_other_programs_are_harmless(tmp_path: Path) -> None:
     notes = {"general.author": "me", "general.base_model.0.name": "x", "quantize.imatrix.file": "x", "mine.rank": 7}
-    written(tmp_path / "noted.gguf", keys=notes)
-    load(tmp_path / "noted.gguf", device="cpu")
+    noted = load(written(tmp_path / "noted.gguf", keys=notes), device="cpu").model
+    plain, ids = load(written(tmp_path / "plain.gguf"), device="cpu").model, torch.tensor([[5, 9, 3]])
+    assert torch.equal(noted(ids).logits, plain(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ YES = ("y", "yes")
 
 def agreed(chat: Chat, prompt: Sequence[int]) -> bool:
     """Show how long the model will read before it answers ``prompt``, if that is long, and return whether to read it.
-    Without a terminal nobody is asked, because the next line is the next question."""
+    Without a terminal no question is asked, because the next line is the next message."""
     shared = common_prefix(chat.talk.ids, prompt[:-1])
     tokens = len(prompt) - shared
     if tokens < 2 * SAMPLE_TOKENS:

@@ -33,7 +33,7 @@ OURS = ("general", "tokenizer", "split", "adapter", "clip", "diffusion", "xielu"
 
 
 def check_read(keys: FileKeys, architecture: str, prefixes: tuple[str, ...] = OURS) -> None:
-    """Raise UnsupportedModelError for a key that nobody has read and that is not harmless. prefixes: names before the
+    """Raise UnsupportedModelError for a key that was not read and that is not harmless. prefixes: names before the
     first point of the keys that are checked, besides the architecture's."""
     for key in keys.unread:
         if key.split(".")[0] in (architecture, *prefixes) and reason(key, architecture) is None:

@@ -1,4 +1,4 @@
-"""The keys of a GGUF file, and which of them were read: a key that nobody reads is harmless, or the file is refused."""
+"""The keys of a GGUF file, and which of them were read: one that was not read is harmless, or the file is refused."""
 
 from __future__ import annotations
 

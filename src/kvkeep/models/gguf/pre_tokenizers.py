@@ -242,6 +242,6 @@ def pre_tokenizer(name: str) -> PreTokenizer:
         near = get_close_matches(name, PRE_TOKENIZERS, n=3, cutoff=0.5) or sorted(PRE_TOKENIZERS)[:3]
         raise UnsupportedModelError(
             f"The file splits text by the pre-tokenizer {name[:80]!r}, which kvkeep does not know (the nearest are "
-            f"{', '.join(near)}); give one that splits alike with --pre NAME, or update kvkeep."
+            f"{', '.join(near)}); give one that splits in the same way with --pre NAME, or update kvkeep."
         )
     return PRE_TOKENIZERS[name]
