@@ -13,6 +13,7 @@ from kvkeep.errors import NotCarried, UsageError
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.places import MEMORY, Place
 from kvkeep.memory.rows import PagedRows, Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
@@ -116,6 +117,12 @@ def restore(
             part = f"checkpoint.{name}"
             for piece in pieces[part] if part in pieces else [tensor(part)]:
                 rows.adopt(piece)
+
+
+def home_of_blocks(cache: Any) -> Place:
+    """Return the place where blocks are read that ``cache`` is to hold without a copy: that of its checkpoint."""
+    home = None if cache.checkpoint is None else cache.checkpoint.home
+    return MEMORY if home is None or not home.maps else home
 
 
 def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any:

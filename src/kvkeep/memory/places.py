@@ -29,6 +29,10 @@ class Device:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
+MEMORY = Device(torch.device("cpu"))
+"""Memory of this process."""
+
+
 class Host:
     """Host memory, pinned for an accelerator."""
 

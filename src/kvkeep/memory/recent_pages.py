@@ -41,7 +41,6 @@ class RecentPages(PagedRows):
             self.first += self._unit
             while self.starts[0] < self.first:
                 del self.pages[0], self.starts[0]
-                self._adopted = max(0, self._adopted - 1)
             self.changes += 1
 
     def holds(self, rows: Tensor) -> bool:

@@ -258,7 +258,6 @@ class PagedRows:
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
-        self._adopted = 0  # the first pages, which are mapped from files or another store's
         self._fixed = 0  # the first rows, which never change, because other stores may read them
 
     def append(self, rows: Tensor) -> None:
@@ -282,8 +281,7 @@ class PagedRows:
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
 
     def adopt(self, rows: Tensor) -> None:
-        """Make ``rows``, which never change and take no memory of their own (:attr:`lends`), the next page if this
-        store :meth:`holds` them; otherwise append them."""
+        """Make ``rows``, which never change, the next page if this store :meth:`holds` them; otherwise append them."""
         if not self.holds(rows):
             return self.append(rows)
         self._make_space()
@@ -291,7 +289,7 @@ class PagedRows:
         self.pages.append(rows)
         self.length += rows.shape[-2]
         self.changes += 1
-        self._adopted, self._fixed = len(self.pages), self.length
+        self._fixed = self.length
         return None
 
     def _page_size(self, missing: int) -> int:
@@ -367,8 +365,6 @@ class PagedRows:
                 page = self.pages[-1]
                 self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
                 self.changes += 1
-                self._adopted = min(self._adopted, len(self.pages) - 1)
-            self._adopted = min(self._adopted, len(self.pages))
             self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 
     def select(self, index: Tensor) -> None:
@@ -377,16 +373,11 @@ class PagedRows:
             for start, page in zip(self.starts, self.pages, strict=True)
         ]
         self.changes += 1
-        self._adopted = self._fixed = 0
+        self._fixed = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(page.nbytes for page in self.pages[self._adopted :])
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of pages that are mapped from files or another store's."""
-        return sum(page.nbytes for page in self.pages[: self._adopted])
+        return sum(page.nbytes for page in self.pages)
 
 
 class JoinedRows:
