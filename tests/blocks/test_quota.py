@@ -45,7 +45,7 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     quota, read = 12 * EACH, BlockName("a", "f" * 32)
     folder = BlockFolder(tmp_path, quota)
     folder.write(read, block(7))
-    held = folder.read(read)
+    tensors = folder.read(read)
 
     def write(writer: int) -> None:
         own = BlockFolder(tmp_path, quota)
@@ -70,7 +70,7 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     for process in processes:
         process.join()
         assert process.exitcode in ((0, -9) if dies else (0,))
-    assert looked and int(held["a"][EACH - 1]) == 7
+    assert looked and int(tensors["a"][EACH - 1]) == 7
     BlockFolder(tmp_path, quota).write(BlockName("a", "e" * 32), block(1))
     count, total = folder.count()
     assert total <= quota and count > 6

@@ -13,6 +13,7 @@ import torch
 from forked import exit_codes
 
 from kvkeep import StoreError, UsageError
+from kvkeep.memory import places
 from kvkeep.memory.places import Disk, place
 
 CPU = torch.device("cpu")
@@ -59,10 +60,10 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_with_too_many_mappings_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object, **options: object) -> None:
-        raise RuntimeError("unable to mmap 128 bytes from file </dev/fd/3>: Cannot allocate memory (12)")
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     disk = Disk(tmp_path)
-    monkeypatch.setattr(torch, "from_file", full)
+    monkeypatch.setattr(places, "map_file", full)
     with pytest.raises(StoreError, match="has reached the system's limit of mappings, .* raise vm.max_map_count"):
         disk.allocate((1, 64), torch.float32)
 

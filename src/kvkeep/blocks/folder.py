@@ -49,7 +49,7 @@ class BlockFolder:
 
     def __init__(self, folder: Path, quota: int | None = None) -> None:
         self.folder, self.quota = folder, quota
-        self._held: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
+        self._in_memory: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
         self._counted = False  # this program does not trust a total that another one left
 
     def path(self, name: BlockName) -> Path:
@@ -90,9 +90,9 @@ class BlockFolder:
         """Return a block's tensors, in memory of ``home``, which maps. What this program holds of the block already is
         used again. The checksum is compared either way. Raises BlockMissing if there is no file or it cannot be read,
         and BlockDamaged, after removing the file, if its bytes are not those that were written."""
-        if (held := self._held.get((name, home.name))) is not None:
+        if (known := self._in_memory.get((name, home.name))) is not None:
             with suppress(BlockDamaged):
-                return parse(held, name.key)
+                return parse(known, name.key)
         path = self.path(name)
         try:
             content = read(path, home)
@@ -103,7 +103,7 @@ class BlockFolder:
         except (OSError, StoreError) as error:
             reason = str(error) if isinstance(error, StoreError) else f"{reason_of(error)}."
             raise BlockMissing(f"The block '{path}' cannot be read: {reason}") from error
-        self._held[name, home.name] = content
+        self._in_memory[name, home.name] = content
         return tensors
 
     def content(self, name: BlockName) -> bytearray:

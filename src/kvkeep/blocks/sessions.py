@@ -139,6 +139,7 @@ class StoredSession(Reference):
         try:
             names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
+            cache.stream.disk.check()
             self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
             self.store.blocks.remove(self.block(key))

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvkeep.errors import StoreError, reason_of, unknown
 from kvkeep.memory.place_names import PLACES
 from kvkeep.models.folders import cache_folder
+from kvkeep.native.library import map_file
 
 
 class Device:
@@ -52,6 +54,7 @@ class Disk:
 
     A file is created without a directory entry and mapped; the kernel frees it with its last mapping, however the
     process ends. Space is reserved when a page is allocated, so a full disk is an error then and not a bus error later.
+    What a failing disk does later, :mod:`~kvkeep.memory.disk_rows` notices.
     """
 
     name = "disk"
@@ -78,16 +81,23 @@ class Disk:
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)
-                # torch maps by path and keeps no descriptor: opening /dev/fd/N reopens the same file.
-                mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=elements, dtype=dtype)
+                mapped = self._mapped(file, size, dtype)
         except OSError as error:
             raise self._refusal(error) from error
-        except RuntimeError as error:  # of torch, where the system maps no more files
+        return mapped.view(shape)
+
+    def _mapped(self, file: IO[bytes], size: int, dtype: torch.dtype) -> Tensor:
+        try:
+            if (buffer := map_file(file.fileno(), size)) is not None:
+                return torch.frombuffer(buffer, dtype=dtype)
+            # torch maps by path and keeps no descriptor: opening /dev/fd/N reopens the same file.
+            path = f"/dev/fd/{file.fileno()}"
+            return torch.from_file(path, shared=True, size=size // dtype.itemsize, dtype=dtype)
+        except (OSError, RuntimeError) as error:  # the system maps no more files
             raise StoreError(
                 f"A file in '{self.folder}' cannot be mapped: the process has reached the system's limit of "
                 "mappings, or of address space. Use fewer or shorter texts at a time, or raise vm.max_map_count."
             ) from error
-        return mapped.view(shape)
 
     def _refusal(self, error: OSError) -> StoreError:
         reason = "the disk is full" if error.errno == errno.ENOSPC else reason_of(error)

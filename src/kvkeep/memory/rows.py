@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.errors import EntriesLost
+from kvkeep.memory.disk_rows import LOST, Digests, checked, lost
 from kvkeep.memory.places import Place
 
 BLOCK = 256
@@ -55,6 +57,9 @@ class Rows(Protocol):
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by the rows of ``index`` (repeats and reorders allowed)."""
+
+    def damaged(self, compare: bool) -> bool:
+        """Return whether rows on disk could not be read; with ``compare``, or have other bytes than were written."""
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +106,9 @@ class _OneTensor(ABC):
     def select(self, index: Tensor) -> None:
         if self.data is not None:
             self.data = selected(self.data, index, self.home)
+
+    def damaged(self, compare: bool) -> bool:
+        return checked(self.home) and lost([self.data])
 
     @property
     def nbytes(self) -> int:
@@ -259,6 +267,7 @@ class PagedRows:
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
         self._fixed = 0  # the first rows, which never change, because other stores may read them
+        self._digests = Digests(smallest) if checked(home) else None
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -267,7 +276,7 @@ class PagedRows:
             page = self.pages[-1]
             page.narrow(-2, page.shape[-2] - free, count).copy_(rows)
             self.length += count
-            return
+            return self._completed()
         stop = self.length + count
         while stop > self._allocated:
             size = self._page_size(stop - self._allocated)
@@ -279,6 +288,7 @@ class PagedRows:
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+        return self._completed()
 
     def adopt(self, rows: Tensor) -> None:
         """Make ``rows``, which never change, the next page if this store :meth:`holds` them; otherwise append them."""
@@ -290,7 +300,12 @@ class PagedRows:
         self.length += rows.shape[-2]
         self.changes += 1
         self._fixed = self.length
-        return None
+        return self._completed()
+
+    def _completed(self) -> None:
+        """Make the digests of complete blocks."""
+        if self._digests is not None:
+            self._digests.add(self.pages, self.starts, self.length)
 
     def _page_size(self, missing: int) -> int:
         """Return the rows of the next page, given ``missing`` rows."""
@@ -323,6 +338,8 @@ class PagedRows:
 
     def advance(self) -> None:
         self.length += 1
+        if not self.length % self.smallest:
+            self._completed()
 
     @property
     def _allocated(self) -> int:
@@ -342,6 +359,7 @@ class PagedRows:
         each lane, counted from 0. ``size`` divides the smallest page, so a block lies in one page."""
         device = self.pages[0].device
         numbers = numbers.to(device)
+        self.compare((numbers * size // self.smallest).unique().tolist())
         starts = torch.tensor(self.starts, device=device).div_(size, rounding_mode="floor")
         page = torch.bucketize(numbers.contiguous(), starts, right=True) - 1
         inside = numbers - starts[page]
@@ -353,9 +371,22 @@ class PagedRows:
             found[here] = by_block[lanes[here], inside[here]]
         return found
 
+    def compare(self, numbers: Sequence[int]) -> None:
+        """Raise EntriesLost if blocks of ``smallest`` rows on disk, ``numbers``, are not as they were written."""
+        if self._digests is not None and self._digests.differ(self.pages, self.starts, numbers):
+            raise EntriesLost(LOST)
+
+    def damaged(self, compare: bool) -> bool:
+        if self._digests is None:
+            return False
+        return lost(self.pages) or (compare and self._digests.differ(self.pages, self.starts))
+
     def truncate(self, length: int) -> None:
         """Remove the rows from slot ``length`` on, and free the empty pages."""
-        self.length = min(self.length, length)
+        if length < self.length:
+            self.length = length
+            if self._digests is not None:
+                self._digests.keep(self.first, length)
         while self.pages and self.starts[-1] >= self.length:
             self.pages.pop()
             self.starts.pop()
@@ -374,6 +405,9 @@ class PagedRows:
         ]
         self.changes += 1
         self._fixed = 0
+        if self._digests is not None:
+            self._digests.keep(0, 0)
+            self._completed()
 
     @property
     def nbytes(self) -> int:
