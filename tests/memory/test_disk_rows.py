@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -83,6 +84,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path) -> None:
     import signal
 
     def reads_another_file() -> None:
+        faulthandler.disable()
         Disk(tmp_path).allocate((64,), torch.float32)
         with open(tmp_path / "other", "w+b") as file:
             file.truncate(8192)
@@ -91,6 +93,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path) -> None:
             mapped[0]
 
     def is_sent_one() -> None:
+        faulthandler.disable()
         Disk(tmp_path).allocate((64,), torch.float32)
         os.kill(os.getpid(), signal.SIGBUS)
 
