@@ -114,7 +114,7 @@ class TextRows:
         for rows in self.sources.values():
             for store in rows.stores if isinstance(rows, JoinedRows) else [rows]:
                 if isinstance(store, PagedRows):
-                    store.compare([number])
+                    store.compare([number * BLOCK])
         return self._copied(number * BLOCK, (number + 1) * BLOCK)
 
     def tail(self) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ class CachedText:
         read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again. So is one that has lost
         entries on disk."""
         if isinstance(self.cache, KeepCache):
-            try:  # beyond the exact part, entries are compared when they are recalled
-                self.cache.stream.disk.check(compare=self.cache.exact_part is None)
+            try:
+                self.cache.check_disk()
             except EntriesLost as error:
                 log.warning("A text of %d tokens is read again. %s", len(self.ids), error)
                 self.cache.reset()

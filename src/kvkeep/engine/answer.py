@@ -210,6 +210,8 @@ class Answer:
         return TokenLogprob(token, "", pieces.data(token), float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
+        """End the answer. Raises EntriesLost if its entries on disk have changed since it began."""
+        self.cache.check_disk()
         self.reason = reason
         if self._pieces is None or self.listener is None:
             return

@@ -22,39 +22,36 @@ LOST = (
 
 
 class Digests:
-    """Digests of the first whole blocks of ``rows`` rows, of tensors (lanes, n, width) one after the other."""
+    """Digests of the whole blocks of ``rows`` rows in pages (lanes, n, width), by the first row of the page."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = {}  # (lanes, blocks) int64
 
     def add(self, pages: Sequence[Tensor], starts: Sequence[int], length: int) -> None:
-        """Make those of blocks that are now complete. starts: the first row of each page; length: the end of the
-        rows."""
-        for start, page in zip(starts, pages, strict=True):
-            stop = min(length, start + page.shape[1]) // self.rows
-            missing = [number for number in range(start // self.rows, stop) if number not in self._known]
-            if missing:  # the last ones: blocks are completed in order
-                made = _digests(page, missing[0] - start // self.rows, len(missing), self.rows)
-                self._known.update(zip(missing, made.unbind(1), strict=True))
+        """Make those of blocks that are complete since the last call. length: the end of the rows."""
+        for start, page in zip(reversed(starts), reversed(pages), strict=True):  # the last ones change
+            count = min(length - start, page.shape[1]) // self.rows
+            known = self._known.get(start)
+            first = 0 if known is None else known.shape[1]
+            if first < count:
+                made = _digests(page, first, count - first, self.rows)
+                self._known[start] = made if known is None else torch.cat([known, made], 1)
+            elif known is not None:
+                break
 
     def keep(self, first: int, stop: int) -> None:
-        """Forget all but those of the blocks within the rows ``first`` to ``stop``."""
-        numbers = range(first // self.rows, stop // self.rows)
-        self._known = {number: one for number, one in self._known.items() if number in numbers}
+        """Forget all but those of whole blocks within the rows ``first`` to ``stop``, where a page begins."""
+        kept = {start: (stop - start) // self.rows for start in self._known if first <= start < stop}
+        self._known = {start: self._known[start][:, :count] for start, count in kept.items() if count}
 
-    def differ(self, pages: Sequence[Tensor], starts: Sequence[int], numbers: Iterable[int] | None = None) -> bool:
-        """Return whether blocks have other bytes than they had: all of them, or those of ``numbers``."""
-        wanted = None if numbers is None else {*numbers}
+    def differ(self, pages: Sequence[Tensor], starts: Sequence[int], rows: Sequence[int] | None = None) -> bool:
+        """Return whether blocks have other bytes than they had: those of all pages, or of the pages with ``rows``."""
         for start, page in zip(starts, pages, strict=True):
-            own = range(start // self.rows, (start + page.shape[1]) // self.rows)
-            known = [number for number in own if number in self._known and (wanted is None or number in wanted)]
-            if not known:
+            known = self._known.get(start)
+            if known is None or (rows is not None and not any(start <= row < start + page.shape[1] for row in rows)):
                 continue
-            low, stop = known[0], known[-1] + 1
-            found = _digests(page, low - own.start, stop - low, self.rows)
-            picked = found[:, [number - low for number in known]]
-            if not torch.equal(picked, torch.stack([self._known[number] for number in known], 1)):
+            if not torch.equal(_digests(page, 0, known.shape[1], self.rows), known):
                 return True
         return False
 

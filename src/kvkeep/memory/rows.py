@@ -359,7 +359,7 @@ class PagedRows:
         each lane, counted from 0. ``size`` divides the smallest page, so a block lies in one page."""
         device = self.pages[0].device
         numbers = numbers.to(device)
-        self.compare((numbers * size // self.smallest).unique().tolist())
+        self.compare((numbers.unique() * size).tolist())
         starts = torch.tensor(self.starts, device=device).div_(size, rounding_mode="floor")
         page = torch.bucketize(numbers.contiguous(), starts, right=True) - 1
         inside = numbers - starts[page]
@@ -371,9 +371,9 @@ class PagedRows:
             found[here] = by_block[lanes[here], inside[here]]
         return found
 
-    def compare(self, numbers: Sequence[int]) -> None:
-        """Raise EntriesLost if blocks of ``smallest`` rows on disk, ``numbers``, are not as they were written."""
-        if self._digests is not None and self._digests.differ(self.pages, self.starts, numbers):
+    def compare(self, rows: Sequence[int]) -> None:
+        """Raise EntriesLost if pages on disk that have ``rows`` are not as they were written."""
+        if self._digests is not None and self._digests.differ(self.pages, self.starts, rows):
             raise EntriesLost(LOST)
 
     def damaged(self, compare: bool) -> bool:
