@@ -72,7 +72,7 @@ def lost(tensors: Iterable[Tensor | None]) -> bool:
     return any(tensor is not None and library.is_lost(tensor.data_ptr()) for tensor in tensors)
 
 
-class Checked(Protocol):
+class DiskRows(Protocol):
     """Rows that may lie on disk."""
 
     def damaged(self, compare: bool) -> bool:
@@ -82,7 +82,7 @@ class Checked(Protocol):
 class DiskChecks:
     """The checks of one cache. rows: returns the rows that it has on disk."""
 
-    def __init__(self, rows: Callable[[], Iterable[Checked]]) -> None:
+    def __init__(self, rows: Callable[[], Iterable[DiskRows]]) -> None:
         self._rows = rows
         self._seen = library.lost_files()
         self._lost = False

@@ -1,9 +1,10 @@
-// Files that are mapped into memory, whose disk may fail: a read that the disk refuses, or a file that was cut short, is
-// noted and does not end the process.
+// Files that are mapped into memory, whose disk may fail: a read that the disk refuses, or a file that was cut short,
+// is noted and does not end the process.
 //
-// The system reports such a read by SIGBUS in the thread that reads. The handler looks for the address among the mapped
-// files. If it is there, the handler puts zeros in the place of the whole file, notes that its content is lost, and lets
-// the thread read on; whoever attended to it asks afterwards. Any other SIGBUS goes to the handler before this one.
+// The system reports such a read by SIGBUS in the thread that reads. The handler looks for the address among the
+// mapped files. If it is there, the handler puts zeros in the place of the whole file, notes that its content is lost,
+// and lets the thread read on; whoever attended to it asks afterwards. Any other SIGBUS goes to the handler before this
+// one.
 
 #include <atomic>
 #include <mutex>
