@@ -142,6 +142,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
 def copied(cache: Any) -> Any:
     """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
     checkpoint on disk where they lie."""
+    cache.check_disk()  # the copy's digests are made of what it gets
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
@@ -173,6 +174,7 @@ def begun(cache: Any, length: int) -> Any:
     a sliding window has forgotten what would be needed.
     """
     cache.stream.roll_back()
+    cache.check_disk()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     twin.stream.plain = cache.stream.plain

@@ -49,6 +49,10 @@ class Host:
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
 
+_USED = set[Path]()
+"""Folders in which this process could create files."""
+
+
 class Disk:
     """Memory-mapped files without a name, so that a crash leaves none behind.
 
@@ -63,6 +67,8 @@ class Disk:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         # The system's temporary folder is often in memory, so it is not used.
         self.folder = Path(folder) if folder is not None else cache_folder() / "checkpoints"
+        if self.folder in _USED:  # a cache that is reset later, on a disk that fails, can still be made
+            return
         try:
             if folder is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +76,13 @@ class Disk:
                 pass
         except OSError as error:
             raise self._refusal(error) from error
+        _USED.add(self.folder)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape`` mapped from a new unnamed file."""
         elements = math.prod(shape)
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
+            with self._file() as file:
                 size = elements * dtype.itemsize
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, size)
@@ -85,6 +92,15 @@ class Disk:
         except OSError as error:
             raise self._refusal(error) from error
         return mapped.view(shape)
+
+    def _file(self) -> IO[bytes]:
+        try:
+            return tempfile.TemporaryFile(dir=self.folder)
+        except FileNotFoundError:  # someone has removed the folder
+            if self.folder != cache_folder() / "checkpoints":
+                raise
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryFile(dir=self.folder)
 
     def _mapped(self, file: IO[bytes], size: int, dtype: torch.dtype) -> Tensor:
         try:
