@@ -179,8 +179,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(context: Context, value: Any, *args: Any, **named: Any) -> Any:
         value = _paid(_BUDGET.get(), name, value, [*args, *named.values()])
         first = {_PassArg.context: context, _PassArg.eval_context: context.eval_ctx}
-        own = [] if passed is None else [first.get(passed, context.environment)]
-        return function(*own, value, *args, **named)
+        leading = [] if passed is None else [first.get(passed, context.environment)]
+        return function(*leading, value, *args, **named)
 
     return bounded
 

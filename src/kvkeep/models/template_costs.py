@@ -65,7 +65,7 @@ class Budget:
             depth += 1
             inner: list[Any] = []
             for one in level:
-                total += ITEM + depth * _own(one)
+                total += ITEM + depth * _single(one)
                 inner.extend(_inside(one))
                 if total + len(inner) > self.left:
                     self.take(self.left + 1)
@@ -131,7 +131,7 @@ class Budget:
         self.product(text, [args, named])
 
 
-def _own(value: Any) -> int:
+def _single(value: Any) -> int:
     """Return what a value counts without what it contains."""
     if isinstance(value, str | bytes | range):
         return 1 + len(value)
