@@ -26,8 +26,8 @@ SECONDS, BYTES = 10, 2_000_000_000
 """Processor time and memory of a process, beside what it has when it begins."""
 NUMBERS = (0, 1, 2, 3, 127, 255, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 VALUES: tuple[Any, ...] = (
-    *NUMBERS, -1, -(2**40), 10**9, 0.5, 1e308, -0.0, float("nan"), float("inf"), "", "x", "é" * 99, "../../x", True, False,
-    None, [], {}, [0], [[]], [2**31] * 9, {"a": 1}, "x" * 100_000, [1] * 100_000,
+    *NUMBERS, -1, -(2**40), 10**9, 0.5, 1e308, -0.0, float("nan"), float("inf"), "", "x", "é" * 99, "../../x", True,
+    False, None, [], {}, [0], [[]], [2**31] * 9, {"a": 1}, "x" * 100_000, [1] * 100_000,
 )  # fmt: skip
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
@@ -153,7 +153,9 @@ def damaged_folder(source: Path, target: Path, draw: random.Random) -> str:
         path.write_bytes(path.read_bytes()[: draw.randrange(1 + path.stat().st_size)])
     elif kind in ("gone", "folder", "pipe", "link"):
         path.unlink()
-        {"gone": bool, "folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(path)}[kind]()
+        {"gone": bool, "folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(path)}[
+            kind
+        ]()
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "foreign":
@@ -194,7 +196,13 @@ def _damaged_safetensors(data: bytes, draw: random.Random) -> bytes:
         return struct.pack("<Q", draw.choice(NUMBERS)) + header + rest
     if draw.random() < 0.3:
         start = draw.randrange(len(rest)) // 4 * 4
-        return data[:8] + header + rest[:start] + b"\xff\xff\xff\x7f" * ((len(rest) - start) // 4) + rest[len(rest) // 4 * 4 :]
+        return (
+            data[:8]
+            + header
+            + rest[:start]
+            + b"\xff\xff\xff\x7f" * ((len(rest) - start) // 4)
+            + rest[len(rest) // 4 * 4 :]
+        )
     made = json.dumps(_changed(json.loads(header), draw)).encode()
     return struct.pack("<Q", len(made)) + made + rest
 
@@ -214,7 +222,8 @@ if __name__ == "__main__":  # python mutated.py gguf|folder first last bases...
             base = Path(bases[seed % len(bases)])
             place = Path(scratch) / f"m{seed}"
             if what == "gguf":
-                kind, data = damaged_gguf(lzma.open(base).read() if base.suffix == ".xz" else base.read_bytes(), draw)
+                data = base.read_bytes()
+                kind, data = damaged_gguf(lzma.decompress(data) if base.suffix == ".xz" else data, draw)
                 place = place.with_suffix(".gguf")
                 place.write_bytes(data)
             else:

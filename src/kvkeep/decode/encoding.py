@@ -78,6 +78,8 @@ def special_names(tokenizer: Any) -> re.Pattern[str] | None:
 def _any_of(names: Collection[str]) -> str:
     """Return a pattern of the longest of some names. Names with a common beginning are searched for at once, because a
     tokenizer may have thousands."""
+    if len(names) == 1:
+        return re.escape(next(iter(names)))
     rests = defaultdict[str, list[str]](list)
     for name in names:
         if name:

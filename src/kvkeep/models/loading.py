@@ -20,6 +20,7 @@ from kvkeep.models.gguf.facts import MAX_LAYERS
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
+from kvkeep.models.tokenizer_files import check_folder, check_ids, check_tokenizer
 from kvkeep.models.weight_memory import GgufTensors, Weights, WeightTensor, bits_of_file, check_memory, weight_memory
 from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
@@ -215,7 +216,11 @@ def _tokenizer(source: Source) -> Any:
         return source.gguf.tokenizer
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    if (folder := Path(source.place)).is_dir():
+        check_folder(folder)
+    made = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    check_tokenizer(made, source.name)
+    return made
 
 
 def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
@@ -244,8 +249,12 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
 
             form["quantization_config"] = Packing(made.bits)
         model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
+    check_ids(model.generation_config, source.name)
     model.kvkeep_weights = needed
     if made.packed:
+        if next(decoder_of(model).parameters(), None) is None:  # OLMo has no norms, and its matrices are packed
+            empty = torch.nn.Parameter(torch.empty(0, dtype=made.dtype), requires_grad=False)
+            decoder_of(model).register_parameter("kvkeep_dtype", empty)
         fuse(model, layers_of(decoder_of(model)))
     return model
 
