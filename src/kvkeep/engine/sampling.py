@@ -28,8 +28,8 @@ class NotNumbers(KvkeepError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The model computed logits that are not numbers, so no token can be chosen: its weights are damaged, or too "
-            "large for their format; get its files again, or load it with weights float32."
+            "The model computed logits that are not numbers, so no token can be chosen: its weights are damaged, or "
+            "too large for their format; get its files again, or load it with weights float32."
         )
 
 
@@ -117,8 +117,8 @@ class Sampler:
         return torch.empty_like(like).exponential_(1, generator=self.generator)
 
     def next(self, ids: Tensor, logits: Tensor) -> int:
-        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises NotNumbers if the model
-        computed NaN and tokens are sampled."""
+        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises NotNumbers for NaN
+        if tokens are sampled."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)

@@ -12,11 +12,11 @@ import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.config_files import check_config
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf.facts import MAX_LAYERS
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
@@ -293,7 +293,7 @@ def _read_config(source: Source) -> Any:
 
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     _refuse_unknown(stated.get("model_type"), source.name)
-    _refuse_sizes(stated, source.name)
+    check_config(stated, source.name)
     # Otherwise transformers prompts on the terminal to run code of the model.
     config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     _refuse_others(config, source.name)
@@ -306,19 +306,9 @@ def _refuse_unknown(family: str | None, name: str) -> None:
 
     if family is not None and family not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep never "
-            "runs code from a model's repository."
+            f"'{name}' is a '{family[:60]}' model, a family that transformers {__version__} does not have; kvkeep "
+            "never runs code from a model's repository."
         )
-
-
-def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
-    """Raise ModelError for an absurd number of layers, which transformers would allocate."""
-    for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
-        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
-                raise ModelError(
-                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MAX_LAYERS}."
-                )
 
 
 def _refuse_others(config: Any, name: str) -> None:
