@@ -14,7 +14,7 @@ from kvkeep.decode.prompt import encode
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models import template_costs
 from kvkeep.models.chat_templates import LONGEST, compiled, filled
-from kvkeep.models.template_costs import BASE, CEILING, Budget, TemplateTooCostly
+from kvkeep.models.template_costs import BASE, CEILING, StepBudget, TemplateTooCostly
 from kvkeep.reconstruction import _words
 
 TALK: list[dict[str, Any]] = [
@@ -185,8 +185,10 @@ def test_a_template_is_compiled_or_refused_soon(template: str) -> None:
 
 
 def test_steps_grow_with_a_conversation_and_end() -> None:
-    assert BASE < Budget(10, 0).allowed < Budget(10, 10_000).allowed < Budget(1000, 10_000).allowed < CEILING
-    assert Budget(10**9, 10**9).allowed == CEILING
+    assert (
+        BASE < StepBudget(10, 0).allowed < StepBudget(10, 10_000).allowed < StepBudget(1000, 10_000).allowed < CEILING
+    )
+    assert StepBudget(10**9, 10**9).allowed == CEILING
     long = [TALK[number % 2 + 1] for number in range(1000)]
     back = "{% for m in messages %}{% for k in range(loop.index0) %}{% if not k %}{{ m.role }}{% endif %}{% endfor %}"
     back += "{% endfor %}"

@@ -1,7 +1,7 @@
 """Chat templates are code of a model: they are compiled and filled here, in a budget of steps.
 
 transformers' sandbox keeps a template from files and modules, and lets it run for years, or write 10 GB. Here each
-thing that a template can do takes steps from a :class:`~kvkeep.models.template_costs.Budget` *before* it is done:
+thing that a template can do takes steps from a :class:`~kvkeep.models.template_costs.StepBudget` *before* it is done:
 
 * **statements**: the parts of the body of a loop, a macro or a block, at each turn and call of it. What stands outside
   runs once, and a template has at most :data:`LONGEST` characters.
@@ -26,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 
 from kvkeep.errors import ModelError
-from kvkeep.models.template_costs import ITEM, NODE, STEP, Budget, listed
+from kvkeep.models.template_costs import ITEM, NODE, STEP, StepBudget, listed
 
 LONGEST = 1 << 16
 """Characters of a template. Those of models have at most 30,000; a million take half a minute to compile."""
 
-_BUDGET: ContextVar[Budget] = ContextVar("budget")
+_BUDGET: ContextVar[StepBudget] = ContextVar("budget")
 _ABSENT = ("striptags", "urlize", "wordwrap")
 _SHALLOW = {
     "attr", "count", "length", "d", "default", "first", "last", "list", "items", "map", "reject", "rejectattr",
@@ -163,7 +163,7 @@ def _step(context: Context, cost: int) -> bool:
     return True
 
 
-def _passing(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
+def _passing(budget: StepBudget, items: Iterator[Any]) -> Iterator[Any]:
     for one in items:
         budget.take(ITEM)
         yield one
@@ -185,7 +185,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-def _paid(budget: Budget, name: str, value: Any, given: list[Any]) -> Any:
+def _paid(budget: StepBudget, name: str, value: Any, given: list[Any]) -> Any:
     """Return the value for a filter or a test that is given other values, too, after it took its steps."""
     budget.take(STEP)
     if name in _SHALLOW:
@@ -247,7 +247,7 @@ def filled(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     Raises TemplateTooCostly for a template that takes too many steps, and whatever else a template raises.
     """
     template = compiled(tokenizer.get_chat_template())
-    budget = Budget(len(messages), sum(map(_characters, messages)))
+    budget = StepBudget(len(messages), sum(map(_characters, messages)))
     before = _BUDGET.set(budget)
     try:
         context = template.new_context(

@@ -41,7 +41,7 @@ class TemplateTooCostly(UsageError):
         )
 
 
-class Budget:
+class StepBudget:
     """The steps that are left to a template, for a conversation of so many messages and characters."""
 
     def __init__(self, messages: int, characters: int) -> None:
