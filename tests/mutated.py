@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ if __name__ == "__main__":  # python mutated.py gguf|folder first last bases...
             else:
                 kind = damaged_folder(base, place, draw)
             begun = time.perf_counter()
-            said = ended(lambda place=place: answered(place))
+            said = ended(partial(answered, place))
             took = time.perf_counter() - begun
             word = said.split(":")[0]
             totals[word] += 1

@@ -11,6 +11,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_a_damaged_file_answers_or_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_folder_answers_or_is_refused(model_folder: Path, tmp_path: Path) -> None:
     for seed in range(SEEDS):
         kind = damaged_folder(model_folder, tmp_path / str(seed), random.Random(seed))
-        said = ended(lambda seed=seed: answered(tmp_path / str(seed)))
+        said = ended(partial(answered, tmp_path / str(seed)))
         assert said.startswith(("answer: ", "error: ")), (seed, kind, said)
 
 
@@ -135,3 +136,25 @@ def test_a_text_that_a_tokenizer_cannot_read_is_one_sentence(changed: Callable[.
     model = json.loads((model_folder / "tokenizer.json").read_text())["model"]
     with pytest.raises(ModelError, match="^The model's tokenizer cannot read this text "):
         answered(changed("tokenizer.json", model=model | {"unk_token": "nothing"}))
+
+
+@pytest.mark.parametrize("part", ["../model.safetensors", "/etc/passwd", "gone.safetensors", "", 5, ".."])
+def test_an_index_names_files_beside_it(part: Any, spoiled: Callable[..., Path], model_folder: Path) -> None:
+    """Else a model could have any file of the machine opened."""
+    folder = spoiled()
+    (folder.parent / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    names = load(model_folder, device="cpu").model.state_dict()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, part)}))
+    with pytest.raises(ModelError, match=r"its model\.safetensors\.index\.json names .* no file beside it"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "tokenizer.json", "generation_config.json"])
+def test_a_file_that_is_too_large_is_not_read(name: str, spoiled: Callable[..., Path]) -> None:
+    with (folder := spoiled()).joinpath(name).open("r+b") as file:
+        file.truncate(10**12)  # a hole
+    with pytest.raises(
+        ModelError, match=rf"its {re.escape(name)} has 1,000,000,000,000 bytes, and kvkeep reads at most"
+    ):
+        load(folder, device="cpu")

@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.config_files import check_config
+from kvkeep.models.config_files import check_config, check_index, check_sizes
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
@@ -218,6 +218,7 @@ def _tokenizer(source: Source) -> Any:
 
     if (folder := Path(source.place)).is_dir():
         check_folder(folder)
+        check_index(folder, source.name)
     made = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     check_tokenizer(made, source.name)
     return made
@@ -291,6 +292,8 @@ def _read_config(source: Source) -> Any:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.models.auto.configuration_auto import AutoConfig
 
+    if (folder := Path(source.place)).is_dir():
+        check_sizes(folder, source.name)
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     _refuse_unknown(stated.get("model_type"), source.name)
     check_config(stated, source.name)
