@@ -154,9 +154,12 @@ def damaged_folder(source: Path, target: Path, draw: random.Random) -> str:
         path.write_bytes(path.read_bytes()[: draw.randrange(1 + path.stat().st_size)])
     elif kind in ("gone", "folder", "pipe", "link"):
         path.unlink()
-        {"gone": bool, "folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(path)}[
-            kind
-        ]()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "link":
+            path.symlink_to(path)
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "foreign":
