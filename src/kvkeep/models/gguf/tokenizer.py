@@ -26,6 +26,7 @@ from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.templates import templates_of
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
+from kvkeep.models.tokenizer_files import check_names
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
 
@@ -47,7 +48,9 @@ def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokeniz
     """Return the tokenizer of a file whose vocabulary was read."""
     splits = vocabulary.kind.pre
     built = _with_merges(keys, vocabulary, splits) if splits else _with_scores(keys, vocabulary)
-    built.add_tokens(list(_added(keys, vocabulary)))
+    added = list(_added(keys, vocabulary))
+    check_names((one.content for one in added), keys.file)
+    built.add_tokens(added)
     built.post_processor = _template(vocabulary)
     return _wrapped(built, vocabulary, templates_of(keys))
 
