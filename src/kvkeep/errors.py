@@ -79,6 +79,10 @@ class SessionUnwritable(SessionError):
     """The file of a session could not be written (full disk, read-only folder)."""
 
 
+class SessionVersion(SessionUnwritable):
+    """Another version of kvkeep has saved the session; it is neither read nor changed."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], lists: str = "") -> UsageError:
     """Return the error for an unknown name, with near matches and all known names; of many, what ``lists`` them."""
     names = sorted(known)

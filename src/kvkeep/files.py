@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import stat
 import threading
@@ -27,23 +28,28 @@ STALE_S = 24 * 3600
 """Seconds after which a temporary file is abandoned, whatever its host."""
 
 _SAVING = ".saving-"
+_TEMPORARY = re.compile(rf"\..*{re.escape(_SAVING)}[0-9]+-.+-[0-9]+", re.DOTALL)
 _MAX_NAME_BYTES = 120  # maximum bytes of the target's name in a temporary name; a name has at most 255
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(
+    path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, private: bool = False
+) -> None:
     """Write ``path`` atomically by ``write``, which may be called twice.
 
     A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has the process's
-    default. Temporary files of killed processes are removed. Raises OSError and the errors of ``write``; the previous
-    file then remains.
+    default. private: only this user can read the file, and a link is an error. Temporary files of killed processes are
+    removed. Raises OSError and the errors of ``write``; the previous file then remains.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path) if private else Path(os.path.realpath(path))
     mode, temporary = _mode(target), _temporary(target)
+    if private:
+        mode = 0o600
     try:
         if not _write_nameless(target, temporary, mode, write):
             _sweep(target)
-            with open(temporary, "w+b") as file:
+            with create_new(temporary, 0o600 if private else 0o666) as file:
                 _fill(file, mode, write)
             os.replace(temporary, target)
     except BaseException:
@@ -57,11 +63,25 @@ def temporary_name(target: Path) -> Path:
     return _temporary(target)
 
 
+def create_new(path: Path, mode: int = 0o600) -> IO[bytes]:
+    """Create a temporary file and open it. What an earlier process of the same number left there is removed. mode:
+    before the process's umask. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, mode), "w+b")
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file's name is that of a temporary file."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def remove_abandoned(folder: Path) -> None:
     """Remove the temporary files of dead processes in a folder and its subfolders."""
     for path in folder.rglob(f".*{_SAVING}*"):
         with suppress(OSError, ValueError):
-            if abandoned(path, path.name.rpartition(_SAVING)[2].partition("-")[2]):
+            mark = path.name.rpartition(_SAVING)[2].partition("-")[2]
+            if is_temporary(path.name) and stat.S_ISREG(path.lstat().st_mode) and abandoned(path, mark):
                 path.unlink()
 
 
@@ -110,7 +130,7 @@ def dead(mark: str) -> bool:
 def _mode(target: Path) -> int | None:
     """Return the permissions of the file to be replaced, None where there is none."""
     try:
-        found = target.stat().st_mode
+        found = target.lstat().st_mode
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found):  # a device or a pipe would be replaced by a file
@@ -156,9 +176,10 @@ def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Call
             return False
         raise
     with os.fdopen(handle, "w+b") as file:
+        fresh = not os.path.lexists(target)
         _fill(file, mode, write)
         try:
-            if mode is None:
+            if fresh:
                 with suppress(FileExistsError):  # another process was faster; its file is replaced
                     _link(file, target)
                     return True

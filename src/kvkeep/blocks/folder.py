@@ -2,28 +2,32 @@
 
 Files are written atomically and never change. A file's modification time is the last use of the block. A further file
 holds the total of bytes. A writer locks it until its block is written, so that the quota is never exceeded. At the
-quota the least recently used blocks are removed. Programs that use a block have read it into their own memory.
+quota the least recently used blocks are removed. Programs that use a block have read it into their own memory. What
+else lies in the folder is neither counted nor removed, and no link in it is followed.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, reason_of
-from kvkeep.files import lock, sync_name, write_whole
+from kvkeep.files import is_temporary, sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
+from kvkeep.private_files import check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
 
 SUFFIX = ".block"
 LEDGER = "bytes"
@@ -33,6 +37,11 @@ THREADS = 4
 """Threads that read blocks."""
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
+SKEW_NS = 86400 * 10**9
+"""A use that lies further in the future than this was noted by a clock that was wrong."""
+FOREVER_S = 1e12
+"""Seconds after which a use is no longer distinguished from an earlier one."""
+_KEY = re.compile(r"[0-9a-fx][0-9a-f]+")
 
 
 class BlockName(NamedTuple):
@@ -50,7 +59,7 @@ class BlockFolder:
     def __init__(self, folder: Path, quota: int | None = None) -> None:
         self.folder, self.quota = folder, quota
         self._in_memory: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
-        self._counted = False  # this program does not trust a total that another one left
+        self._counted: tuple[int, int] | None = None  # the ledger whose total this program knows to be right
 
     def path(self, name: BlockName) -> Path:
         """Return the path of a block's file."""
@@ -58,20 +67,21 @@ class BlockFolder:
 
     def has(self, name: BlockName) -> bool:
         """Return whether a block has a file, which may be damaged."""
-        return os.path.exists(self.path(name))
+        return is_file(self.path(name))
 
     def use(self, names: Sequence[BlockName], when: int | None = None) -> int:
         """Record that blocks were used at ``when`` (ns since 1970; None: now); return how many of the first ones exist.
         Each counts as used a little before the one that it follows, because it is useless without that one."""
         when = time.time_ns() if when is None else when
         for number, name in enumerate(names):
+            if not self.has(name):
+                return number
             try:
                 os.utime(self.path(name), ns=(when - number, when - number))
             except FileNotFoundError:
                 return number
             except OSError:  # the folder is read-only
-                if not self.has(name):
-                    return number
+                continue
         return len(names)
 
     def fitting(self, count: int, size: int, others: int = 0) -> int:
@@ -83,7 +93,8 @@ class BlockFolder:
     def size(self, name: BlockName) -> int:
         """Return the bytes of a block's file; 0 if there is none."""
         with suppress(OSError):
-            return self.path(name).stat().st_size
+            facts = os.lstat(self.path(name))
+            return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
         return 0
 
     def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
@@ -108,7 +119,8 @@ class BlockFolder:
 
     def content(self, name: BlockName) -> bytearray:
         """Return the bytes of a block's file. Raises OSError."""
-        return bytearray(self.path(name).read_bytes())
+        with os.fdopen(open_file(self.path(name)), "rb") as file:
+            return bytearray(file.read())
 
     def check(self, name: BlockName) -> int:
         """Read a block and return its bytes. Raises as :meth:`read`."""
@@ -138,24 +150,24 @@ class BlockFolder:
             raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")
         gone = 0
         try:
-            for folder in (self.folder, path.parent):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent, self.folder)
+            check_kind(path)
             with self._ledger() as ledger:
                 if path.exists():
                     if not replace:
                         return 0
                     self._unlink(path, ledger)
-                total = _total(ledger)
-                if total is None or not self._counted or (self.quota is not None and total + size > self.quota):
+                total = self._known_total(ledger)
+                if total is None or (self.quota is not None and total + size > self.quota):
                     total, gone = self._evict(size)
-                    self._counted = True
+                    self._counted = _identity(ledger)
                 if self.quota is not None and total + size > self.quota:
                     _set_total(ledger, total)
                     raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
                 _set_total(ledger, total + size)
                 try:
                     content = [*pieces]
-                    write_whole(path, lambda file: _fill(file, content))
+                    write_whole(path, lambda file: file.writelines(content), private=True)
                 except BaseException:
                     _set_total(ledger, total)
                     raise
@@ -166,12 +178,14 @@ class BlockFolder:
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, if it exists."""
+        if not self.has(name):
+            return
         with suppress(OSError), self._ledger() as ledger:
             self._unlink(self.path(name), ledger)
 
     @staticmethod
     def _unlink(path: Path, ledger: IO[bytes]) -> None:
-        size = path.stat().st_size
+        size = path.lstat().st_size
         path.unlink()
         if (total := _total(ledger)) is not None:
             _set_total(ledger, max(0, total - size))
@@ -189,6 +203,16 @@ class BlockFolder:
             if name.space == space or name.space.startswith(f"{space}/"):
                 self.remove(name)
 
+    def remove_folder(self) -> None:
+        """Remove all blocks, and the folder unless it has other files. Raises OSError."""
+        for path in [*self._paths()]:
+            os.unlink(path)
+        if is_file(self.folder / LEDGER):
+            (self.folder / LEDGER).unlink()
+        for folder, _, _ in [*os.walk(self.folder, topdown=False)]:
+            with suppress(OSError):  # it has other files
+                os.rmdir(folder)
+
     def count(self) -> tuple[int, int]:
         """Return the number of blocks and their bytes."""
         sizes = [size for _, size, _ in self._by_use()]
@@ -199,7 +223,8 @@ class BlockFolder:
         blocks. Raises StoreError."""
         try:
             with suppress(FileNotFoundError), self._ledger() as ledger:
-                total, gone = self._evict(0, None if age is None else time.time_ns() - int(age * 1e9))
+                oldest = None if age is None else time.time_ns() - int(min(age, FOREVER_S) * 1e9)
+                total, gone = self._evict(0, oldest)
                 _set_total(ledger, total)
                 return gone
         except OSError as error:
@@ -214,35 +239,71 @@ class BlockFolder:
         target = total if quota is None or total + size <= quota else min(quota - quota // FREED_SHARE, quota - size)
         for used, length, path in known:
             if total <= target and (oldest is None or used >= oldest):
-                break
+                continue
             with suppress(OSError):  # it still counts
                 os.unlink(path)
                 total, gone = total - length, gone + 1
         return total, gone
 
     def _by_use(self) -> list[tuple[int, int, str]]:
-        """Return time of use (ns), bytes and path of each block, the least recently used first."""
+        """Return time of use (ns), bytes and path of each block, the least recently used first. Times that lie in the
+        future come before all others: the clock was wrong then, and is right now or was so since."""
         known: list[tuple[int, int, str]] = []
-        for folder, _, files in os.walk(self.folder):
-            for path in [os.path.join(folder, file) for file in files if file.endswith(SUFFIX)]:
-                with suppress(OSError):  # another program removed it
-                    facts = os.stat(path)
+        for path in self._paths():
+            with suppress(OSError):  # another program removed it
+                facts = os.lstat(path)
+                if stat.S_ISREG(facts.st_mode):
                     known.append((facts.st_mtime_ns, facts.st_size, path))
-        return sorted(known)
+        until = time.time_ns() + SKEW_NS
+        return sorted(known, key=lambda one: (one[0] <= until, one))
+
+    def _paths(self) -> Iterator[str]:
+        """Yield the path of each file with the name of a block."""
+        for folder, _, files in os.walk(self.folder):
+            for file in files:
+                key, suffix = os.path.splitext(file)
+                if suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key):
+                    yield os.path.join(folder, file)
+
+    def _is_place(self, folder: str, key: str) -> bool:
+        """Return whether ``folder`` is that of the block ``key`` of some namespace."""
+        *space, start = os.path.relpath(folder, self.folder).split(os.sep)
+        return bool(space) and start == key[:2]
+
+    def foreign(self) -> Iterator[tuple[str, str]]:
+        """Yield path and kind of what is in the folder and none of kvkeep's. Raises OSError."""
+        if (kind := kind_of(self.folder)) not in (None, "a folder"):
+            yield str(self.folder), str(kind)
+            return
+        for folder, folders, files in os.walk(self.folder):
+            for name in (*folders, *files):
+                path = os.path.join(folder, name)
+                key, suffix = os.path.splitext(name)
+                kind = kind_of(path)
+                if kind == "a folder":
+                    own = suffix != SUFFIX
+                else:
+                    block = suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key)
+                    ledger = name == LEDGER and folder == str(self.folder)
+                    own = kind is None or (kind == "a file" and bool(block or ledger or is_temporary(name)))
+                if not own:
+                    yield path, str(kind)
+
+    def _known_total(self, ledger: IO[bytes]) -> int | None:
+        """Return the total in the ledger; None if this program has not counted since the ledger was made: an earlier
+        one or a backup may have left it."""
+        return _total(ledger) if self._counted == _identity(ledger) else None
 
     @contextmanager
     def _ledger(self) -> Iterator[IO[bytes]]:
         """Lock the folder and yield the file with the total."""
-        handle = os.open(self.folder / LEDGER, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        with os.fdopen(handle, "r+b", buffering=0) as file:
-            lock(handle, wait=True)  # on a file system without locks each program keeps the quota for itself
+        with os.fdopen(wait_for_lock(self.folder / LEDGER), "r+b", buffering=0) as file:
             yield file
 
 
-def _fill(file: IO[bytes], content: Sequence[Any]) -> None:
-    with suppress(OSError):  # some file systems have no permissions
-        os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, 0o600)
-    file.writelines(content)
+def _identity(file: IO[bytes]) -> tuple[int, int]:
+    facts = os.fstat(file.fileno())
+    return facts.st_dev, facts.st_ino
 
 
 def _total(ledger: IO[bytes]) -> int | None:

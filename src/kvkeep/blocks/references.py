@@ -4,6 +4,10 @@ A session is a folder of numbered files, its generations; the highest number cou
 is never changed. A writer creates the next number, and fails if that number exists: then another program has continued
 the session, and its turn counts. This needs no locks, so it also holds between machines that share a folder. On one
 machine a lock tells a second program earlier that the session is in use.
+
+Somebody may remove the folder of an open session, or put a backup in its place. The writer notices before its next
+save, takes the lock of the folder that is there, and its session counts: no program can have continued it meanwhile.
+What else lies in the folder stays there, is not read, and no link is followed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,14 +23,19 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, reason_of
-from kvkeep.files import lock, sync_name, temporary_name
+from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, SessionVersion, reason_of
+from kvkeep.files import create_new, is_temporary, lock, sync_name, temporary_name
+from kvkeep.private_files import check_kind, holds, is_file, keep_lock, kind_of, make_folder, open_lock, read_file
 
 LOCK = "lock"
 _GENERATION = ".json"
 _SHARED = ".shared"
 _FOLDER = "folder"
 _CHECK_BYTES = 16
+MAX_BYTES = 2**28
+"""The maximum bytes of a reference: of 30 million token ids."""
+MAX_GENERATION = 2**31 - 1
+_NUMBER = re.compile(r"[1-9][0-9]{0,9}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -34,24 +44,33 @@ class Reference:
     """The reference of one session in ``folder``.
 
     writing: open for writing, which creates a missing session; shared: other machines use the folder, so that no lock
-    is held; create: creates a file, as :func:`create_file`. Raises SessionError if there is no such session,
-    SessionDamaged if its bytes differ from those written, SessionBusy if another program writes, and SessionUnwritable.
+    is held; create: creates a file, as :func:`create_file`; root: no folder below it may be a link. Raises SessionError
+    if there is no such session, SessionDamaged if its bytes differ from those written, SessionVersion, SessionBusy if
+    another program writes, and SessionUnwritable.
     """
 
     def __init__(
-        self, folder: Path, *, writing: bool = False, shared: bool = False, create: Callable[..., None] | None = None
+        self,
+        folder: Path,
+        *,
+        writing: bool = False,
+        shared: bool = False,
+        create: Callable[..., None] | None = None,
+        root: Path | None = None,
     ) -> None:
-        self.folder, self.writing = folder, writing
+        self.folder, self.writing, self._shared, self._root = folder, writing, shared, root
         self.about: dict[str, Any] | None = None
         """The saved data; None before the first save."""
         self.saves = 0
         """The number of saves."""
         self.mark = ""
         """The unique mark of the last save."""
+        self._before = (0, "")
+        """Number and mark of the generation that the next save follows; (0, "") if there is none."""
         self._lock: int | None = None
         self._closed, self._create = False, create or create_file
         if writing:
-            self._open(shared)
+            self._open()
         try:
             self._read()
         except BaseException:
@@ -70,7 +89,7 @@ class Reference:
             return
         self._closed = True
         with suppress(OSError):
-            if self.writing and not generations(self.folder):
+            if self.writing and self._in_place and not generations(self.folder):
                 for path in self.folder.iterdir():
                     if path.name == LOCK or path.suffix == _SHARED:
                         path.unlink(missing_ok=True)
@@ -81,24 +100,47 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data = encode(about | {_FOLDER: self._name})
-        target = _file(self.folder, self.saves + 1)
+        data, number = encode(about | {_FOLDER: self._name}), self._next()
+        if len(data) > MAX_BYTES or number > MAX_GENERATION:
+            what = "its text is too long" if len(data) > MAX_BYTES else "it has too many saves"
+            raise SessionUnwritable(f"The session '{self.folder}' cannot be saved: {what}; start a new one.")
+        target = _file(self.folder, number)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_folder()
             self._create(target, data, self._lock is not None)
         except FileExistsError as error:
             raise self._followed() from error
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        if self._overtaken():
+        if self._overtaken(number):
             with suppress(OSError):
                 target.unlink()
             raise self._followed()
-        self._take(self.saves + 1, data)
+        self._take(number, data)
         with suppress(OSError):
-            for number in generations(self.folder):
-                if number < self.saves:
-                    _file(self.folder, number).unlink()
+            for earlier in generations(self.folder):
+                if earlier < number:
+                    _file(self.folder, earlier).unlink()
+
+    def renew(self, replaced: bool = False) -> bool:
+        """Continue in the folder that is there, if that of this session was removed or replaced since it was opened or
+        saved: take its lock, and follow an earlier generation, or none. replaced: it was, as the caller knows. Return
+        whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
+        stale = not self._shared and not self._in_place
+        try:
+            if stale:
+                self._unlock()
+                self._open()
+            elif not replaced and (self._shared or max(generations(self.folder), default=0) == self._before[0]):
+                return False  # where others may remove it, the removal counts
+            number, data = newest(self.folder)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        found = (number, _mark(data))
+        if number > self.saves or (number == self.saves and found != (number, self.mark)):
+            raise self._followed()
+        stale, self._before = stale or found != self._before, found
+        return stale
 
     def discard(self) -> None:
         """Remove the last save, which this program made. Those of other programs remain."""
@@ -124,20 +166,46 @@ class Reference:
             return True
         return bool(notes)
 
-    def _open(self, shared: bool) -> None:
+    @property
+    def _in_place(self) -> bool:
+        """Whether the lock, if one is needed, is that of the folder that is there."""
+        return self._shared or (self._lock is not None and holds(self._lock, self.folder / LOCK))
+
+    def _open(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            while not shared and self._lock is None:
+            self._make_folder()
+            for _ in range(100):
+                if self._shared or self._lock is not None:
+                    return
                 self._lock = self._locked()
+            raise OSError(errno.EAGAIN, "it changes all the time")
         except OSError as error:
             raise unwritable(self.folder, error) from error
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _make_folder(self) -> None:
+        if isinstance(self.folder, Path):
+            make_folder(self.folder, self._root)
+        else:  # of a bucket
+            self.folder.mkdir()
+
+    def _next(self) -> int:
+        """Return the number of the next generation; those that something else has for a name are left out."""
+        number = self.saves + 1
+        while isinstance(self.folder, Path) and kind_of(_file(self.folder, number)) not in (None, "a file"):
+            number += 1
+        return number
 
     def _locked(self) -> int | None:
         """Return the open file that is locked; None if another program has removed it meanwhile."""
         path, until = self.folder / LOCK, time.monotonic() + 0.1
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make_folder()
         with suppress(FileNotFoundError):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            handle = open_lock(path)
             try:
                 while not lock(handle):  # another process may hold it for a moment to see whether the session is in use
                     if time.monotonic() > until:
@@ -146,8 +214,8 @@ class Reference:
                             "another session."
                         )
                     time.sleep(0.02)
-                os.utime(path)
-                if os.path.samestat(os.fstat(handle), path.stat()):
+                if keep_lock(handle, path):
+                    os.utime(path)
                     return handle
             except BaseException:
                 os.close(handle)
@@ -160,7 +228,8 @@ class Reference:
         try:
             number, data = newest(self.folder)
         except OSError as error:
-            raise SessionError(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
+            kind = SessionDamaged if error.errno == errno.EFBIG else SessionError
+            raise kind(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
         if number:
             self._take(number, data)
         elif not self.writing:
@@ -170,30 +239,35 @@ class Reference:
         """Be at a generation with the content ``data``. Raises SessionDamaged."""
         try:
             about, mark = decode(data)
-            if about.pop(_FOLDER, None) != self._name:
+            if about.get(_FOLDER, self._name) != self._name:
                 raise ValueError("of another session")
         except ValueError as error:
             raise SessionDamaged(
                 f"The session '{self.folder}' cannot be read: it is damaged; start a new one."
             ) from error
+        if about.pop(_FOLDER, None) is None:
+            raise SessionVersion(
+                f"The session '{self.folder}' cannot be read: another version of kvkeep has saved it; use that one, or "
+                "name another session."
+            )
         self.saves, self.about, self.mark = number, about, mark
+        self._before = number, mark
 
     @property
     def _name(self) -> str:
         """The session's name, so that the file of another session is refused: the last two parts of the path."""
         return "/".join(self.folder.absolute().parts[-2:])
 
-    def _overtaken(self) -> bool:
-        """Return whether another program has continued or removed the session since this one read or saved it."""
+    def _overtaken(self, number: int) -> bool:
+        """Return whether another program has continued or removed the session since this one read or saved it; this one
+        has saved ``number``."""
         with suppress(OSError):  # if that cannot be read, the number was free
-            found = generations(self.folder)
-            if max(found, default=0) > self.saves + 1:  # the number had been used
+            found, (before, mark) = generations(self.folder), self._before
+            if max(found, default=0) > number:  # the number had been used
                 return True
-            if not self.mark:  # it is new, whatever the number of its first save
-                return found != [self.saves + 1]
-            return self.saves not in found or not _file(self.folder, self.saves).read_bytes().endswith(
-                self.mark.encode()
-            )
+            if not before:  # it is new, whatever the number of its first save
+                return found != [number]
+            return before not in found or _mark(_content(_file(self.folder, before))) != mark
         return False
 
     def _followed(self) -> SessionBusy:
@@ -223,10 +297,10 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
 def generations(folder: Path) -> list[int]:
     """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
     try:
-        stems = [path.stem for path in folder.iterdir() if path.suffix == _GENERATION]
+        found = [path for path in folder.iterdir() if path.suffix == _GENERATION and _NUMBER.fullmatch(path.stem)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+    return sorted(number for number in (int(path.stem) for path in found if _is_file(path)) if number <= MAX_GENERATION)
 
 
 def newest(folder: Path) -> tuple[int, bytes]:
@@ -234,7 +308,7 @@ def newest(folder: Path) -> tuple[int, bytes]:
     for _ in range(9):  # a writer may remove the number that was just found
         number = max(generations(folder), default=0)
         with suppress(FileNotFoundError):
-            return number, _file(folder, number).read_bytes() if number else b""
+            return number, _content(_file(folder, number)) if number else b""
     raise OSError(errno.EAGAIN, "it changes all the time")
 
 
@@ -243,21 +317,33 @@ def last_used(folder: Path) -> float:
     times = []
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
+            if is_own(path):
+                times.append(path.stat().st_mtime)
     return max(times) if times else folder.stat().st_mtime
 
 
 def in_use(folder: Path) -> bool:
     """Return whether a program on this machine has the session open for writing."""
-    with suppress(OSError), (folder / LOCK).open("rb") as file:
-        return not lock(file.fileno(), shared=True)
+    with suppress(OSError):
+        check_kind(folder / LOCK)
+        with (folder / LOCK).open("rb") as file:
+            return not lock(file.fileno(), shared=True)
     return False
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a path in a session's folder is that of a file of kvkeep."""
+    stem, suffix = path.stem, path.suffix
+    named = path.name == LOCK or suffix == _SHARED or (suffix == _GENERATION and _NUMBER.fullmatch(stem))
+    return bool(named or is_temporary(path.name)) and _is_file(path)
+
+
 def remove_folder(folder: Path) -> None:
-    """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError."""
+    """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError, also
+    if it has files of others, which remain."""
     with suppress(FileNotFoundError):
-        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *folder.iterdir()]:
+        own = [path for path in folder.iterdir() if is_own(path)]
+        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *own]:
             path.unlink(missing_ok=True)
         folder.rmdir()
 
@@ -273,8 +359,8 @@ def create_file(path: Path, data: bytes, locked: bool) -> None:
     and OSError."""
     temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
     try:
-        with open(temporary, "xb") as file:
-            os.chmod(temporary, 0o600)
+        with create_new(temporary) as file:
+            os.chmod(temporary, 0o600)  # the umask may have taken from the user, too
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -295,6 +381,19 @@ def create_file(path: Path, data: bytes, locked: bool) -> None:
 
 def _file(folder: Path, number: int) -> Path:
     return folder / f"{number}{_GENERATION}"
+
+
+def _is_file(path: Path) -> bool:
+    return is_file(path) if isinstance(path, Path) else True  # an object of a bucket is a file
+
+
+def _content(path: Path) -> bytes:
+    return read_file(path, MAX_BYTES) if isinstance(path, Path) else path.read_bytes()
+
+
+def _mark(content: bytes) -> str:
+    """Return the mark of a reference's file, without checking it."""
+    return content[-2 * _CHECK_BYTES :].decode(errors="replace")
 
 
 def _digest(data: bytes) -> str:

@@ -3,6 +3,9 @@
 FOLDER/kvkeep-store                   the version of the format
 FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
 FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
+
+The folder may be removed or replaced while programs use it. Before a program writes, it looks for the file with the
+version: without it, or with another one, the folder is another than before, and what is saved is saved there as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import itertools
 import logging
 import os
 import re
-import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
 from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import (
@@ -27,20 +30,26 @@ from kvkeep.blocks.references import (
     create_file,
     generations,
     in_use,
+    is_own,
     last_used,
     newest,
     remove_folder,
     unwritable,
 )
-from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError, reason_of
-from kvkeep.files import remove_abandoned, write_whole
+from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
+from kvkeep.files import is_temporary, remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
+from kvkeep.private_files import check_kind, close_to_others, is_file, is_folder, kind_of, make_folder, read_file
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".session"
 MARKER = "kvkeep-store"
 VERSION = 1
+FOLDERS = ("blocks", "sessions", "buckets")
+"""The names of the folders in a store."""
+_OF_DISKS = ("lost+found",)
+"""What the root folder of a disk has."""
 QUOTA = 2 * 10**9
 """Bytes of all blocks, unless the user names another quota."""
 DAY_S = 86400.0
@@ -54,6 +63,10 @@ UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}(?<!\.)(?<!\.session)"
 _NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
+
+
+Marker = tuple[int, int, int]
+"""Device, number and time of the file with the version, which tell a store from another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,8 @@ class SessionInfo:
     """Whether a program has it open for writing."""
     problem: str | None = None
     """The reason why it cannot be read; the fields below then have their defaults."""
+    other_version: bool = False
+    """Whether it cannot be read because another version of kvkeep has saved it."""
     created: float | None = None
     """The time of creation, in seconds since 1970."""
     saves: int = 0
@@ -118,7 +133,10 @@ class Store:
         self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions = self.folder / "sessions"
         self._create_file: Callable[[Any, bytes, bool], None] = create_file
-        self._checked = False
+        self.replaced = 0
+        """How often the folder was found removed or replaced."""
+        self._marker: Marker | None = None  # None: no program has used the folder yet
+        self._replacing = threading.Lock()
 
     @property
     def quota(self) -> int | None:
@@ -128,15 +146,26 @@ class Store:
     # -- the folder ---------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise UsageError unless the folder is a store of this version, or a new one can be created there."""
-        if self._checked:
+        """Raise UsageError unless the folder is a store of this version, or a new one can be created there; and
+        SessionUnwritable if it was one."""
+        if self._marker is not None and self._marker_there() == self._marker:
             return
+        try:
+            self._check()
+        except UsageError as error:
+            if self._marker is None:
+                raise
+            raise SessionUnwritable(str(error)) from error
+
+    def _check(self) -> None:
         folder = self.folder.absolute()
         if "\0" in str(folder):
             raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = (folder / MARKER).read_text(errors="replace").strip() if MARKER in found else None
+            version = _version(folder / MARKER) if MARKER in found else None
+            for name in FOLDERS:
+                check_kind(folder / name, "a folder")
         except (FileNotFoundError, NotADirectoryError) as error:
             there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
             if not there.is_dir():
@@ -147,14 +176,43 @@ class Store:
             return
         except OSError as error:
             raise UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
-        if found and version is None:
+        if version is None and not self._is_new([name for name in found if not _is_ours(name)]):
             raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
         if version not in (None, str(VERSION)):
             raise UsageError(
                 f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
                 "another folder."
             )
-        self._checked = version is not None
+        if version is not None:
+            if opened := close_to_others(folder):
+                log.warning("The folder '%s' %s.", self.folder, opened)
+            self._note_marker()
+
+    def _is_new(self, found: Sequence[str]) -> bool:
+        """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
+        or was one. A folder of blocks with its ledger was."""
+        ledger = self.folder / FOLDERS[0] / LEDGER
+        return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(ledger)))
+
+    def _marker_there(self) -> Marker | None:
+        """Return what tells this store from another one; None if there is none."""
+        with suppress(OSError):
+            facts = os.lstat(self.folder / MARKER)
+            return facts.st_dev, facts.st_ino, facts.st_mtime_ns
+        return None
+
+    def _note_marker(self) -> None:
+        """Remember the store that is there. If there was another one, say so."""
+        with self._replacing:
+            there = self._marker_there()
+            if self._marker not in (None, there):
+                self.replaced += 1
+                log.warning(
+                    "The store '%s' was removed or replaced while it was in use: what is saved from here on is saved "
+                    "in the folder that is there, and text that it lacks is read again.",
+                    self.folder,
+                )
+            self._marker = there or self._marker
 
     def check_writable(self) -> None:
         """Raise UsageError if nothing can be saved in the folder."""
@@ -165,16 +223,18 @@ class Store:
             raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
 
     def create(self) -> None:
-        """Create the folder if it is missing. Raises UsageError as :meth:`check`, and SessionUnwritable."""
+        """Create the folder if it is missing, also if it was removed. Raises UsageError as :meth:`check`, and
+        SessionUnwritable."""
         self.check()
-        if self._checked:
+        if self._marker_there() is not None:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()))
+            make_folder(self.folder)
+            close_to_others(self.folder)
+            write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()), private=True)
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        self._checked = True
+        self._note_marker()
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -196,7 +256,8 @@ class Store:
             return {"folder": self._existing(name), "create": self._create_file}
         path = self.path(name)
         self.create()
-        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file}
+        root = self.folder if isinstance(path, Path) else None
+        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file, "root": root}
 
     def open(self, name: str) -> Reference:
         """Return the session open for writing; create it if missing."""
@@ -235,6 +296,7 @@ class Store:
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
         the number of removed sessions."""
+        self.check()
         gone = 0
         for name in [*self._names()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
@@ -255,7 +317,7 @@ class Store:
         """Remove the whole store, unless it has a session."""
         with suppress(OSError):
             self._sessions.rmdir()
-            shutil.rmtree(self.blocks.folder, ignore_errors=True)
+            self.blocks.remove_folder()
             (self.folder / MARKER).unlink(missing_ok=True)
             self.folder.rmdir()
 
@@ -326,7 +388,7 @@ class Store:
     def _existing(self, name: str) -> Path:
         path = self.path(name)
         self.check()
-        if not path.is_dir():
+        if not _is_folder(path):
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
         return path
 
@@ -335,8 +397,18 @@ class Store:
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
         for path in itertools.chain(*map(self._sessions.glob, patterns)):
             name = path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
-            if _NAME.fullmatch(name) and path.is_dir():
+            if _NAME.fullmatch(name) and all(map(_is_folder, (path.parent, path))):
                 yield name
+
+    def foreign(self) -> list[str]:
+        """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays. Raises
+        OSError."""
+        found = [(name, kind_of(self.folder / name)) for name in os.listdir(self.folder)]
+        there = [(name, kind) for name, kind in found if not _is_ours(name) and name not in FOLDERS]
+        others = [(path, kind) for path, kind in _foreign_to_sessions(self.folder / "sessions")]
+        others += self.blocks.foreign()
+        there += [(os.path.relpath(path, self.folder), kind) for path, kind in others]
+        return [f"'{path}' ({kind})" for path, kind in sorted(there) if kind is not None]
 
     def _info(self, name: str) -> SessionInfo:
         """Return the facts about a session. Raises OSError if it is missing."""
@@ -359,8 +431,8 @@ class Store:
                 mark=reference.mark,
             )
         except SessionError as error:
-            problem = str(error) if generations(path) else UNSAVED
-        return SessionInfo(**common, bytes=0, problem=problem)
+            problem, other = (str(error) if generations(path) else UNSAVED), isinstance(error, SessionVersion)
+        return SessionInfo(**common, bytes=0, problem=problem, other_version=other)
 
     def _removed(self, name: str) -> bool:
         """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
@@ -378,6 +450,33 @@ class Store:
         except OSError as error:
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
+
+
+def _version(marker: Path) -> str:
+    return read_file(marker, 1000).decode(errors="replace").strip()
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether a name in a store's folder is that of a file that kvkeep writes, or a disk has."""
+    return name == MARKER or name in _OF_DISKS or is_temporary(name)
+
+
+def _is_folder(path: Any) -> bool:
+    return is_folder(path) if isinstance(path, Path) else bool(path.is_dir())  # in a bucket are no links
+
+
+def _foreign_to_sessions(folder: Path, owner: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield path and kind of what is none of kvkeep's in a folder of sessions; owner: whose it is."""
+    for path in sorted(folder.iterdir()) if is_folder(folder) else ():
+        session = path.name.endswith(SUFFIX)
+        if not is_folder(path) or not _NAME.fullmatch(f"{owner}{path.name.removesuffix(SUFFIX)}"):
+            yield str(path), kind_of(path)
+        elif session:
+            yield from ((str(one), kind_of(one)) for one in sorted(path.iterdir()) if not is_own(one))
+        elif owner:
+            yield str(path), kind_of(path)
+        else:
+            yield from _foreign_to_sessions(path, f"{path.name}/")
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:
