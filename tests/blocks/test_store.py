@@ -144,7 +144,7 @@ def test_blocks_stay_while_another_session_cannot_be_read(
         if place == "listdir":
             patch.setattr(references.os, "listdir", refuse)
         else:
-            patch.setattr(Path, "read_bytes", refuse)
+            patch.setattr(references, "read_file", refuse)
         store.release("me/a", {shared.key})
     assert store.blocks.has(shared)
     store.release("me/a", {shared.key})

@@ -216,7 +216,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
         return engine.sessions.facts("me")["talk"]["note"]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", full)
+        patch.setattr(os, "mkdir", full)
         one = told(engine, parts[0], "talk", **kind)
         assert one.ended.written == NEW and "'talk' cannot be saved: no space left" in note()
         ids = [*parts[0], *one.ended.tokens, *parts[1]]

@@ -6,10 +6,11 @@ import math
 import re
 from typing import Any
 
-from kvkeep.errors import SessionDamaged
+from kvkeep.errors import SessionDamaged, SessionVersion
 
 MAX_SLOTS = 2**31
 """Slots and token ids are int32."""
+_MAX_NUMBER = 2**63
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _HEADER: dict[str, Any] = {
     "fingerprint": str,
@@ -34,13 +35,16 @@ _HEADER: dict[str, Any] = {
 
 
 def checked(about: Any) -> dict[str, Any]:
-    """Return a reference's data, whose types and ranges are right. Raises SessionDamaged."""
-    if type(about) is not dict or set(about) != set(_HEADER):
-        raise damaged("its header has other names than expected")
+    """Return a reference's data, whose types and ranges are right. Raises SessionDamaged and SessionVersion."""
+    if type(about) is not dict:
+        raise damaged("its header is no table")
+    check_version(about)
     for name, kind in _HEADER.items():
         value = about[name]
         if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
             raise damaged(f"its header has a '{name}' of the wrong type")
+        if isinstance(value, int) and not -1 < value < _MAX_NUMBER:
+            raise damaged(f"its header has a '{name}' that is out of range")
         if isinstance(value, str) and not value.isprintable():
             raise damaged(f"its header has a '{name}' that cannot be printed")
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
@@ -53,6 +57,18 @@ def checked(about: Any) -> dict[str, Any]:
     if any(len(row) != length for row in ids) or (length and len(ids) != rows):
         raise damaged("it has the ids of other tokens")
     return dict(about)
+
+
+def check_version(about: dict[str, Any]) -> None:
+    """Raise SessionVersion unless a reference's data has the names that this version of kvkeep writes."""
+    others, missing = sorted(map(str, set(about) - set(_HEADER))), sorted(set(_HEADER) - set(about))
+    if not (others or missing):
+        return
+    name = ascii((others or missing)[0])[:40]
+    what = f"has {name}, which this one does not know" if others else f"lacks {name}"
+    raise SessionVersion(
+        f"it was saved by another version of kvkeep (it {what}); use that version, or start a new session."
+    )
 
 
 def damaged(reason: str) -> SessionDamaged:

@@ -126,7 +126,7 @@ class Reference:
         """Continue in the folder that is there, if that of this session was removed or replaced since it was opened or
         saved: take its lock, and follow an earlier generation, or none. replaced: it was, as the caller knows. Return
         whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
-        stale = not self._shared and not self._in_place
+        stale, had_lock = not self._in_place, self._lock is not None  # it has none if the disk was read-only
         try:
             if stale:
                 self._unlock()
@@ -139,8 +139,8 @@ class Reference:
         found = (number, _mark(data))
         if number > self.saves or (number == self.saves and found != (number, self.mark)):
             raise self._followed()
-        stale, self._before = stale or found != self._before, found
-        return stale
+        renewed, self._before = (stale and had_lock) or found != self._before, found
+        return renewed
 
     def discard(self) -> None:
         """Remove the last save, which this program made. Those of other programs remain."""

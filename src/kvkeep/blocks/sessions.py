@@ -12,11 +12,12 @@ again. It never gives other entries than those that were saved.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -28,14 +29,22 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.header import MAX_SLOTS, checked, damaged
+from kvkeep.blocks.header import MAX_SLOTS, check_version, checked, damaged
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, SessionUnwritable, StoreError, UsageError
+from kvkeep.errors import (
+    KvkeepError,
+    SessionBusy,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    StoreError,
+    UsageError,
+)
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
@@ -45,6 +54,8 @@ from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
+_REMOVALS = 3
+"""How often a save is repeated whose folder is removed meanwhile."""
 _TAIL = "tail."
 _END = re.compile(r"end\.([1-9][0-9]{0,9})\.(.+)")
 """The name of a tensor of a window or a recurrent state at the end of a block."""
@@ -70,6 +81,7 @@ class StoredSession(Reference):
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
         self.store, self.name, self.space = store, name, store.space(name)
         super().__init__(**store.place(name, writing))
+        self._replaced = store.replaced  # how often it was when this session last was in its folder
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
@@ -102,11 +114,15 @@ class StoredSession(Reference):
 
     # -- saving -------------------------------------------------------------------------------------------
 
-    def save(self, session: Session, forget: bool = False) -> None:
-        """Save the state of ``session`` as a turn; ``forget`` as in :func:`save_session`. Raises SessionError; the
-        previous turn then remains saved."""
+    def save(self, session: Session, forget: bool = False) -> bool:
+        """Save the state of ``session`` as a turn; ``forget`` as in :func:`save_session`. If the session's folder was
+        removed or replaced since the last save, the session is saved as a whole. Return whether it was. Raises
+        SessionError; the previous turn then remains saved."""
         cache, before = session.cache, self.about or {}
         check_savable(cache)
+        if before:
+            with self.naming("saved"):
+                check_version(before)
         length, lengths = cache.get_seq_length(), [len(row) for row in session.ids]
         if any(lengths) if not length else lengths != [length] * cache.rows:
             raise UsageError(f"A session needs the ids of all {length} tokens of its cache, for each of its rows.")
@@ -136,11 +152,16 @@ class StoredSession(Reference):
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
-        try:
-            names = self._write(cache, text, session.ids, state_bytes)
+        names = list[str]()
+
+        def write() -> None:
+            names[:] = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
             cache.stream.disk.check()
             self.commit(about | {"blocks": names})
+
+        try:
+            renewed = self._written(write)
         except (StoreError, SessionError) as error:
             self.store.blocks.remove(self.block(key))
             if isinstance(error, StoreError):
@@ -153,6 +174,42 @@ class StoredSession(Reference):
             unnamed = {key for key in unnamed if text.start and belongs_to_sessions(key)}
         if unnamed:
             self.store.release(self.name, unnamed)
+        return renewed
+
+    def _written(self, write: Callable[[], None]) -> bool:
+        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was, or had
+        been before. Raises SessionError, and what ``write`` raises."""
+        renewed = False
+        for number in itertools.count(1):
+            renewed |= self._renew()
+            try:
+                write()
+            except (StoreError, SessionBusy):
+                if number > _REMOVALS or not self._removed():
+                    raise
+            else:
+                if number > _REMOVALS or not self._removed():
+                    break
+        return renewed
+
+    def _removed(self) -> bool:
+        """Return whether the session's folder was removed or replaced since it was renewed."""
+        self.store.create()
+        return self.store.replaced != self._replaced or not self._in_place
+
+    def _renew(self) -> bool:
+        """Go where the session is saved, if its folder was removed or replaced; return whether it was. Raises
+        SessionError."""
+        self.store.create()
+        replaced = self.store.replaced != self._replaced
+        renewed = self.renew(replaced)
+        self._replaced = self.store.replaced
+        if renewed and not replaced:  # otherwise the store has said so
+            log.warning(
+                "The folder of the session '%s' was removed or replaced while it was in use; it is saved again.",
+                self.name,
+            )
+        return renewed
 
     def _remove_state(self, key: str) -> None:
         """Remove the state of an earlier save, unless a fork of that save has it."""
@@ -215,16 +272,16 @@ class StoredSession(Reference):
             return Session(cache, ids, copy.deepcopy(about["notes"]), about["tokenizer"])
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Name the session in errors raised within the block."""
+    def naming(self, what: str = "continued") -> Iterator[None]:
+        """Name the session in errors raised within the block. what: what cannot be done with it."""
         if self.about is None:
             raise SessionError(f"There is no session at '{self.path}': its first turn was never saved.")
         try:
             yield
         except SessionError as error:
-            raise type(error)(f"The session '{self.path}' cannot be continued: {error}") from error.__cause__
+            raise type(error)(f"The session '{self.path}' cannot be {what}: {error}") from error.__cause__
         except KvkeepError as error:  # this machine lacks a method or a folder
-            raise SessionError(f"The session '{self.path}' cannot be continued here: {error}") from error
+            raise SessionError(f"The session '{self.path}' cannot be {what} here: {error}") from error
 
     def _request(self, model: Any, tokenizer: str | None) -> Request:
         about = checked(self.about)

@@ -23,11 +23,20 @@ from typing import Any, TypeVar
 
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
+from kvkeep.blocks.header import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import LOCAL, Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, SessionUnwritable, place_of
+from kvkeep.errors import (
+    KvkeepError,
+    SessionBusy,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    SessionVersion,
+    place_of,
+)
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.policies.request import Request
@@ -119,7 +128,7 @@ class SessionStorage:
             return
         try:
             stored = session.stored = self._create(session) if stored is None else stored
-            stored.save(Session(cache, [session.past.ids], tokenizer=self._tokenizer))
+            renewed = stored.save(Session(cache, [session.past.ids], tokenizer=self._tokenizer))
         except Exception as error:
             assert session.name is not None
             session.followed = isinstance(error, SessionBusy)
@@ -129,6 +138,8 @@ class SessionStorage:
         else:
             session.unsaved = None
             self.saved += 1
+            if renewed:
+                session.note = "What was stored of it was removed or replaced meanwhile; the whole session is saved again."
 
     def close(self, stored: StoredSession) -> None:
         """Close a session if it is open."""
@@ -227,6 +238,8 @@ class SessionStorage:
                     stored.close()
                     note, away = self._set_aside(name, error), False
                     stored, _ = self._stored(name)
+                except SessionVersion:
+                    raise
                 except SessionError as error:
                     note, away = self._read_anew(name, error), False
             if away and len(stored.about["ids"]) > 1:  # type: ignore[index]
@@ -270,6 +283,8 @@ class SessionStorage:
         if stored.about is None:
             return stored
         stored.close()
+        with stored.naming("saved"):
+            check_version(stored.about)
         raise SessionBusy(
             f"Another program has created the session '{session.name[1]}' in the meantime; use another name."
         )
