@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,40 @@ def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypat
     engine.close()
     (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
     assert (info.saves, info.method) == (1, "tova")
+
+
+@pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
+@pytest.mark.parametrize("how", ["removed", "moved", "restored"])
+def test_a_store_that_is_removed_under_a_server_is_written_again_and_it_is_said_once(
+    how: str, kind: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Named sessions and others go on with the same answers, and a later server continues what was saved meanwhile."""
+    folder, parts, expected = tmp_path / "a" / "store", turns(5, 4), alone(turns(5, 4), kind)
+    engine, ids, long = serving(folder), list[int](), text(300, 7)
+    for number, part in enumerate(parts):
+        if number == 3:
+            engine.close()
+            engine = serving(folder)
+        ids += part
+        one = told(engine, ids, "talk", **kind)
+        assert [*one.ended.tokens] == expected[number] and (not number or one.ended.cached > len(ids) - len(part) - 2)
+        ids += one.ended.tokens
+        if number == 0:
+            shutil.copytree(folder, tmp_path / "backup")
+            begun = Client(engine, long, NEW, **METHODS[0])
+            run(engine)
+        elif number == 1:
+            shutil.rmtree(folder.parent) if how != "moved" else folder.rename(tmp_path / "away")
+            if how == "restored":
+                shutil.copytree(tmp_path / "backup", folder)
+            again = Client(engine, [*long, *text(20, 8)], NEW, **METHODS[0])  # its memory has the text
+            run(engine)
+            assert again.ended.cached >= len(long) - 1 and begun.ended.tokens
+        elif number == 2:
+            assert "saved again" in engine.sessions.facts("me")["talk"]["note"]
+    assert [one.levelname for one in caplog.records] == ["WARNING"] and "was removed or replaced" in caplog.text
+    other = Client(engine, [*long, *text(20, 8)], NEW, **METHODS[0])
+    run(engine)
+    assert other.ended.cached >= 256
+    engine.close()
+    assert (folder / "kvkeep-store").exists() and not any(info.problem for info in Store(folder).sessions())
