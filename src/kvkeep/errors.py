@@ -63,6 +63,10 @@ class BlockDamaged(StoreError):
     """The file of a block is not as it was written; the message is a part of a sentence."""
 
 
+class BlockVersion(BlockMissing):
+    """The file of a block is of another version of kvkeep; it is neither read nor changed."""
+
+
 class SessionError(KvkeepError):
     """A saved cache cannot be continued (another model, a truncated file)."""
 

@@ -101,7 +101,7 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "not a file", os.fspath(path))
-        if flags & os.O_CREAT and stat.S_IMODE(facts.st_mode) != FILE_MODE:
+        if flags & os.O_CREAT and facts.st_nlink == 1 and stat.S_IMODE(facts.st_mode) != FILE_MODE:
             with suppress(OSError):  # some file systems have no permissions
                 os.chmod(handle if os.chmod in os.supports_fd else path, FILE_MODE)
     except BaseException:

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BlockDamaged
+from kvkeep.errors import BlockDamaged, BlockVersion
 from kvkeep.memory.places import Place
 
 MAGIC = b"kvblock3"
+_FAMILY = MAGIC[:-1]
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
@@ -117,6 +118,8 @@ def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]
     if len(header) < HEADER.size:
         raise BlockDamaged("is truncated")
     magic, length, digest = HEADER.unpack(header)
+    if magic != MAGIC and magic.startswith(_FAMILY):
+        raise BlockVersion(f"Another version of kvkeep has written it ({magic.decode('ascii', 'replace')}).")
     if magic != MAGIC or length > MAX_DESCRIPTION:
         raise BlockDamaged("has another header than kvkeep writes")
     description = read(length)

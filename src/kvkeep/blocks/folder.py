@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from kvkeep.blocks.block_file import Content, encode, parse, read
-from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, reason_of
+from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
 from kvkeep.files import is_temporary, sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
 from kvkeep.private_files import check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
@@ -113,7 +113,8 @@ class BlockFolder:
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
         except (OSError, StoreError) as error:
             reason = str(error) if isinstance(error, StoreError) else f"{reason_of(error)}."
-            raise BlockMissing(f"The block '{path}' cannot be read: {reason}") from error
+            kind = BlockVersion if isinstance(error, BlockVersion) else BlockMissing
+            raise kind(f"The block '{path}' cannot be read: {reason}") from error
         self._in_memory[name, home.name] = content
         return tensors
 

@@ -37,11 +37,13 @@ from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
+    BlockVersion,
     KvkeepError,
     SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
+    SessionVersion,
     StoreError,
     UsageError,
 )
@@ -318,6 +320,8 @@ class StoredSession(Reference):
             self._fill(cache, about, ids, blocks, state)
         except (StoreError, ShapeError) as error:
             problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
+            if isinstance(error, BlockVersion) and past.get("plain") is not True:
+                raise SessionVersion(f"its text cannot be read again, as it has more than token ids. {problem}") from error
         except KvkeepError:
             raise
         except Exception as error:  # restoring malformed tensors may raise anything

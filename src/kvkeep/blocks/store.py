@@ -10,6 +10,7 @@ version: without it, or with another one, the folder is another than before, and
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -148,10 +149,10 @@ class Store:
     def check(self) -> None:
         """Raise UsageError unless the folder is a store of this version, or a new one can be created there; and
         SessionUnwritable if it was one."""
-        if self._marker is not None and self._marker_there() == self._marker:
-            return
         try:
-            self._check()
+            if self._marker is None or self._marker_there() != self._marker:
+                self._check()
+            self._check_folders()
         except UsageError as error:
             if self._marker is None:
                 raise
@@ -164,8 +165,6 @@ class Store:
         try:
             found = os.listdir(folder)
             version = _version(folder / MARKER) if MARKER in found else None
-            for name in FOLDERS:
-                check_kind(folder / name, "a folder")
         except (FileNotFoundError, NotADirectoryError) as error:
             there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
             if not there.is_dir():
@@ -187,6 +186,14 @@ class Store:
             if opened := close_to_others(folder):
                 log.warning("The folder '%s' %s.", self.folder, opened)
             self._note_marker()
+
+    def _check_folders(self) -> None:
+        """Raise UsageError unless the folders in the store's are folders, and no links."""
+        try:
+            for name in FOLDERS:
+                check_kind(self.folder / name, "a folder")
+        except OSError as error:
+            raise UsageError(f"The folder '{self.folder}' cannot be used: {reason_of(error)}.") from error
 
     def _is_new(self, found: Sequence[str]) -> bool:
         """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
@@ -401,14 +408,14 @@ class Store:
                 yield name
 
     def foreign(self) -> list[str]:
-        """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays. Raises
-        OSError."""
-        found = [(name, kind_of(self.folder / name)) for name in os.listdir(self.folder)]
-        there = [(name, kind) for name, kind in found if not _is_ours(name) and name not in FOLDERS]
-        others = [(path, kind) for path, kind in _foreign_to_sessions(self.folder / "sessions")]
-        others += self.blocks.foreign()
-        there += [(os.path.relpath(path, self.folder), kind) for path, kind in others]
-        return [f"'{path}' ({kind})" for path, kind in sorted(there) if kind is not None]
+        """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays."""
+        found = list[tuple[str, str | None]]()
+        with suppress(OSError):  # there is no folder yet
+            names = [name for name in os.listdir(self.folder) if not _is_ours(name) and name not in FOLDERS]
+            found += [(name, kind_of(self.folder / name)) for name in names]
+            inside = [*_foreign_to_sessions(self.folder / "sessions"), *self.blocks.foreign()]
+            found += [(os.path.relpath(path, self.folder), kind) for path, kind in inside]
+        return [f"{ascii(path)} ({kind})" for path, kind in sorted(found) if kind is not None]
 
     def _info(self, name: str) -> SessionInfo:
         """Return the facts about a session. Raises OSError if it is missing."""
@@ -442,12 +449,19 @@ class Store:
         try:
             with suppress(SessionError), Reference(path) as reference:
                 keys = keys_of(reference.about)
-            remove_folder(path)
-            self.release(name, keys)
+            try:
+                remove_folder(path)
+            finally:
+                if not generations(path):
+                    self.release(name, keys)
             if path.parent != self._sessions:
                 with suppress(OSError):
                     path.parent.rmdir()
         except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not generations(path):
+                raise SessionUnwritable(
+                    f"The session '{name}' is removed, but its folder '{path}' stays: it has files of others."
+                ) from error
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvkeep.blocks.store import UNSAVED, Store
-from kvkeep.errors import BlockDamaged, StoreError
+from kvkeep.errors import BlockDamaged, BlockVersion, StoreError
 
 
 @dataclass
@@ -24,12 +24,17 @@ class Verification:
     """The number of sessions whose reference is as it was written."""
     damaged: dict[str, str] = field(default_factory=dict)
     """The other sessions by name: why they cannot be read."""
+    foreign: list[str] = field(default_factory=list)
+    """A part of a sentence about each thing in the folder that is none of kvkeep's, and remains."""
+    other_version: list[str] = field(default_factory=list)
+    """A sentence about each block and session that another version of kvkeep has saved, and remains."""
     incomplete: dict[str, int] = field(default_factory=dict)
     """Sessions by name that have fewer blocks than they were saved with, and how many are missing."""
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is damaged. Blocks that were removed for the quota are no damage."""
+        """Whether nothing is damaged. Blocks that were removed for the quota are no damage, and neither is what others
+        have written."""
         return not (self.removed or self.unreadable or self.damaged)
 
 
@@ -37,11 +42,14 @@ def verify(store: Store) -> Verification:
     """Read all blocks of a store, compare their checksums, and remove the damaged ones; then read all references."""
     store.check()
     found = Verification()
+    found.foreign = store.foreign()
     for name in store.blocks.names():
         try:
             count = store.blocks.check(name)
         except BlockDamaged as error:
             found.removed.append(str(error))
+        except BlockVersion as error:
+            found.other_version.append(str(error))
         except StoreError as error:
             if store.blocks.size(name):  # otherwise another program removed it
                 found.unreadable.append(str(error))
@@ -49,7 +57,9 @@ def verify(store: Store) -> Verification:
             found.blocks, found.bytes = found.blocks + 1, found.bytes + count
     for info in store.sessions():
         if info.problem is not None:
-            if info.problem != UNSAVED:
+            if info.other_version:
+                found.other_version.append(f"The session '{info.name}' cannot be read: {info.problem}")
+            elif info.problem != UNSAVED:
                 found.damaged[info.name] = info.problem
             continue
         found.sessions += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,10 @@ app = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
 Word = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
+
+
+SHOWN = 5
+"""The most names in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def list_(
     found, (blocks, count) = store.sessions(owner), store.blocks.count()
     if json:
         total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": place.bucket or str(store.folder)}
+        total["foreign"] = store.foreign()
         print_json({"sessions": [_facts(info) for info in found]} | total)
         return
     table = Table(box=None, header_style="bold")
@@ -104,6 +110,7 @@ def list_(
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     sizes = f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}"
     note(f"{sizes}, in {place.bucket or store.folder}.")
+    _say_foreign(store.foreign())
 
 
 @app.command("show")
@@ -154,8 +161,9 @@ def verify_(place: StorePlace, json: options.Json = False) -> None:
     if json:
         print_json(asdict(found))
     else:
-        for sentence in (*found.removed, *found.unreadable, *found.damaged.values()):
+        for sentence in (*found.removed, *found.unreadable, *found.other_version, *found.damaged.values()):
             note(sentence)
+        _say_foreign(found.foreign)
         for name, missing in found.incomplete.items():
             note(
                 f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read "
@@ -242,6 +250,13 @@ def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
         note(sentence)
 
 
+def _say_foreign(found: Sequence[str]) -> None:
+    """Print a sentence about what is in a store and none of kvkeep's."""
+    if found:
+        rest = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        note(f"In the folder is what kvkeep has not written, does not use and leaves alone: {', '.join(found[:SHOWN])}{rest}.")
+
+
 def _facts(info: SessionInfo) -> dict[str, Any]:
     now = time.time()
     ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
@@ -251,6 +266,8 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
 def _problem(info: SessionInfo) -> str:
     from kvkeep.blocks.store import UNSAVED
 
+    if info.other_version:
+        return "of another version"
     return "never saved" if info.problem == UNSAVED else "cannot be read"
 
 
