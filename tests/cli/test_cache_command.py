@@ -280,7 +280,7 @@ def test_the_folder_is_the_users_unless_one_is_named(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     empty = json.loads(run("cache", "list", "--json")[1])
     where = str(tmp_path / "none" / "kvkeep" / "store")
-    assert empty == {"sessions": [], "blocks": 0, "bytes": 0, "quota": 2 * 10**9, "folder": where}
+    assert empty == {"sessions": [], "blocks": 0, "bytes": 0, "quota": 2 * 10**9, "folder": where, "foreign": []}
     code, _, err = run("chat", "--sessions", folder)
     assert code == 2 and "--session NAME" in err
 

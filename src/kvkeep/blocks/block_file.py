@@ -82,7 +82,7 @@ def read(path: Path, home: Place) -> Content:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise BlockDamaged("is no regular file")
-        length = _length(file)
+        length = length_of(file)
         if length != facts.st_size:
             raise BlockDamaged("is truncated" if length > facts.st_size else "is longer than was written")
         content: Content = home.allocate((length,), torch.uint8).numpy()
@@ -103,8 +103,9 @@ def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def _length(file: BinaryIO) -> int:
-    """Return the bytes that a block's file should have. Raises BlockDamaged."""
+def length_of(file: BinaryIO) -> int:
+    """Return the bytes that a block's file should have; ``file`` is at its beginning. Raises BlockDamaged, and
+    BlockVersion."""
     about, start = _description(file.read(HEADER.size), file.read)
     try:
         return start + int(about["bytes"])

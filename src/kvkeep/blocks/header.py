@@ -11,6 +11,8 @@ from kvkeep.errors import SessionDamaged, SessionVersion
 MAX_SLOTS = 2**31
 """Slots and token ids are int32."""
 _MAX_NUMBER = 2**63
+MAX_DEPTH = 200
+"""The maximum number of levels of a session's notes and of other tables of a reference."""
 _BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
 _HEADER: dict[str, Any] = {
     "fingerprint": str,
@@ -49,6 +51,8 @@ def checked(about: Any) -> dict[str, Any]:
             raise damaged(f"its header has a '{name}' that cannot be printed")
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
         raise damaged("it has invalid names of blocks")
+    if any(too_deep(about[name]) for name in ("notes", "options", "past", "by_token")):
+        raise damaged("its header has too many levels")
     length, rows, ids = about["past"].get("length"), about["past"].get("rows"), about["ids"]
     if not all(type(one) is int and 0 <= one < MAX_SLOTS for one in (length, rows)):
         raise damaged("it has an invalid number of tokens")
@@ -57,6 +61,14 @@ def checked(about: Any) -> dict[str, Any]:
     if any(len(row) != length for row in ids) or (length and len(ids) != rows):
         raise damaged("it has the ids of other tokens")
     return dict(about)
+
+
+def too_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Return whether plain data has more than so many levels of tables and lists."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(too_deep(one, levels - 1) for one in inner)
 
 
 def check_version(about: dict[str, Any]) -> None:

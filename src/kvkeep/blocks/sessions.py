@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.header import MAX_SLOTS, check_version, checked, damaged
+from kvkeep.blocks.header import MAX_DEPTH, MAX_SLOTS, check_version, checked, damaged, too_deep
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import Reference
@@ -125,6 +125,8 @@ class StoredSession(Reference):
         if before:
             with self.naming("saved"):
                 check_version(before)
+        if too_deep(session.notes):
+            raise UsageError(f"The notes of a session may have at most {MAX_DEPTH} levels of tables and lists.")
         length, lengths = cache.get_seq_length(), [len(row) for row in session.ids]
         if any(lengths) if not length else lengths != [length] * cache.rows:
             raise UsageError(f"A session needs the ids of all {length} tokens of its cache, for each of its rows.")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import kvkeep
+from kvkeep.files import write_whole
 from kvkeep.models.folders import cache_folder
 from kvkeep.plugins import PARTS, points
+from kvkeep.private_files import make_folder
 
 
 def cached(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -26,6 +28,7 @@ def cached(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             return dict(saved)
     made = make()
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"made_for": made_for, **made}), encoding="utf-8")
+        make_folder(path.parent)
+        content = json.dumps({"made_for": made_for, **made}).encode()
+        write_whole(path, lambda file: file.write(content), private=True)
     return made

@@ -16,6 +16,7 @@ from kvkeep.errors import StoreError, reason_of, unknown
 from kvkeep.memory.place_names import PLACES
 from kvkeep.models.folders import cache_folder
 from kvkeep.native.library import map_file
+from kvkeep.private_files import make_folder
 
 
 class Device:
@@ -71,7 +72,7 @@ class Disk:
             return
         try:
             if folder is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvkeep.files import write_whole
 from kvkeep.models.folders import cache_folder
+from kvkeep.private_files import make_folder
 
 
 def sha256(path: Path) -> str:
@@ -29,8 +30,8 @@ def remembered_sha256(path: Path) -> str:
     checksum = sha256(path)
     kept = {name: value for name, value in known.items() if Path(name).is_file()} | {key: [*facts, checksum]}
     with suppress(OSError):  # a cache folder prepared by someone else may be read-only
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(memory, lambda file: file.write(json.dumps(kept, indent=1).encode()))
+        make_folder(memory.parent)
+        write_whole(memory, lambda file: file.write(json.dumps(kept, indent=1).encode()), private=True)
     return checksum
 
 

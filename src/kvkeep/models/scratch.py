@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvkeep.errors import ModelError, reason_of
 from kvkeep.files import abandoned, owner
+from kvkeep.private_files import make_folder
 
 _PREFIX = ".scratch-"
 
@@ -21,7 +22,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     Also removes folders of killed processes. Raises ModelError where ``parent`` cannot be written or is full.
     """
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        make_folder(parent)
         _sweep(parent)
         prefix = f"{_PREFIX}{owner()}-"
         with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as folder:

@@ -96,7 +96,11 @@ class Machine:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rates as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(self.json(), encoding="utf-8")
+
+    def json(self) -> str:
+        """Return the content of a file of :meth:`save`."""
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Machine:

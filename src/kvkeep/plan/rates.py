@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, reason_of
+from kvkeep.files import write_whole
 from kvkeep.models.folders import cache_folder
 from kvkeep.native.library import path as native_path
 from kvkeep.plan.estimate import DTYPE, estimated, named, processor_name
 from kvkeep.plan.machine import Machine
+from kvkeep.private_files import make_folder, open_lock
 
 VERSION = 6
 """Version of the measurements. Older measurements are ignored."""
@@ -58,9 +60,7 @@ def failure_file(device: str, dtype: torch.dtype) -> Path:
 
 def store(machine: Machine, path: Path) -> None:
     """Write measured rates atomically."""
-    part = path.with_suffix(f".{os.getpid()}")
-    machine.save(part)
-    part.replace(path)
+    write_whole(path, lambda file: file.write(machine.json().encode()), private=True)
     path.with_suffix(".failed").unlink(missing_ok=True)
 
 
@@ -69,8 +69,8 @@ def only_one(folder: Path) -> Iterator[None]:
     """Lock out other measuring processes within the block. Raises BusyError while another process measures, and
     KvkeepError if the folder is not writable."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "measuring").open("w")
+        make_folder(folder)
+        file = os.fdopen(open_lock(folder / "measuring"), "r+b")
     except OSError as error:
         raise KvkeepError(f"Rates cannot be kept in '{folder}': {reason_of(error)}.") from None
     with file:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from kvkeep.errors import KvkeepError
+from kvkeep.files import write_whole
 from kvkeep.models.weight_memory import free_memory
 from kvkeep.plan.background import BUSY
 from kvkeep.plan.estimate import busy, named
 from kvkeep.plan.rates import failure_file, measured, rates_file
+from kvkeep.private_files import make_folder
 from kvkeep.serve.engine import Engine
 
 IDLE_S = 60.0
@@ -72,7 +74,7 @@ class Measuring:
     def _needed(self) -> bool:
         """Return whether there are no rates yet, a place to save them, and no record of a failed measurement."""
         folder = rates_file(self.device, self.dtype).parent
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if not os.access(folder, os.W_OK) or failure_file(self.device, self.dtype).exists():
             return False
         return measured(self.device, self.dtype) is None
@@ -125,7 +127,8 @@ class Measuring:
         """Report the failure once, to the user and to later processes."""
         self.tell(f"the measurement of this machine failed ({reason}); predicted times stay estimates")
         with suppress(OSError, KvkeepError):
-            failure_file(self.device, self.dtype).write_text(reason + "\n", encoding="utf-8")
+            content = f"{reason}\n".encode()
+            write_whole(failure_file(self.device, self.dtype), lambda file: file.write(content), private=True)
 
 
 def _loaded() -> bool:

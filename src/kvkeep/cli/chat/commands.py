@@ -16,6 +16,7 @@ from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, reason_of, unknown
 from kvkeep.policies.methods import STOCK, names
+from kvkeep.private_files import open_file
 from kvkeep.stock import memory_of
 from kvkeep.units import size
 
@@ -210,7 +211,8 @@ def _path_and_question(rest: str) -> tuple[str, str]:
 
 def _write_new(path: str, text: str) -> str:
     try:
-        with open(os.path.expanduser(path), "x", encoding="utf-8") as file:
+        handle = open_file(os.path.expanduser(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"There is a file '{path}' already; give another name.") from None

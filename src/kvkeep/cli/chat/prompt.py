@@ -25,6 +25,7 @@ from kvkeep.cli.chat.input import LINE, Ask
 from kvkeep.decode.prompt import check_text
 from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
+from kvkeep.private_files import make_folder, open_file
 
 MAX_CHARACTERS = 4000
 """Maximum characters of a remembered question; a pasted text is longer."""
@@ -74,7 +75,7 @@ def _history(remember: bool) -> History:
     with suppress(OSError, UsageError):
         if remember:
             path = data_folder() / "chat-history"
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            make_folder(path.parent)
+            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
             return _Questions(str(path))
     return InMemoryHistory()

@@ -8,10 +8,12 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvkeep.errors import UsageError, reason_of
 from kvkeep.models.folders import data_folder
+from kvkeep.private_files import make_folder, open_file
 from kvkeep.serve.http.errors import APIError
 
 VARIABLE = "KVKEEP_API_KEYS"
@@ -65,12 +67,13 @@ def keys_given(path: str | None = None) -> list[str]:
 def kept_key() -> tuple[str, Path, bool]:
     """Return this user's key, its file (readable only by the user), and whether the key is new."""
     path = data_folder() / "server-key"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = f"kvkeep-{secrets.token_urlsafe(24)}"
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        make_folder(path.parent)
+        handle = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
-        path.chmod(0o600)
+        with suppress(OSError):  # it may be another user's, who has given it
+            path.chmod(0o600)
         if not (key := _read(path).strip()):
             raise UsageError(f"The file '{path}' has no key; delete it, and a new key is made.") from None
         return key, path, False
