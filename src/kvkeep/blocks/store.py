@@ -37,6 +37,7 @@ from kvkeep.blocks.references import (
     remove_folder,
     unwritable,
 )
+from kvkeep.clock import ClockWatch
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
 from kvkeep.files import is_temporary, remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
@@ -138,6 +139,7 @@ class Store:
         """How often the folder was found removed or replaced."""
         self._marker: Marker | None = None  # None: no program has used the folder yet
         self._replacing = threading.Lock()
+        self._clock = ClockWatch()
 
     @property
     def quota(self) -> int | None:
@@ -302,14 +304,17 @@ class Store:
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
-        the number of removed sessions."""
+        the number of removed sessions. If the clock was set meanwhile, ages count from then on."""
         self.check()
-        gone = 0
-        for name in [*self._names()] if self.age is not None else ():
+        gone, steady = 0, self._clock.steady_s()
+        age = None if self.age is None or self.age > steady else self.age
+        for name in [*self._names()] if age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - last_used(self.path(name)) > (self.age or 0):
+                if time.time() - last_used(self.path(name)) > (age or 0):
                     gone += self._removed(name)
-        self.blocks.evict(self.age)
+        self.blocks.evict(age)
+        if steady < ABANDONED_S:
+            return gone
         with suppress(OSError):
             remove_abandoned(self.folder)
             left = self.blocks.names(unused_s=ABANDONED_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -193,6 +194,8 @@ def prune(
         raise UsageError("Say what to remove: --quota, --age or --unused.")
     if place.bucket is not None and not (quota is age is None):
         raise UsageError("A bucket has rules of its own for size and age (its lifecycle); with --bucket, use --unused.")
+    if age is not None and not age < math.inf:
+        raise UsageError(f"The option 'age' has to be a number of days, not '{age}'.")
     limit = None if quota is None else bytes_of(quota, "quota")
     from kvkeep.blocks.store import DAY_S
 
