@@ -517,3 +517,27 @@ def test_a_store_that_is_removed_under_a_server_is_written_again_and_it_is_said_
     assert other.ended.cached >= 256
     engine.close()
     assert (folder / "kvkeep-store").exists() and not any(info.problem for info in Store(folder).sessions())
+
+
+@pytest.mark.parametrize("gone", ["tokenizer", "folder", None])
+def test_a_session_of_another_version_is_answered_without_it_and_stays(
+    gone: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts, kind = turns(6), METHODS[2]
+    expected, engine = alone(parts, kind), serving(tmp_path)
+    told(engine, parts[0], "talk", **kind)
+    engine.close()
+    [path] = Store(tmp_path).path("me/talk").glob("*.json")
+    data, _ = references.decode(path.read_bytes())
+    path.write_bytes(references.encode({key: own for key, own in data.items() if key != gone} | ({} if gone else {"new": 1})))
+    before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.suffix in (".json", ".block")}
+    engine, ids = serving(tmp_path), list[int]()
+    for number, part in enumerate(parts):
+        ids += part
+        one = told(engine, ids, "talk", **kind)
+        assert [*one.ended.tokens] == expected[number] and (not number or one.ended.cached)
+        ids += one.ended.tokens
+        assert "another version of kvkeep" in engine.sessions.facts("me")["talk"]["note"]
+    engine.close()
+    assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.suffix in (".json", ".block")} == before
+    assert [info.name for info in Store(tmp_path).sessions()] == ["me/talk"] and "damaged" not in caplog.text
