@@ -123,13 +123,14 @@ def fail(number: int) -> Callable[[], None]:
 
 
 full_disk, io_error = fail(errno.ENOSPC), fail(errno.EIO)
+FAULTS = {errno.errorcode[one]: fail(one) for one in (errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENOENT)}
+"""Further faults, by the names of their numbers."""
 
 
 def with_fault(run: Callable[[], object], at: int, fault: Callable[[], None]) -> None:
     """Run ``run`` in this process, which is a fork and ends with it; ``fault`` happens before its ``at``-th operation
     on files, and only then."""
     count = 0
-    sync = os.fsync
 
     def noticed() -> None:
         nonlocal count
@@ -137,15 +138,19 @@ def with_fault(run: Callable[[], object], at: int, fault: Callable[[], None]) ->
         if count == at:
             fault()
 
-    def synced(handle: int) -> None:
-        noticed()
-        sync(handle)
+    def noticing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any, **named: Any) -> Any:
+            noticed()
+            return call(*given, **named)
+
+        return called
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _EVENTS and not (event == "open" and "/proc/" in str(arguments[0])):
             noticed()
 
-    os.fsync = synced
+    for name in ("fsync", "stat", "lstat", "fstat"):  # without events
+        setattr(os, name, noticing(getattr(os, name)))
     sys.addaudithook(hook)
     try:
         run()

@@ -25,6 +25,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _ATTEMPTS = 100
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of a path at which there is nothing; the last one is that of a folder of another machine."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
@@ -126,10 +128,13 @@ def open_lock(path: Path) -> int:
 
 def holds(handle: int, path: Path) -> bool:
     """Return whether ``path`` is the name of the open file ``handle``: a lock on a file that was removed or replaced
-    keeps nobody out."""
-    with suppress(OSError):
+    keeps nobody out. Raises OSError."""
+    try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
-    return False
+    except OSError as error:
+        if error.errno in GONE:
+            return False
+        raise
 
 
 def keep_lock(handle: int, path: Path) -> bool:

@@ -171,6 +171,7 @@ def extended(data: bytes, draw: random.Random) -> bytes:
     at = draw.randrange(len(found) + 1)
     kinds: dict[str, Callable[[], bytes]] = {
         "long names": lambda: found_with(found, at, [("x" * 200 + str(n), b"") for n in range(3000)]),
+        "gnu's long names": lambda: b"".join(long_name(number) for number in range(3000)) + data,
         "pax": lambda: packed(found, lambda one: one.pax_headers.update(comment="x" * draw.choice((1, 10**6))), 0),
         "pax size": lambda: packed(found, lambda one: one.pax_headers.update(size=str(2**80)), 0),
         "sparse": lambda: packed(found, lambda one: one.pax_headers.update({"GNU.sparse.map": "0,1"}), 0),
@@ -192,6 +193,12 @@ def extended(data: bytes, draw: random.Random) -> bytes:
         "name swapped": lambda: packed([(found[0][0], found[1][1]), *found[1:]]),
     }
     return kinds[draw.choice([*kinds])]()
+
+
+def long_name(number: int) -> bytes:
+    info = tarfile.TarInfo("@LongLink")
+    info.size, info.type = 512, tarfile.GNUTYPE_LONGNAME
+    return info.tobuf(tarfile.GNU_FORMAT) + b"x" * 511 + b"\0"
 
 
 def found_with(found: Members, at: int, more: Members, kind: bytes | None = None, link: str = "") -> bytes:
@@ -297,10 +304,11 @@ def test_the_archive_itself_is_imported(exported: dict[str, bytes], tmp_path: Pa
         assert tried(data, tmp_path, False, name) == "imported"
 
 
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.GNUTYPE_SPARSE])
 @pytest.mark.parametrize("size", [2**80, 2**63, 10 * 2**30])
-def test_a_huge_size_takes_no_memory(size: int, tmp_path: Path, exported: dict[str, bytes]) -> None:
+def test_a_huge_size_takes_no_memory(size: int, kind: bytes, tmp_path: Path) -> None:
     info = tarfile.TarInfo("0" * 32)
-    info.size = size
+    info.size, info.type = size, kind
     with open(tmp_path / "in.tar", "wb") as file:
         file.write(info.tobuf(tarfile.GNU_FORMAT))
         if size < 2**40:

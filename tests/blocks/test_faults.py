@@ -15,6 +15,7 @@ import pytest
 import torch
 from forked import exit_codes
 from storing import (
+    FAULTS,
     IDS,
     REFUSED,
     SAVED,
@@ -137,7 +138,10 @@ def test_killed_at_any_operation_of_a_save(
         ("next", full_disk, 5),
         *(
             pytest.param(*given, marks=pytest.mark.slow)
-            for given in (("next, named", io_error, 1), ("first", io_error, 1))
+            for given in (
+                *(("next, named", io_error, 1), ("first", io_error, 1)),
+                *(("next", fault, 1) for fault in FAULTS.values()),
+            )
         ),
     ],
 )
@@ -190,8 +194,14 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
         check_recovered(Store(folder), "kv-direct", monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["full", "kv-direct"])
-def test_an_error_at_any_operation_of_a_load(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("full", io_error), ("kv-direct", io_error)),
+        *(pytest.param("kv-direct", fault, marks=pytest.mark.slow, id=code) for code, fault in FAULTS.items()),
+    ],
+)
+def test_an_error_at_any_operation_of_a_load(name: str, fault: Callable[[], None], tmp_path: Path) -> None:
     """The right bits, or a sentence."""
     store_text(Store(tmp_path), "me/talk", name)
     model(), following(name)
@@ -204,7 +214,7 @@ def test_an_error_at_any_operation_of_a_load(name: str, tmp_path: Path) -> None:
 
     codes, at = list[Any](), 1
     while UNREACHED not in codes:
-        runs = [partial(with_fault, go_on, at + number, io_error) for number in range(AT_ONCE)]
+        runs = [partial(with_fault, go_on, at + number, fault) for number in range(AT_ONCE)]
         codes += exit_codes(*runs)
         at += AT_ONCE
     assert {*codes} == {SAVED, REFUSED, UNREACHED} and codes.index(UNREACHED) > 5

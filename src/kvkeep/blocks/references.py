@@ -126,9 +126,9 @@ class Reference:
         """Continue in the folder that is there, if that of this session was removed or replaced since it was opened or
         saved: take its lock, and follow an earlier generation, or none. replaced: it was, as the caller knows. Return
         whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
-        stale, had_lock = not self._in_place, self._lock is not None  # it has none if the disk was read-only
+        had_lock = self._lock is not None  # it has none if the disk was read-only
         try:
-            if stale:
+            if stale := not self._in_place:
                 self._unlock()
                 self._open()
             elif not replaced and (self._shared or max(generations(self.folder), default=0) == self._before[0]):
@@ -168,7 +168,7 @@ class Reference:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the lock, if one is needed, is that of the folder that is there."""
+        """Whether the lock, if one is needed, is that of the folder that is there. Raises OSError."""
         return self._shared or (self._lock is not None and holds(self._lock, self.folder / LOCK))
 
     def _open(self) -> None:

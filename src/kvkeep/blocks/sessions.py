@@ -167,7 +167,8 @@ class StoredSession(Reference):
         try:
             renewed = self._written(write)
         except (StoreError, SessionError) as error:
-            self.store.blocks.remove(self.block(key))
+            if (self.about or {}).get("state") != key:
+                self.store.blocks.remove(self.block(key))
             if isinstance(error, StoreError):
                 raise SessionUnwritable(f"The session '{self.path}' cannot be saved: {error}") from error
             raise
@@ -197,9 +198,11 @@ class StoredSession(Reference):
         return renewed
 
     def _removed(self) -> bool:
-        """Return whether the session's folder was removed or replaced since it was renewed."""
-        self.store.create()
-        return self.store.replaced != self._replaced or not self._in_place
+        """Return whether the session's folder was removed or replaced since it was renewed, as far as that is known."""
+        with suppress(KvkeepError, OSError):
+            self.store.create()
+            return self.store.replaced != self._replaced or not self._in_place
+        return False
 
     def _renew(self) -> bool:
         """Go where the session is saved, if its folder was removed or replaced; return whether it was. Raises

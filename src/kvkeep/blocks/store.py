@@ -41,7 +41,7 @@ from kvkeep.clock import ClockWatch
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
 from kvkeep.files import is_temporary, remove_abandoned, write_whole
 from kvkeep.models.folders import data_folder
-from kvkeep.private_files import check_kind, close_to_others, is_file, is_folder, kind_of, make_folder, read_file
+from kvkeep.private_files import GONE, check_kind, close_to_others, is_file, is_folder, kind_of, make_folder, read_file
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Store:
                 ) from error
             return
         except OSError as error:
-            raise UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
+            raise self._unreadable(error) from error
         if version is None and not self._is_new([name for name in found if not _is_ours(name)]):
             raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
         if version not in (None, str(VERSION)):
@@ -195,7 +195,7 @@ class Store:
             for name in FOLDERS:
                 check_kind(self.folder / name, "a folder")
         except OSError as error:
-            raise UsageError(f"The folder '{self.folder}' cannot be used: {reason_of(error)}.") from error
+            raise self._unreadable(error) from error
 
     def _is_new(self, found: Sequence[str]) -> bool:
         """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
@@ -204,11 +204,17 @@ class Store:
         return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(ledger)))
 
     def _marker_there(self) -> Marker | None:
-        """Return what tells this store from another one; None if there is none."""
-        with suppress(OSError):
+        """Return what tells this store from another one; None if there is none. Raises UsageError."""
+        try:
             facts = os.lstat(self.folder / MARKER)
-            return facts.st_dev, facts.st_ino, facts.st_mtime_ns
-        return None
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in (*GONE, None):
+                return None
+            raise self._unreadable(error) from error
+        return facts.st_dev, facts.st_ino, facts.st_mtime_ns
+
+    def _unreadable(self, error: Exception) -> UsageError:
+        return UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.")
 
     def _note_marker(self) -> None:
         """Remember the store that is there. If there was another one, say so."""
@@ -235,15 +241,17 @@ class Store:
         """Create the folder if it is missing, also if it was removed. Raises UsageError as :meth:`check`, and
         SessionUnwritable."""
         self.check()
-        if self._marker_there() is not None:
-            return
         try:
+            if self._marker_there() is not None:
+                return
             make_folder(self.folder)
             close_to_others(self.folder)
             write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()), private=True)
+            self._note_marker()
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        self._note_marker()
+        except UsageError as error:
+            raise SessionUnwritable(str(error)) from error
 
     # -- sessions -----------------------------------------------------------------------------------------
 
