@@ -123,7 +123,9 @@ def fail(number: int) -> Callable[[], None]:
 
 
 full_disk, io_error = fail(errno.ENOSPC), fail(errno.EIO)
-FAULTS = {errno.errorcode[one]: fail(one) for one in (errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENOENT)}
+FAULTS = {
+    errno.errorcode[one]: fail(one) for one in (errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENOENT)
+}
 """Further faults, by the names of their numbers."""
 
 

@@ -39,7 +39,9 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def modes(folder: Path) -> dict[str, int]:
     """The modes of what lies in a folder, as far as they are not those of a private file or folder."""
     found = {str(path.relative_to(folder)): path.lstat().st_mode for path in folder.rglob("*")}
-    return {name: mode for name, mode in found.items() if stat.S_IMODE(mode) != (0o700 if stat.S_ISDIR(mode) else 0o600)}
+    return {
+        name: mode for name, mode in found.items() if stat.S_IMODE(mode) != (0o700 if stat.S_ISDIR(mode) else 0o600)
+    }
 
 
 def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:

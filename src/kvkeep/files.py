@@ -33,9 +33,7 @@ _MAX_NAME_BYTES = 120  # maximum bytes of the target's name in a temporary name;
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
-def write_whole(
-    path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, private: bool = False
-) -> None:
+def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, private: bool = False) -> None:
     """Write ``path`` atomically by ``write``, which may be called twice.
 
     A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has the process's

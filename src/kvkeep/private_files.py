@@ -112,11 +112,11 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return handle
 
 
-def read_file(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the content of a file. Raises OSError, also for one of more than ``most`` bytes, which is not read."""
+def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Return the content of a file. Raises OSError, also for one of more than ``limit`` bytes, which is not read."""
     with os.fdopen(open_file(path), "rb") as file:
-        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if content is None or len(content) > most:
+        content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+    if content is None or len(content) > limit:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return content
 

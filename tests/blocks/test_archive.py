@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,26 @@ FIELDS = {
     "prefix": (345, 500),
 }
 VALUES = {
-    "name": (b"../../evil", b"/etc/evil", b"x" * 100, b"\xff" * 32, b"session\0x", b"0" * 32 + b"/..", b"", b"./session"),
+    "name": (
+        b"../../evil",
+        b"/etc/evil",
+        b"x" * 100,
+        b"\xff" * 32,
+        b"session\0x",
+        b"0" * 32 + b"/..",
+        b"",
+        b"./session",
+    ),
     "mode": (b"0007777\0", b"-1", b"\x80" + b"\xff" * 7),
-    "size": (b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001\0", b"77777777777\0", b"00000000000\0", b" 12 ", b"0x10"),
+    "size": (
+        b"\x80" + b"\xff" * 11,
+        b"\xff" * 12,
+        b"-0000000001\0",
+        b"77777777777\0",
+        b"00000000000\0",
+        b" 12 ",
+        b"0x10",
+    ),
     "kind": tuple(bytes([one]) for one in b"12345678SLKgxDVM\0\xff"),
     "link": (b"/etc/passwd", b"../x"),
     "magic": (b"ustar  \0", b"ustar\x0001", bytes(8)),
@@ -156,13 +174,7 @@ def reference_changed(data: bytes, draw: random.Random) -> bytes:
 
 
 def sealed(data: bytes) -> bytes:
-    return data + b"\n" + encode({}).rpartition(b"\n")[2].replace(*(own.encode() for own in (_mark(b"{}"), _mark(data))))
-
-
-def _mark(data: bytes) -> str:
-    from hashlib import blake2b
-
-    return blake2b(data, digest_size=16).hexdigest()
+    return data + b"\n" + blake2b(data, digest_size=16).hexdigest().encode()
 
 
 def extended(data: bytes, draw: random.Random) -> bytes:

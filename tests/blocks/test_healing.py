@@ -1,4 +1,4 @@
-"""A store that is removed or replaced under a program is written again as a whole, with its marker, and it is said once."""
+"""A store that is removed or replaced under a program is written again as a whole, and that is said once."""
 
 from __future__ import annotations
 

@@ -529,7 +529,9 @@ def test_a_session_of_another_version_is_answered_without_it_and_stays(
     engine.close()
     [path] = Store(tmp_path).path("me/talk").glob("*.json")
     data, _ = references.decode(path.read_bytes())
-    path.write_bytes(references.encode({key: own for key, own in data.items() if key != gone} | ({} if gone else {"new": 1})))
+    path.write_bytes(
+        references.encode({key: own for key, own in data.items() if key != gone} | ({} if gone else {"new": 1}))
+    )
     before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.suffix in (".json", ".block")}
     engine, ids = serving(tmp_path), list[int]()
     for number, part in enumerate(parts):

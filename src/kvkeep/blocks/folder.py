@@ -282,12 +282,12 @@ class BlockFolder:
                 key, suffix = os.path.splitext(name)
                 kind = kind_of(path)
                 if kind == "a folder":
-                    own = suffix != SUFFIX
+                    ours = suffix != SUFFIX
                 else:
                     block = suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key)
                     ledger = name == LEDGER and folder == str(self.folder)
-                    own = kind is None or (kind == "a file" and bool(block or ledger or is_temporary(name)))
-                if not own:
+                    ours = kind is None or (kind == "a file" and bool(block or ledger or is_temporary(name)))
+                if not ours:
                     yield path, str(kind)
 
     def _known_total(self, ledger: IO[bytes]) -> int | None:

@@ -100,7 +100,11 @@ class Reference:
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
         session, and SessionUnwritable; the previous generation then counts."""
-        data, number = encode(about | {_FOLDER: self._name}), self._next()
+        data = encode(about | {_FOLDER: self._name})
+        try:
+            number = self._next()
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
         if len(data) > MAX_BYTES or number > MAX_GENERATION:
             what = "its text is too long" if len(data) > MAX_BYTES else "it has too many saves"
             raise SessionUnwritable(f"The session '{self.folder}' cannot be saved: {what}; start a new one.")
@@ -342,8 +346,8 @@ def remove_folder(folder: Path) -> None:
     """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError, also
     if it has files of others, which remain."""
     with suppress(FileNotFoundError):
-        own = [path for path in folder.iterdir() if is_own(path)]
-        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *own]:
+        files = [path for path in folder.iterdir() if is_own(path)]
+        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *files]:
             path.unlink(missing_ok=True)
         folder.rmdir()
 

@@ -326,7 +326,9 @@ class StoredSession(Reference):
         except (StoreError, ShapeError) as error:
             problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
             if isinstance(error, BlockVersion) and past.get("plain") is not True:
-                raise SessionVersion(f"its text cannot be read again, as it has more than token ids. {problem}") from error
+                raise SessionVersion(
+                    f"its text cannot be read again, as it has more than token ids. {problem}"
+                ) from error
         except KvkeepError:
             raise
         except Exception as error:  # restoring malformed tensors may raise anything

@@ -5,7 +5,7 @@ FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
 FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
 
 The folder may be removed or replaced while programs use it. Before a program writes, it looks for the file with the
-version: without it, or with another one, the folder is another than before, and what is saved is saved there as a whole.
+version. Without it, or with another one, the folder is another than before, and sessions are saved there as a whole.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ class Store:
             found += [(name, kind_of(self.folder / name)) for name in names]
             inside = [*_foreign_to_sessions(self.folder / "sessions"), *self.blocks.foreign()]
             found += [(os.path.relpath(path, self.folder), kind) for path, kind in inside]
-        return [f"{ascii(path)} ({kind})" for path, kind in sorted(found) if kind is not None]
+        return [f"{path!a} ({kind})" for path, kind in sorted(found) if kind is not None]
 
     def _info(self, name: str) -> SessionInfo:
         """Return the facts about a session. Raises OSError if it is missing."""

@@ -96,8 +96,8 @@ def list_(
     store = place.store()
     found, (blocks, count) = store.sessions(owner), store.blocks.count()
     if json:
-        total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": place.bucket or str(store.folder)}
-        total["foreign"] = store.foreign()
+        total: dict[str, Any] = {"blocks": blocks, "bytes": count, "quota": store.quota}
+        total |= {"folder": place.bucket or str(store.folder), "foreign": store.foreign()}
         print_json({"sessions": [_facts(info) for info in found]} | total)
         return
     table = Table(box=None, header_style="bold")
@@ -257,7 +257,8 @@ def _say_foreign(found: Sequence[str]) -> None:
     """Print a sentence about what is in a store and none of kvkeep's."""
     if found:
         rest = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        note(f"In the folder is what kvkeep has not written, does not use and leaves alone: {', '.join(found[:SHOWN])}{rest}.")
+        names = f"{', '.join(found[:SHOWN])}{rest}"
+        note(f"The folder has what kvkeep did not write and leaves alone: {names}.")
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:

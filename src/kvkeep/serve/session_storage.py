@@ -139,7 +139,9 @@ class SessionStorage:
             session.unsaved = None
             self.saved += 1
             if renewed:
-                session.note = "What was stored of it was removed or replaced meanwhile; the whole session is saved again."
+                session.note = (
+                    "What was stored of it was removed or replaced meanwhile; the whole session is saved again."
+                )
 
     def close(self, stored: StoredSession) -> None:
         """Close a session if it is open."""
