@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import struct
 import zlib
@@ -26,7 +27,7 @@ from kvkeep.errors import BlockDamaged, BlockVersion
 from kvkeep.memory.places import Place
 
 MAGIC = b"kvblock3"
-_FAMILY = MAGIC[:-1]
+_OTHER_VERSION = re.compile(rb"kvblock[0-9]")
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
@@ -119,8 +120,8 @@ def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]
     if len(header) < HEADER.size:
         raise BlockDamaged("is truncated")
     magic, length, digest = HEADER.unpack(header)
-    if magic != MAGIC and magic.startswith(_FAMILY):
-        raise BlockVersion(f"Another version of kvkeep has written it ({magic.decode('ascii', 'replace')}).")
+    if magic != MAGIC and _OTHER_VERSION.fullmatch(magic):
+        raise BlockVersion(f"Another version of kvkeep has written it ({magic.decode()}).")
     if magic != MAGIC or length > MAX_DESCRIPTION:
         raise BlockDamaged("has another header than kvkeep writes")
     description = read(length)
