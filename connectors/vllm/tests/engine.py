@@ -138,7 +138,7 @@ def restarted(model: str, folder: Path) -> dict[str, Any]:
     engine.written()
     whole = module.write_whole
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     module.write_whole = full
