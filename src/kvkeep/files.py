@@ -113,9 +113,14 @@ def owner() -> str:
 
 
 def abandoned(path: Path, mark: str) -> bool:
-    """Return whether the process in ``mark``, from :func:`owner`, is dead or ``path`` is stale. Raises OSError or
-    ValueError for a file or mark that cannot be read."""
-    return dead(mark) or time.time() - path.stat().st_mtime > STALE_S
+    """Return whether the process in ``mark``, from :func:`owner`, is dead, or ``path`` is stale and no other process of
+    this host has that number. Raises OSError or ValueError for a file or mark that cannot be read."""
+    if dead(mark):
+        return True
+    host, process = mark.rsplit("-", 1)
+    if host == socket.gethostname() and int(process) != os.getpid():
+        return False  # whatever the clock says
+    return time.time() - path.stat().st_mtime > STALE_S
 
 
 def dead(mark: str) -> bool:
