@@ -14,8 +14,9 @@ import torch
 from storing import IDS, METHODS, files, following, model, next_logits, store_text
 
 from kvkeep import SessionError, UsageError, load_session
+from kvkeep.blocks.marked_folder import MARKER
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import MARKER, Store
+from kvkeep.blocks.store import Store
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

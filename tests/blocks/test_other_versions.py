@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from kvkeep import SessionError, UsageError, save_session
 from kvkeep.blocks import archive
+from kvkeep.blocks.marked_folder import MARKER
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import MARKER, Store
+from kvkeep.blocks.store import Store
 from kvkeep.blocks.verify import verify
 from kvkeep.cli.cache import app
 from kvkeep.errors import SessionUnwritable, SessionVersion

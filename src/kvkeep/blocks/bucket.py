@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kvkeep.blocks.block_file import encode, parse
 from kvkeep.blocks.folder import SUFFIX, BlockFolder, BlockName
-from kvkeep.blocks.store import MARKER, VERSION, Store
+from kvkeep.blocks.marked_folder import MARKER, VERSION
+from kvkeep.blocks.store import Store
 from kvkeep.errors import BlockDamaged, BlockMissing, SessionUnwritable, StoreError, UsageError
 from kvkeep.extras import optional
 from kvkeep.memory.places import MEMORY, Place

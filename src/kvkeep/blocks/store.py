@@ -3,9 +3,6 @@
 FOLDER/kvkeep-store                   the version of the format
 FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
 FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
-
-The folder may be removed or replaced while programs use it. Before a program writes, it looks for the file with the
-version. Without it, or with another one, the folder is another than before, and sessions are saved there as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import itertools
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
+from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.header import checked
+from kvkeep.blocks.marked_folder import FOLDERS, MARKER, MarkedFolder, is_ours
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import (
     Reference,
@@ -39,19 +36,13 @@ from kvkeep.blocks.references import (
 )
 from kvkeep.clock import ClockWatch
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
-from kvkeep.files import is_temporary, remove_abandoned, write_whole
+from kvkeep.files import remove_abandoned
 from kvkeep.models.folders import data_folder
-from kvkeep.private_files import GONE, check_kind, close_to_others, is_file, is_folder, kind_of, make_folder, read_file
+from kvkeep.private_files import is_folder, kind_of
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".session"
-MARKER = "kvkeep-store"
-VERSION = 1
-FOLDERS = ("blocks", "sessions", "buckets")
-"""The names of the folders in a store."""
-_OF_DISKS = ("lost+found",)
-"""What the root folder of a disk has."""
 QUOTA = 2 * 10**9
 """Bytes of all blocks, unless the user names another quota."""
 DAY_S = 86400.0
@@ -65,10 +56,6 @@ UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before the first save."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}(?<!\.)(?<!\.session)"
 _NAME = re.compile(rf"((?!{LOCAL}/){_PART}/)?{_PART}")
-
-
-Marker = tuple[int, int, int]
-"""Device, number and time of the file with the version, which tell a store from another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,7 @@ def user_store(named: str | None = None) -> Store:
     return Store(store_folder(named), quota=QUOTA if named is None else None)
 
 
-class Store:
+class Store(MarkedFolder):
     """A store in ``folder``, which is created with the first block or session.
 
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
@@ -131,127 +118,17 @@ class Store:
         age: float | None = None,
         shared: bool = False,
     ) -> None:
-        self.folder, self.age, self.shared = Path(folder), age, shared
+        super().__init__(folder)
+        self.age, self.shared = age, shared
         self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions = self.folder / "sessions"
         self._create_file: Callable[[Any, bytes, bool], None] = create_file
-        self.replaced = 0
-        """How often the folder was found removed or replaced."""
-        self._marker: Marker | None = None  # None: no program has used the folder yet
-        self._replacing = threading.Lock()
         self._clock = ClockWatch()
 
     @property
     def quota(self) -> int | None:
         """The maximum bytes of all blocks."""
         return self.blocks.quota
-
-    # -- the folder ---------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise UsageError unless the folder is a store of this version, or a new one can be created there; and
-        SessionUnwritable if it was one."""
-        try:
-            if self._marker is None or self._marker_there() != self._marker:
-                self._check()
-            self._check_folders()
-        except UsageError as error:
-            if self._marker is None:
-                raise
-            raise SessionUnwritable(str(error)) from error
-
-    def _check(self) -> None:
-        folder = self.folder.absolute()
-        if "\0" in str(folder):
-            raise UsageError("A path cannot have a NUL character; name another folder.")
-        try:
-            found = os.listdir(folder)
-            version = _version(folder / MARKER) if MARKER in found else None
-        except (FileNotFoundError, NotADirectoryError) as error:
-            there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-            if not there.is_dir():
-                raise UsageError(
-                    f"Nothing can be saved in '{self.folder}': '{there}' is a file, not a folder of kvkeep; name "
-                    "another."
-                ) from error
-            return
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if version is None and not self._is_new([name for name in found if not _is_ours(name)]):
-            raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
-        if version not in (None, str(VERSION)):
-            raise UsageError(
-                f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
-                "another folder."
-            )
-        if version is not None:
-            if opened := close_to_others(folder):
-                log.warning("The folder '%s' %s.", self.folder, opened)
-            self._note_marker()
-
-    def _check_folders(self) -> None:
-        """Raise UsageError unless the folders in the store's are folders, and no links."""
-        try:
-            for name in FOLDERS:
-                check_kind(self.folder / name, "a folder")
-        except OSError as error:
-            raise self._unreadable(error) from error
-
-    def _is_new(self, found: Sequence[str]) -> bool:
-        """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
-        or was one. A folder of blocks with its ledger was."""
-        ledger = self.folder / FOLDERS[0] / LEDGER
-        return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(ledger)))
-
-    def _marker_there(self) -> Marker | None:
-        """Return what tells this store from another one; None if there is none. Raises UsageError."""
-        try:
-            facts = os.lstat(self.folder / MARKER)
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) in (*GONE, None):
-                return None
-            raise self._unreadable(error) from error
-        return facts.st_dev, facts.st_ino, facts.st_mtime_ns
-
-    def _unreadable(self, error: Exception) -> UsageError:
-        return UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.")
-
-    def _note_marker(self) -> None:
-        """Remember the store that is there. If there was another one, say so."""
-        with self._replacing:
-            there = self._marker_there()
-            if self._marker not in (None, there):
-                self.replaced += 1
-                log.warning(
-                    "The store '%s' was removed or replaced while it was in use: what is saved from here on is saved "
-                    "in the folder that is there, and text that it lacks is read again.",
-                    self.folder,
-                )
-            self._marker = there or self._marker
-
-    def check_writable(self) -> None:
-        """Raise UsageError if nothing can be saved in the folder."""
-        self.check()
-        folder = self.folder.absolute()
-        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UsageError(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
-
-    def create(self) -> None:
-        """Create the folder if it is missing, also if it was removed. Raises UsageError as :meth:`check`, and
-        SessionUnwritable."""
-        self.check()
-        try:
-            if self._marker_there() is not None:
-                return
-            make_folder(self.folder)
-            close_to_others(self.folder)
-            write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()), private=True)
-            self._note_marker()
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
-        except UsageError as error:
-            raise SessionUnwritable(str(error)) from error
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -424,7 +301,7 @@ class Store:
         """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays."""
         found = list[tuple[str, str | None]]()
         with suppress(OSError):  # there is no folder yet
-            names = [name for name in os.listdir(self.folder) if not _is_ours(name) and name not in FOLDERS]
+            names = [name for name in os.listdir(self.folder) if not is_ours(name) and name not in FOLDERS]
             found += [(name, kind_of(self.folder / name)) for name in names]
             inside = [*_foreign_to_sessions(self.folder / "sessions"), *self.blocks.foreign()]
             found += [(os.path.relpath(path, self.folder), kind) for path, kind in inside]
@@ -477,15 +354,6 @@ class Store:
                 ) from error
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
-
-
-def _version(marker: Path) -> str:
-    return read_file(marker, 1000).decode(errors="replace").strip()
-
-
-def _is_ours(name: str) -> bool:
-    """Return whether a name in a store's folder is that of a file that kvkeep writes, or a disk has."""
-    return name == MARKER or name in _OF_DISKS or is_temporary(name)
 
 
 def _is_folder(path: Any) -> bool:
