@@ -315,9 +315,12 @@ def _restore_store(world: World) -> bool:
         with suppress(shutil.Error, OSError):
             shutil.copytree(world.folder, away, symlinks=True)
         return False
-    shutil.rmtree(world.folder, ignore_errors=True)
-    os.rename(away, world.folder)
-    return True
+    for _ in range(100):
+        shutil.rmtree(world.folder, ignore_errors=True)
+        with suppress(OSError):  # the server has created it again meanwhile
+            os.rename(away, world.folder)
+            return True
+    return False
 
 
 def _foreign_files(world: World) -> bool:

@@ -232,7 +232,7 @@ class Reference:
         try:
             number, data = newest(self.folder)
         except OSError as error:
-            kind = SessionDamaged if error.errno == errno.EFBIG else SessionError
+            kind = SessionDamaged if error.errno == errno.EFBIG else SessionUnwritable  # nor can it be written then
             raise kind(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
         if number:
             self._take(number, data)

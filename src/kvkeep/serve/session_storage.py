@@ -269,7 +269,12 @@ class SessionStorage:
     def _set_aside(self, name: Name, error: SessionDamaged) -> str:
         """Rename a damaged session. Answers remain correct without it, because the messages are read again."""
         assert self.store is not None
-        aside = self.store.set_aside("/".join(name))
+        try:
+            aside = self.store.set_aside("/".join(name))
+        except SessionUnwritable:
+            raise
+        except SessionError:  # its folder is gone
+            return self._read_anew(name, error)
         log.warning("%s It is kept as '%s', and the session is read anew.", error, aside)
         return f"The session was damaged and is kept as '{aside.rpartition('/')[2]}'; its text was read anew."
 
@@ -298,8 +303,11 @@ class SessionStorage:
             loaded = session.stored.load(self.model, self._tokenizer, cache)
         except SessionDamaged as error:
             session.stored.close()
-            session.note = self._set_aside(session.name, error)
-            session.stored, _ = self._stored(session.name)
+            try:
+                session.note = self._set_aside(session.name, error)
+                session.stored, _ = self._stored(session.name)
+            except SessionUnwritable as reason:
+                session.stored, session.note = None, self._read_anew(session.name, reason)
         except SessionError as error:
             session.note = self._read_anew(session.name, error)
         else:
