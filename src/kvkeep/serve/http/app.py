@@ -28,7 +28,7 @@ from kvkeep.serve.http.middleware import RequestMiddleware
 from kvkeep.serve.http.openapi import DocumentedApp, error_responses, takes
 from kvkeep.serve.http.page import page_routes
 from kvkeep.serve.http.reading import read_body
-from kvkeep.serve.http.request_memory import RequestMemory
+from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, RequestMemory
 from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.session_routes import session_routes
 
@@ -55,7 +55,7 @@ def application(
 ) -> FastAPI:
     """Return the application of a running engine. origins: origins whose pages may use it (CORS). scrape: returns the
     text of ``/metrics``, if it covers more than this engine."""
-    memory = RequestMemory()
+    memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
     completions = Completions(engine, loaded, limits or Limits(), metrics)
     app = DocumentedApp(

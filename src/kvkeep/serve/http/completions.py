@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from kvkeep.decode.encoding import PromptText, least_tokens
+from kvkeep.decode.encoding import PromptText, begins_with, least_tokens
 from kvkeep.decode.prompt import prompt_text
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.pieces import token_texts
@@ -34,6 +34,8 @@ T = TypeVar("T")
 Prompt = str | list[int] | list[Message]
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
+MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
+"""Characters of a prompt, and tokens if the context has no limit. The tokenizer takes up to 600 bytes for a token."""
 MAX_LOGPROBS = 200_000
 """Log-probabilities of an answer that is sent at once: about 230 bytes each, until they are sent."""
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -65,14 +67,27 @@ class Completions:
 
     def _encode(self, given: Prompt, answer: str, positions: int | None) -> list[int]:
         if isinstance(given, str):
+            check_characters(len(given))
             text = PromptText(given)
         elif messages := [one.plain() for one in given if isinstance(one, Message)]:
+            check_characters(sum(len(one["content"]) for one in messages))
             text = prompt_text(self._tokenizer, messages, answer=answer)
         else:
             return self._checked([one for one in given if isinstance(one, int)])
-        if positions is not None and (least := least_tokens(self._tokenizer, text.text)) >= positions:
+        if positions is None:
+            return self._within(text, MAX_PROMPT_TOKENS)
+        if (least := least_tokens(self._tokenizer, text.text)) >= positions:
             raise PromptTooLong.of(f"at least {least}", positions)
+        if begins_with(self._tokenizer, text, positions):
+            raise PromptTooLong.of(f"more than {positions}", positions)
         return text.ids(self._tokenizer)
+
+    def _within(self, text: PromptText, limit: int) -> list[int]:
+        """Return the token ids of a text that no context limits. Raises APIError beyond the limit of a request."""
+        if not begins_with(self._tokenizer, text, limit) and len(ids := text.ids(self._tokenizer)) <= limit:
+            return ids
+        sentence = f"The prompt has more than {limit:,} tokens, the most of one request; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
 
     def _checked(self, ids: list[int]) -> list[int]:
         if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
@@ -134,7 +149,7 @@ class Completions:
         if not stream:
             check_logprobs(ask)
         del body  # its texts, while the answer waits
-        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named)
+        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named, stream)
         if stream:
             first = await _unless_disconnected(request, running.first())
             if isinstance(first, Exception):
@@ -165,6 +180,13 @@ class Completions:
             with naming_field("kvkeep.at_end"):
                 return endless_options(cache or self.engine.cache, self.engine.geometry)
         return cache
+
+
+def check_characters(count: int) -> None:
+    """Raise APIError if a prompt has too many characters."""
+    if count > MAX_PROMPT_CHARACTERS:
+        sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
 
 
 def check_logprobs(ask: Ask) -> None:

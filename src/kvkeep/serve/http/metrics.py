@@ -31,7 +31,7 @@ class Metrics(Watch):
 
     def __init__(self, engine: Engine, memory: RequestMemory | None = None) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
-        self._memory = memory or RequestMemory()
+        self._memory = memory or RequestMemory(0)
         base: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
         self._running = Gauge("requests_running", "Requests that are being answered.", **base)
         self._waiting = Gauge("requests_waiting", "Requests in the queue.", **base)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvkeep.serve.http.body import check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import bearer
-from kvkeep.serve.http.request_memory import Hold, RequestMemory
+from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, Hold, RequestMemory
 from kvkeep.serve.http.structure import read_json
 from kvkeep.serve.http.workers import in_worker
 
@@ -35,7 +35,7 @@ class ProxyMiddleware:
     gets a 503 with ``Retry-After``. If the replica did not finish a stream, the stream ends with an error."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app, self._memory = app, RequestMemory()
+        self.app, self._memory = app, RequestMemory(MAX_REQUEST_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

@@ -15,9 +15,9 @@ CLOSE = {"Connection": "close"}
 
 
 class RequestMemory:
-    """Counts the bytes of all requests. Only the event loop uses it."""
+    """Counts the bytes of all requests, of which there are at most ``limit``. Only the event loop uses it."""
 
-    def __init__(self, limit: int = MAX_REQUEST_BYTES) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
 
     def hold(self) -> Hold:

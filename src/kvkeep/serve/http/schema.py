@@ -83,9 +83,9 @@ def _not_empty(given: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_complete)]
-Name = Annotated[Text, Field(max_length=MAX_NAME)]
-Option = Annotated[Text, Field(min_length=1, max_length=MAX_OPTION)]
-Stop = Annotated[Text, AfterValidator(_not_empty), Field(max_length=MAX_STOP)]
+Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
+Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]
+Stop = Annotated[str, Field(max_length=MAX_STOP), AfterValidator(_complete), AfterValidator(_not_empty)]
 NoList = Annotated[list[Any], AfterValidator(_empty), Field(json_schema_extra={"maxItems": 0})]
 NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_extra={"maxProperties": 0})]
 

@@ -16,7 +16,7 @@ MAX_CONTAINERS = 200_000
 """Objects and lists."""
 MAX_NAMES = 200_000
 """Fields of all objects."""
-MAX_VALUES = 2_000_000
+MAX_VALUES = 1_200_000
 """Values that a comma separates: elements of all lists, and fields of all objects."""
 MAX_STRINGS = 600_000
 """Strings, names included."""
