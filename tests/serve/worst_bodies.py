@@ -49,6 +49,11 @@ def field(head: str, one: str, tail: str) -> Callable[[str, int], bytes]:
     return make
 
 
+def prompt(one: str) -> Callable[[str, int], bytes]:
+    """Return a prompt that is a list of as many of an element as fit."""
+    return lambda model, size: filled(f'{{"model":"{model}","prompt":[', one, "]}", size)
+
+
 def text(piece: str, where: str = "prompt") -> Callable[[str, int], bytes]:
     """Return a prompt, or the content of a message, of as many of a piece as fit."""
 
@@ -102,14 +107,14 @@ REFUSED = {
     "digits of a fraction": Worst(CHAT, 400, field('"temperature":0.', "9" * 7 * MB, ',"x":1')),
     "no JSON": Worst(CHAT, 400, lambda model, size: b"x" * size),
     "a model's name": Worst(CHAT, 400, lambda model, size: b'{"messages":[],"model":"' + b"x" * size + b'"}'),
-    "ids": Worst(TEXT, 400, lambda model, size: filled(f'{{"model":"{model}","prompt":[', "7", "]}", size)),
+    "ids": Worst(TEXT, 400, prompt("7")),
     "1,900,000 ids": Worst(
         TEXT, 400, lambda model, size: filled(f'{{"model":"{model}","prompt":[', "7", "]}", 3_800_000)
     ),
     "prompts": Worst(TEXT, 400, lambda model, size: filled(f'{{"model":"{model}","prompt":[', "[]", "]}", size)),
     "words": Worst(TEXT, 400, text("the ")),
     "escapes": Worst(TEXT, 400, text("\n")),
-    "other letters": Worst(TEXT, 400, text("éß語")),
+    "other letters": Worst(TEXT, 400, text("é ß 語 "), 6 * MB),
     "spaces": Worst(TEXT, 400, text(" ")),
     "10,000 messages of 5 parts": Worst(CHAT, 400, messages(5, 100)),
     "a long message": Worst(CHAT, 400, text("the sea ", "messages")),

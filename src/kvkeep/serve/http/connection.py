@@ -114,6 +114,13 @@ class Connection(H11Protocol):
         self._stop("write")
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP. If a response has begun, only close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
     def _should_upgrade(self) -> bool:
         """Treat a WebSocket request as a plain request, without uvicorn's advice to install a library."""
         return False
