@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.request_memory import CLOSE, Hold
+from kvkeep.serve.http.request_memory import ALWAYS_BYTES, CLOSE, Hold
 
 MAX_BODY_BYTES = 8_000_000
 BODY_TIMEOUT_S = 60.0
@@ -49,6 +49,8 @@ def limit_body(receive: Receive, hold: Hold) -> Receive:
             raise _too_large()
         if message.get("body"):
             hold.resize(read)
+        if read > ALWAYS_BYTES and not complete:
+            await hold.turn()
         return message
 
     return limited

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvkeep.serve.http.errors import APIError
 
 MAX_REQUEST_BYTES = 256_000_000
@@ -19,6 +21,7 @@ class RequestMemory:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
+        self.turns = asyncio.Lock()
 
     def hold(self) -> Hold:
         """Return the bytes of a new request, which holds none yet."""
@@ -41,6 +44,12 @@ class Hold:
             )
             raise APIError(503, sentence, "overloaded", headers=CLOSE)
         self._memory.bytes, self.bytes = total, count
+
+    async def turn(self) -> None:
+        """Wait until this large body may go on. In each pass of the event loop one of them does, so that it is short
+        however many arrive at once."""
+        async with self._memory.turns:
+            await asyncio.sleep(0)
 
     def tokens(self, count: int) -> None:
         """Hold a prompt of ``count`` tokens, and no body. Raises APIError as :meth:`resize` does."""

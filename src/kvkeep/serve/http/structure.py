@@ -12,13 +12,13 @@ from typing import Any
 
 from kvkeep.serve.http.errors import APIError
 
-MAX_CONTAINERS = 200_000
+MAX_CONTAINERS = 120_000
 """Objects and lists."""
-MAX_NAMES = 200_000
+MAX_NAMES = 160_000
 """Fields of all objects."""
 MAX_VALUES = 1_200_000
 """Values that a comma separates: elements of all lists, and fields of all objects."""
-MAX_STRINGS = 600_000
+MAX_STRINGS = 400_000
 """Strings, names included."""
 SMALL_BYTES = 200_000
 """Bytes that cannot exceed these numbers."""

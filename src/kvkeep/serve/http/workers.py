@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvkeep.native.library import trim_memory
+
 T = TypeVar("T")
 LARGE_BYTES = 64_000
 """Bytes of a body from which on it counts as large."""
@@ -18,4 +20,12 @@ async def in_worker(size: int, call: Callable[..., T], *given: Any) -> T:
     bodies runs one at a time, so that it takes the memory of one, and small ones do not wait for it."""
     if size < LARGE_BYTES:
         return await asyncio.to_thread(call, *given)
-    return await asyncio.get_running_loop().run_in_executor(_LARGE, call, *given)
+    return await asyncio.get_running_loop().run_in_executor(_LARGE, _trimmed, call, *given)
+
+
+def _trimmed(call: Callable[..., T], *given: Any) -> T:
+    """Return the result of ``call``. What it has freed goes back to the system, which other threads do not wait for."""
+    try:
+        return call(*given)
+    finally:
+        trim_memory()
