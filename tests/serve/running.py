@@ -106,6 +106,13 @@ class Program:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def peak_mb(self, reset: bool = False) -> float:
+        """The most memory that it had since the last reset, which this call may be, in MB."""
+        if reset:
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
+
     def said(self) -> str:
         """What it has written on standard error."""
         self._errors.seek(0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +21,7 @@ from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, r
 from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
 
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import app, completions, connection, engine_request, event_buffer, json_text, reading
+from kvkeep.serve.http import app, completions, connection, engine_request, event_buffer, json_text, reading, schema
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.event_buffer import EventBuffer
 from kvkeep.serve.http.request_memory import ALWAYS_BYTES, MAX_REQUEST_BYTES, RequestMemory
@@ -155,8 +157,8 @@ def test_what_agents_send_is_within_the_limits(address: str) -> None:
     part = {"type": "text", "text": "the river", "cache_control": None}
     system = {"role": "system", "content": [part] * 20}
     turns = [{"role": role, "content": [part] * 2} for role in ("user", "assistant")] * 4999
-    schema = {"a": [{"b": {"c": 'd "e" {[,:', "f": ["g"] * 50}}] * 900}  # 100 KB in a text
-    user = {"role": "user", "content": json.dumps(schema)}
+    tools = {"a": [{"b": {"c": 'd "e" {[,:', "f": ["g"] * 50}}] * 900}  # 100 KB in a text
+    user = {"role": "user", "content": json.dumps(tools)}
     found = post(address, {"messages": [system, *turns, user]}, path=TOKENIZE)
     assert found.status_code == 200 and found.json()["count"] > 10_000
 
@@ -169,23 +171,20 @@ def test_signs_within_strings_are_no_structure(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "limit", "what"),
+    ("one", "each", "limit", "what"),
     [
-        ("[]", MAX_CONTAINERS, "objects and lists"),
-        ('{"a":1}', MAX_NAMES, "objects and lists"),
-        ("1", MAX_VALUES, "values"),
-        ('"\\\\"', MAX_STRINGS, None),
-        ('"\\""', MAX_STRINGS, None),
+        ("[]", 1, MAX_CONTAINERS, "objects and lists"),
+        ('{"a":1,"b":2,"c":"[{:,"}', 3, MAX_NAMES, "fields"),
+        ("1", 1, MAX_VALUES, "values"),
+        ('"\\\\"', 1, MAX_STRINGS, "strings"),
+        ('"\\""', 1, MAX_STRINGS, "strings"),
     ],
 )
-def test_structure_is_counted_exactly_where_it_is_near_the_limit(one: str, limit: int, what: str | None) -> None:
-    def body(count: int) -> bytes:
-        return ("[" + ",".join([one] * count) + "]").encode()
-
-    assert len(read_json(body(limit - 1))) == limit - 1
-    if what is not None:
-        with pytest.raises(APIError, match=f"more than {limit:,} {what}; send fewer"):
-            read_json(body(limit + 2))
+def test_structure_is_counted_exactly(one: str, each: int, limit: int, what: str) -> None:
+    count = limit // each - 1
+    assert len(read_json(("[" + ",".join([one] * count) + "]").encode())) == count
+    with pytest.raises(APIError, match=f"more than {limit:,} {what}; send fewer"):
+        read_json(("[" + ",".join([one] * (count + 3)) + "]").encode())
 
 
 def test_json_of_replies_is_that_of_the_library() -> None:
@@ -401,3 +400,15 @@ def test_long_headers_are_refused(head: str, address: str) -> None:
         assert one.recv(1000).startswith(b"HTTP/1.1 4")
     assert loop_seconds() - before < LOOP_S
     assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_the_documentation_states_the_limits_that_there_are() -> None:
+    rows = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Limits")[2].partition("## ")[0]
+    numbers = (
+        completions.MAX_PROMPT_CHARACTERS, completions.MAX_PROMPT_TOKENS, completions.MAX_LOGPROBS,
+        schema.MAX_MESSAGES, schema.MAX_PARTS, schema.MAX_ALL_PARTS, schema.MAX_STOPS, schema.MAX_STOP, schema.MAX_NAME,
+        schema.MAX_OPTION, schema.MAX_FIELDS, MAX_CONTAINERS, MAX_NAMES, MAX_STRINGS, MAX_VALUES,
+        MAX_REQUEST_BYTES // 10**6, ALWAYS_BYTES // 1000, connection.FREE_CHUNKS, connection.CHUNK_BYTES,
+        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, event_buffer.MAX_BUFFERED_BYTES // 10**6,
+    )  # fmt: skip
+    assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}

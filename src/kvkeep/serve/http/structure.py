@@ -40,7 +40,8 @@ def read_json(body: bytes) -> Any:
 
 
 def _check(body: bytes) -> None:
-    if not any(_count(body, signs) > limit for _, signs, limit in _LIMITS):  # also of signs within strings
+    quotes = ("strings", b'"', 2 * MAX_STRINGS)
+    if not any(_count(body, signs) > limit for _, signs, limit in (*_LIMITS, quotes)):  # also of signs within strings
         return
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
     if unescaped.count(b'"') > 2 * MAX_STRINGS:
