@@ -50,11 +50,11 @@ def shared_parts(cache: KeepCache) -> dict[int, int]:
     return {part.data_ptr(): part.nbytes() for part in parts}
 
 
-Held = tuple[int, Mapping[int, int]]
+SessionBytes = tuple[int, Mapping[int, int]]
 """The bytes of a session, and the shared parts among them by address."""
 
 
-def together(sessions: Iterable[Held]) -> int:
+def total_bytes(sessions: Iterable[SessionBytes]) -> int:
     """Return the bytes of some sessions. A part that several of them share counts once."""
     used, parts = 0, dict[int, int]()
     for total, shared in sessions:
@@ -82,6 +82,6 @@ class Arbiter:
         time."""
         return self.total // peak_bytes(cache, tokens)
 
-    def grants(self, wanted: int, others: Iterable[Held]) -> bool:
+    def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
         """Return whether ``wanted`` more bytes fit beside ``others``."""
-        return wanted + together(others) <= self.total
+        return wanted + total_bytes(others) <= self.total

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
-from kvkeep.serve.arbiter import shared_parts, together
+from kvkeep.serve.arbiter import shared_parts, total_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Name
 
@@ -46,7 +46,7 @@ def memory_use(engine: Engine) -> MemoryUse:
         parts |= shared
     kinds["resident"] += sum(parts.values())
     granted = ((job.granted, job.session.counted[1]) for job in engine.running if job.session is not None)
-    return MemoryUse(kinds, together(granted), len(engine.sessions.memory))
+    return MemoryUse(kinds, total_bytes(granted), len(engine.sessions.memory))
 
 
 def _kinds(cache: KeepCache) -> dict[str, int]:

@@ -28,7 +28,7 @@ def session_routes(engine: Engine) -> APIRouter:
         saved = await asyncio.to_thread(_saved, storage.store, owner, name)
         marks = {_name(info): info.mark for info in saved} if storage.shared else None
         opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))
-        return await asyncio.to_thread(_together, saved, opened)
+        return await asyncio.to_thread(_merged, saved, opened)
 
     @routes.get("", responses=error_responses(503))
     async def every(request: Request) -> Any:
@@ -73,7 +73,7 @@ def _list(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _together(saved: list[SessionInfo], opened: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _merged(saved: list[SessionInfo], opened: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the facts of stored sessions and of those in memory, by name."""
     found = {_name(info): _facts(info) for info in saved}
     for name, facts in opened.items():
