@@ -20,6 +20,7 @@ from answering import small
 from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, raw, serving, streamed, within
 from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
 
+from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import app, completions, connection, engine_request, event_buffer, json_text, reading, schema
 from kvkeep.serve.http.errors import APIError
@@ -237,13 +238,36 @@ def test_a_prompt_that_waits_is_counted_and_its_body_is_not(monkeypatch: pytest.
             client = threading.Thread(target=post, args=(address, body))
             client.start()
             assert within(10, lambda: engine.waiting == 1)
-            assert 300 * 36 < app_memory(address) < 500 * 36
+            assert 300 * 36 < request_bytes(address) < 500 * 36
         client.join(30)
-        assert within(5, lambda: app_memory(address) == 0)
+        assert within(5, lambda: request_bytes(address) == 0)
 
 
-def app_memory(address: str) -> float:
+def request_bytes(address: str) -> float:
     return figures(address)["kvkeep_request_bytes"]
+
+
+def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate, encoded = threading.Event(), threading.Event(), list[int]()
+
+    def slow(tokenizer: Any, messages: Any, **named: Any) -> PromptText:
+        begun.set()
+        encoded.append(len(messages[0]["content"]))
+        gate.wait(30)
+        return PromptText("the river")
+
+    monkeypatch.setattr(completions, "prompt_text", slow)
+    bodies = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (200_000, 300_000)]
+    with serving() as (address, _):
+        first = threading.Thread(target=post, args=(address, bodies[0]), kwargs={"path": TOKENIZE})
+        first.start()
+        assert begun.wait(10)
+        with raw(address, bodies[1], TOKENIZE):
+            assert within(10, lambda: request_bytes(address) > 500_000)
+        assert within(10, lambda: request_bytes(address) < 210_000)
+        gate.set()
+        first.join(30)
+        assert within(10, lambda: request_bytes(address) == 0) and encoded == [200_000]
 
 
 def test_small_requests_hold_what_they_need_whatever_others_hold() -> None:

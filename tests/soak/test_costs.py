@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Program, bearer, figures, program
+from running import Program, bearer, figures, program, within
 from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst, text
 
 OPTIONS = ("--memory", "500MB", "-x", "full", "--private", "--no-measure")
@@ -96,7 +96,7 @@ def test_sixty_four_large_bodies_at_once_take_bounded_memory(say: Any) -> None:
             for thread in threads:
                 thread.join()
         grown = running.peak_mb() - before
-        assert figures(running.address)["kvkeep_request_bytes"] == 0
+        assert within(60, lambda: figures(running.address)["kvkeep_request_bytes"] == 0)
     assert {*seen} <= {200, 503, 0} and seen[200] and grown < 1500, (seen, grown)
     counts = ", ".join(f"{count} × {status or 'closed'}" for status, count in sorted(seen.items()))
     say(f"64 clients with 8 MB at once: {counts}; {grown:+.0f} MB at most; /health at most {1e3 * longest[0]:.0f} ms")

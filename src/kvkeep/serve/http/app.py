@@ -17,6 +17,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.completions import Completions
+from kvkeep.serve.http.disconnect import unless_disconnected
 from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.error_handlers import HANDLERS
 from kvkeep.serve.http.errors import APIError
@@ -107,7 +108,7 @@ def _add_completions(app: FastAPI, completions: Completions) -> None:
         given = body.messages if body.prompt is None else body.prompt
         if not given:
             raise UsageError("There is nothing to tokenize; send 'prompt' or 'messages'.")
-        ids = await completions.encode(given, request.state.hold.bytes)
+        ids = await unless_disconnected(request, completions.encode(given, request.state.hold.bytes))
         request.state.hold.tokens(len(ids))
         positions = completions.engine.geometry.max_positions
         return await json_response(lambda: {"tokens": ids, "count": len(ids), "max_model_len": positions})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -19,6 +19,7 @@ from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.disconnect import unless_disconnected
 from kvkeep.serve.http.engine_request import EngineRequest, Limits
 from kvkeep.serve.http.error_handlers import naming_field
 from kvkeep.serve.http.errors import APIError
@@ -30,7 +31,6 @@ from kvkeep.serve.http.workers import in_worker
 from kvkeep.serve.job import PromptTooLong
 from kvkeep.serve.session import check_name
 
-T = TypeVar("T")
 Prompt = str | list[int] | list[Message]
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
@@ -140,7 +140,7 @@ class Completions:
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
-        prompt = await self._prompt(body, hold.bytes, cache)
+        prompt = await unless_disconnected(request, self._prompt(body, hold.bytes, cache))
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
         logprobs = body.logprob_count is not None
@@ -151,13 +151,13 @@ class Completions:
         del body  # its texts, while the answer waits
         running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named, stream)
         if stream:
-            first = await _unless_disconnected(request, running.first())
+            first = await unless_disconnected(request, running.first())
             if isinstance(first, Exception):
                 raise first
             text = _closing(reply.stream(running.events(first), with_usage), running)
             return StreamingResponse(text, media_type="text/event-stream", headers=STREAM_HEADERS)
         try:
-            events = await _unless_disconnected(request, running.all())
+            events = await unless_disconnected(request, running.all())
             return await json_response(reply.complete, events)
         finally:
             running.disconnect()
@@ -207,22 +207,3 @@ async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIte
             yield one
     finally:
         running.disconnect()
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises APIError if the client disconnects first, and the errors of ``work``."""
-    disconnected, done = asyncio.ensure_future(_disconnect(request)), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({disconnected, done}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise APIError(499, "The client has disconnected.")
-        return done.result()
-    finally:
-        disconnected.cancel()
-        done.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Wait until the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

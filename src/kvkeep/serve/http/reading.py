@@ -8,6 +8,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from kvkeep.serve.http.disconnect import unless_disconnected
 from kvkeep.serve.http.error_handlers import validation_error
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.structure import read_json
@@ -27,7 +28,7 @@ async def read_body(request: Request, schema: type[Schema]) -> Schema:
         raise APIError(499, "The client has disconnected.")
     del message
     size, kind = sum(map(len, parts)), request.headers.get("content-type", "")
-    found = await in_worker(size, _parsed, schema, parts, kind)
+    found = await unless_disconnected(request, in_worker(size, _parsed, schema, parts, kind))
     if isinstance(found, APIError):
         raise found
     return found
