@@ -108,10 +108,8 @@ REFUSED = {
     "no JSON": Worst(CHAT, 400, lambda model, size: b"x" * size),
     "a model's name": Worst(CHAT, 400, lambda model, size: b'{"messages":[],"model":"' + b"x" * size + b'"}'),
     "ids": Worst(TEXT, 400, prompt("7")),
-    "1,900,000 ids": Worst(
-        TEXT, 400, lambda model, size: filled(f'{{"model":"{model}","prompt":[', "7", "]}", 3_800_000)
-    ),
-    "prompts": Worst(TEXT, 400, lambda model, size: filled(f'{{"model":"{model}","prompt":[', "[]", "]}", size)),
+    "1,100,000 ids": Worst(TEXT, 400, prompt("7"), 2_200_000),
+    "prompts": Worst(TEXT, 400, prompt("[]")),
     "words": Worst(TEXT, 400, text("the ")),
     "escapes": Worst(TEXT, 400, text("\n")),
     "other letters": Worst(TEXT, 400, text("é ß 語 "), 6 * MB),
