@@ -32,6 +32,8 @@ from kvkeep.serve.http.keys import Keys
 ASK = [{"role": "user", "content": "the river and the stone"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
 KEYS = ["first-key", "second-key"]
+LOOP = "event-loop"
+"""The name of the thread in which a server's event loop runs."""
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -48,7 +50,7 @@ def serving(
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that slow readers are noticed early
     server = uvicorn.Server(uvicorn_config(application(engine, loaded, Keys(keys), **options), **(tls or {})))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name=LOOP, daemon=True)
     engine.start()
     thread.start()
     while not server.started:
@@ -103,6 +105,13 @@ class Program:
         """Seconds of processor time that it has taken, as Linux counts them."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def peak_mb(self, reset: bool = False) -> float:
+        """The most memory that it had since the last reset, which this call may be, in MB."""
+        if reset:
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
 
     def said(self) -> str:
         """What it has written on standard error."""

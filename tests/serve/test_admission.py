@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from families import tiny
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
 from kvkeep.serve.arbiter import peak_bytes
-from kvkeep.serve.engine import Engine
+from kvkeep.serve.engine import UNDECIDED, Engine
 from kvkeep.serve.job import QueueFull
 from kvkeep.serve.session import OpenSession
 
@@ -67,16 +68,47 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
 def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int) -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
     engine = Engine(small("llama"), int(3.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
-    clients = [Client(engine, text(40, seed), **cache) for seed in range(3 + limit + 2)]  # all before the first step
-    engine.step()
-    assert [isinstance(client.events[-1], QueueFull) for client in clients if client.events] == [True, True]
+    clients = []
+    for seed in range(3 + limit):
+        clients.append(Client(engine, text(40, seed), **cache))
+        engine.step()
     assert len(engine.running) == 3 and engine.waiting == limit
     if limit:
         with pytest.raises(QueueFull, match="The queue is full \\(2 requests\\); retry"):
             Client(engine, text(40, 9), **cache)
+    else:  # whether it has to wait, a step decides
+        late = [Client(engine, text(40, 9), **cache) for _ in "ab"]
+        engine.step()
+        assert all(isinstance(client.events[-1], QueueFull) for client in late)
     run(engine)
     for seed, client in enumerate(clients[: 3 + limit]):
         assert [*client.ended.tokens] == alone("llama", text(40, seed), **cache)
     again = Client(engine, text(40, 9), **cache)
     run(engine)
     assert again.ended.written
+
+
+@pytest.mark.parametrize("limit", [0, 1, 64])
+def test_of_two_hundred_at_once_as_many_are_taken_in_as_may_wait(limit: int) -> None:
+    """Between two steps, which may take seconds, nobody but they themselves can count them."""
+    engine, refused, begin = Engine(small("llama"), 10**8, waiting=limit), list[str](), threading.Barrier(200)
+
+    def ask(seed: int) -> None:
+        begin.wait()
+        try:
+            Client(engine, text(8, seed), 1, method="full")
+        except QueueFull as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engine.waiting == (limit or UNDECIDED) == 200 - len(refused)
+    assert {*refused} == {f"The queue is full ({limit} requests); retry later."}
+    run(engine)
+    assert engine.waiting == 0
+    client = Client(engine, text(8, 1), 1, method="full")
+    run(engine)
+    assert client.ended.written == 1

@@ -30,7 +30,8 @@ from kvkeep.serve.engine import Engine, Finished
 from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http import completions, connection, engine_request
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.engine_request import MAX_BUFFERED_PIECES, EventBuffer, Limits
+from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.event_buffer import MAX_PIECE_TOKENS, EventBuffer
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 from kvkeep.serve.service import Service
 
@@ -165,12 +166,15 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
         mail = EventBuffer()
         for number in range(10_000):
             mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", b"", 0.0, ()),)))
-            assert len(mail._pieces) <= MAX_BUFFERED_PIECES
+        assert len(mail._pieces) == 10_000 // MAX_PIECE_TOKENS and mail.bytes > 10_000
         mail.put(Finished("stop", "", (), 0, 0, 0))
-        whole = await mail.get()
-        assert isinstance(whole, TextPiece) and whole.text == "".join(f"{number} " for number in range(10_000))
-        assert [one.token for one in whole.logprobs] == [*range(10_000)]
-        assert isinstance(await mail.get(), Finished)
+        pieces = list[TextPiece]()
+        while isinstance(piece := await mail.get(), TextPiece):
+            pieces.append(piece)
+        assert "".join(one.text for one in pieces) == "".join(f"{number} " for number in range(10_000))
+        assert [token.token for one in pieces for token in one.logprobs] == [*range(10_000)]
+        assert max(len(one.logprobs) for one in pieces) <= MAX_PIECE_TOKENS  # as much as is written at once
+        assert isinstance(piece, Finished) and mail.bytes == 0
 
     asyncio.run(unread())
     monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.5)

@@ -59,6 +59,20 @@ def test_one_system_prompt_is_read_once_and_held_once(tmp_path: Path) -> None:
         assert [*client.ended.tokens] == alone(engine, ids, method="full")
 
 
+@pytest.mark.usefixtures("kernels")
+def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tmp_path: Path) -> None:
+    engine, system = serving(folder=tmp_path), text(600, 0)
+    cache = KeepCache(engine.model, "full")
+    engine.arbiter.total = int(2.5 * peak_bytes(cache, 616))
+    clients = [Client(engine, [*system, *text(8, 1 + number)], 8, owner="me") for number in range(6)]
+    most, single, engine._stopping = 0, 0, True
+    while engine.step():
+        assert memory_use(engine).granted <= engine.arbiter.total
+        most, single = max(most, len(engine.running)), max(single, sum(job.granted for job in engine.running))
+    assert most > 2 and single > engine.arbiter.total, "together they fit because they share"
+    assert all(client.ended.written == 8 for client in clients)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_clients_without_sessions_find_their_conversations_again(family: str, kind: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ No setting of the tokenizer is changed, so that several threads can use it at on
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,6 +18,10 @@ from typing import Any
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
 from kvkeep.errors import ModelError
 
+_CHARACTERS_PER_TOKEN = (1, 4, 16)
+"""The lengths of beginnings, by the number of tokens that are looked for."""
+_BESIDE_A_CUT = 256
+"""More tokens than a cut adds to a text."""
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 
@@ -35,6 +40,10 @@ class PromptText:
         shift = len(self.text)
         moved = ((start + shift, stop + shift) for start, stop in other.data)
         return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
+
+    def beginning(self, length: int) -> PromptText:
+        """Return the first ``length`` characters, without a name that is cut off."""
+        return PromptText(self.text[:length], [span for span in self.data if span[1] <= length], self.begins)
 
     def ids(self, tokenizer: Any) -> list[int]:
         """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
@@ -181,6 +190,17 @@ def _letters(backend: Any, name: str) -> list[int]:
     return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
 
 
+def begins_with(tokenizer: Any, text: PromptText, count: int) -> bool:
+    """Return whether a text has more than ``count`` tokens, if its beginning tells this, which takes a fraction of
+    encoding a much longer text. A cut changes only the tokens beside it."""
+    lengths = (share * count for share in _CHARACTERS_PER_TOKEN)
+    return any(
+        len(text.beginning(length).ids(tokenizer)) > count + _BESIDE_A_CUT
+        for length in lengths
+        if length < len(text.text) // 2
+    )
+
+
 def least_tokens(tokenizer: Any, text: str) -> int:
     """Return a lower bound of the number of tokens of a text, without encoding it: its bytes, divided by those of the
     longest token. It is 0 if the tokenizer may leave out parts of a text."""
@@ -208,10 +228,12 @@ def _lost_bytes(tokenizer: Any) -> bytes | None:
     out anything."""
     backend = tokenizer.backend_tokenizer
     state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
-    if b'"Removed"' in state or b'"Whitespace' in state:
+    lost = {letter: byte for letter, byte in ALPHABET.items() if backend.token_to_id(letter) is None}
+    taken_out = json.dumps("[" + "".join(rf"\x{{{ord(letter):X}}}" for letter in sorted(lost)) + "]")
+    before, level, after = state.partition(b'"ByteLevel"')  # a GGUF file's tokenizer takes out these letters itself
+    after = after.replace(f'"Regex":{taken_out}}},"behavior":"Removed"'.encode(), b"")
+    if any(sign in before + after for sign in (b'"Removed"', b'"Whitespace')):
         return None
     if all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
         return b""
-    if b'"ByteLevel"' not in state:
-        return None
-    return bytes(byte for letter, byte in ALPHABET.items() if backend.token_to_id(letter) is None)
+    return bytes(lost.values()) if level else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -84,21 +85,32 @@ def _filled(tokenizer: Any, messages: Messages) -> PromptText:
     """Return the text of a chat template. It is filled with a mark for each name of a special token in a message: a
     private-use character that occurs in no message."""
     pattern = special_names(tokenizer)
-    hits = [] if pattern is None else [hit for one in messages for hit in pattern.findall(one["content"])]
+    found = () if pattern is None else (hit[0] for one in messages for hit in pattern.finditer(one["content"]))
+    hits = dict.fromkeys(found)
     if pattern is None or not hits:
         return PromptText(fill(tokenizer, messages), begins=False)
     known = set().union(*(one["content"] for one in messages))
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
-    marks = dict(zip(dict.fromkeys(hits), free, strict=False))
+    marks = dict(zip(hits, free, strict=False))
     marked = [one | {"content": pattern.sub(lambda hit: marks[hit[0]], one["content"])} for one in messages]
     names: dict[str, str] = {mark: name for name, mark in marks.items()}
     text, data, length = list[str](), list[tuple[int, int]](), 0
-    for part in re.split(f"([{''.join(names)}])", fill(tokenizer, marked)):
+    for part in _parts(f"[{''.join(names)}]", fill(tokenizer, marked)):
         text.append(names.get(part, part))
         if part in names:
             data.append((length, length + len(text[-1])))
         length += len(text[-1])
     return PromptText("".join(text), data, begins=False)
+
+
+def _parts(pattern: str, text: str) -> Iterator[str]:
+    """Yield the parts of a text, in and between the hits of a pattern. Meanwhile other threads run."""
+    end = 0
+    for hit in re.finditer(pattern, text):
+        yield text[end : hit.start()]
+        yield hit[0]
+        end = hit.end()
+    yield text[end:]
 
 
 def _lacks_beginning(tokenizer: Any, filled: PromptText) -> bool:

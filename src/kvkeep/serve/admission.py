@@ -29,7 +29,8 @@ class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
     running, saving: the engine's lists of admitted answers, and of answers whose turn is being saved. limit: the
-    maximum number of waiting answers. left: called for every answer that no longer waits.
+    maximum number of waiting answers; with 0, an answer begins at once or is refused. left: called for every answer
+    that no longer waits.
     """
 
     def __init__(
@@ -44,7 +45,6 @@ class Admission:
     ) -> None:
         self.model, self.arbiter, self.sessions = model, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self.full = False  # whether the queue accepts no more requests
         self._running, self._saving, self._limit, self._left = running, saving, limit, left
         self._refused: tuple[Job, object] | None = None  # the job that waits for memory, and the holders of memory then
 
@@ -70,7 +70,6 @@ class Admission:
         self._admit()
         while len(self.waiting) > self._limit and not self.waiting[-1].disk_busy:
             self._dismiss(self.waiting[-1], self.refusal())
-        self.full = len(self.waiting) >= self._limit > 0
 
     def refusal(self) -> QueueFull:
         """Return the error for a request that finds the queue full."""

@@ -50,6 +50,19 @@ def shared_parts(cache: KeepCache) -> dict[int, int]:
     return {part.data_ptr(): part.nbytes() for part in parts}
 
 
+SessionBytes = tuple[int, Mapping[int, int]]
+"""The bytes of a session, and the shared parts among them by address."""
+
+
+def total_bytes(sessions: Iterable[SessionBytes]) -> int:
+    """Return the bytes of some sessions. A part that several of them share counts once."""
+    used, parts = 0, dict[int, int]()
+    for total, shared in sessions:
+        used += total - sum(shared.values())
+        parts |= shared
+    return used + sum(parts.values())
+
+
 @dataclass
 class Arbiter:
     """Grants memory within ``total`` bytes."""
@@ -69,11 +82,6 @@ class Arbiter:
         time."""
         return self.total // peak_bytes(cache, tokens)
 
-    def grants(self, wanted: int, others: Iterable[tuple[int, Mapping[int, int]]]) -> bool:
-        """Return whether ``wanted`` more bytes fit beside ``others``: bytes of each session, and its shared parts by
-        address."""
-        used, parts = wanted, dict[int, int]()
-        for total, shared in others:
-            used += total - sum(shared.values())
-            parts |= shared
-        return used + sum(parts.values()) <= self.total
+    def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
+        """Return whether ``wanted`` more bytes fit beside ``others``."""
+        return wanted + total_bytes(others) <= self.total

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
-from kvkeep.serve.arbiter import shared_parts
+from kvkeep.serve.arbiter import shared_parts, total_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Name
 
@@ -25,7 +25,7 @@ class MemoryUse:
     kinds: dict[str, int]
     """Bytes by kind, including bytes on disk."""
     granted: int
-    """Further bytes that are granted to running answers."""
+    """Bytes that are granted to running answers, which contain those that their caches use."""
     sessions: int
     """Sessions in memory, running or idle."""
 
@@ -45,7 +45,8 @@ def memory_use(engine: Engine) -> MemoryUse:
         kinds["resident"] -= sum(shared.values())
         parts |= shared
     kinds["resident"] += sum(parts.values())
-    return MemoryUse(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
+    granted = ((job.granted, job.session.counted[1]) for job in engine.running if job.session is not None)
+    return MemoryUse(kinds, total_bytes(granted), len(engine.sessions.memory))
 
 
 def _kinds(cache: KeepCache) -> dict[str, int]:

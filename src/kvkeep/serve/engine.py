@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
+UNDECIDED = 64
+"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
 WARM_UP_TOKENS = 8
 """The number of tokens of the prompt and of the answer that are made before the first request."""
 
@@ -108,6 +110,7 @@ class Engine:
             self.model, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
         )
         self._count = 0  # requests in the inbox and in the queue
+        self._limit = waiting or UNDECIDED  # of that number
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = self._ended = False
@@ -159,7 +162,7 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")
-            if self._admission.full:
+            if self._count >= self._limit:  # here, because a step may take seconds, in which the inbox fills
                 raise self._admission.refusal()
             self._count += 1
             self._inbox.put(job)

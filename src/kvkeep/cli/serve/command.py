@@ -59,7 +59,8 @@ def serve(
         if replicas.replicas is None:
             from kvkeep.cli.serve.listening import listening
 
-            server = stack.enter_context(listening(address, grace))  # before the imports below, which take seconds
+            # before the imports below, which take seconds
+            server = stack.enter_context(listening(address, grace, limits.while_loading))
             note(f"{server.url} listens; requests wait until the model is loaded")
         with startup():
             from kvkeep.cli.serve.ray_serve import serve_replicas

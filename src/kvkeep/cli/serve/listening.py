@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -58,10 +58,11 @@ class HTTPServer(uvicorn.Server):
 
 
 @contextmanager
-def listening(address: Address, grace: float) -> Iterator[HTTPServer]:
-    """Listen on ``address`` within the block. Requests wait until the server gets its application. grace: seconds for
-    running answers at the end. Raises UsageError if the address cannot be used."""
-    app = StartingApp()
+def listening(address: Address, grace: float, waiting: int) -> Iterator[HTTPServer]:
+    """Listen on ``address`` within the block. At most ``waiting`` requests wait until the server gets its application.
+    grace: seconds for running answers at the end. Raises UsageError if the address cannot be used."""
+    app = StartingApp(waiting)
+    _raise_file_limit()
     with address.socket() as bound:
         server = HTTPServer(app, address, grace, bound)
         server.start()
@@ -70,3 +71,14 @@ def listening(address: Address, grace: float) -> Iterator[HTTPServer]:
         finally:
             app.closed, server.should_exit = True, True
             server.join()
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files to the maximum: each session in memory and each connection needs a file."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -128,6 +128,11 @@ class LimitOptions:
         ),
     ] = None
 
+    @property
+    def while_loading(self) -> int:
+        """The number of requests that wait until the model is loaded."""
+        return self.waiting or 64
+
 
 @dataclass(frozen=True)
 class StoreOptions:

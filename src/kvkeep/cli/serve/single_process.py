@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import suppress
 from typing import Any
 
 from kvkeep.cli.output import note
@@ -48,7 +47,6 @@ def serve_here(
     service = with_defaults(service, loaded, conversations)
     engine = service.engine(loaded, shared=False)
     app = service.application(engine, loaded)
-    _raise_file_limit()
     default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
     engine.start()
     size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
@@ -71,17 +69,6 @@ def serve_here(
         raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
     engine.stop(0.0)
     note("stopped" if engine.sessions.storage.store is None else STOPPED)
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum: each session in memory and each connection needs a file."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
 def _stop_on_signals(server: HTTPServer, engine: Engine, grace: float) -> None:

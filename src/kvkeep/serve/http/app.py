@@ -17,15 +17,19 @@ from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.completions import Completions
+from kvkeep.serve.http.disconnect import unless_disconnected
 from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.error_handlers import HANDLERS
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.inspection import inspection_routes
+from kvkeep.serve.http.json_text import json_response
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.middleware import RequestMiddleware
-from kvkeep.serve.http.openapi import DocumentedApp, error_responses
+from kvkeep.serve.http.openapi import DocumentedApp, error_responses, takes
 from kvkeep.serve.http.page import page_routes
+from kvkeep.serve.http.reading import read_body
+from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, RequestMemory
 from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.session_routes import session_routes
 
@@ -52,7 +56,8 @@ def application(
 ) -> FastAPI:
     """Return the application of a running engine. origins: origins whose pages may use it (CORS). scrape: returns the
     text of ``/metrics``, if it covers more than this engine."""
-    metrics = Metrics(engine)
+    memory = RequestMemory(MAX_REQUEST_BYTES)
+    metrics = Metrics(engine, memory)
     completions = Completions(engine, loaded, limits or Limits(), metrics)
     app = DocumentedApp(
         title="kvkeep",
@@ -64,7 +69,7 @@ def application(
         redoc_url=None,
     )
     app.state.metrics = metrics
-    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics)
+    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, memory=memory)
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -85,27 +90,28 @@ def application(
 def _add_completions(app: FastAPI, completions: Completions) -> None:
     responses = error_responses(400, 404, 409, 413, 429, 503) | {200: {"content": {"text/event-stream": {}}}}
 
-    @app.post("/v1/chat/completions", responses=responses)
-    async def chat(request: Request, body: ChatRequest) -> Any:
+    @app.post("/v1/chat/completions", responses=responses, openapi_extra=takes(ChatRequest))
+    async def chat(request: Request) -> Any:
         """Answer a conversation."""
-        completions.check_model(body.model)
-        return await completions.respond(request, body)
+        return await completions.respond(request, await read_body(request, ChatRequest))
 
-    @app.post("/v1/completions", responses=responses)
-    async def complete(request: Request, body: TextRequest) -> Any:
+    @app.post("/v1/completions", responses=responses, openapi_extra=takes(TextRequest))
+    async def complete(request: Request) -> Any:
         """Continue a text."""
-        completions.check_model(body.model)
-        return await completions.respond(request, body)
+        return await completions.respond(request, await read_body(request, TextRequest))
 
-    @app.post("/tokenize", responses=error_responses(400, 404, 413))
-    async def tokenize(body: TokenizeRequest) -> Any:
+    @app.post("/tokenize", responses=error_responses(400, 404, 413, 503), openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
+        body = await read_body(request, TokenizeRequest)
         completions.check_model(body.model)
         given = body.messages if body.prompt is None else body.prompt
         if not given:
             raise UsageError("There is nothing to tokenize; send 'prompt' or 'messages'.")
-        ids = await completions.encode(given)
-        return {"tokens": ids, "count": len(ids), "max_model_len": completions.engine.geometry.max_positions}
+        ids = await unless_disconnected(request, completions.encode(given, request.state.hold.bytes))
+        request.state.hold.tokens(len(ids))
+        positions = completions.engine.geometry.max_positions
+        return await json_response(lambda: {"tokens": ids, "count": len(ids), "max_model_len": positions})
 
 
 def _add_models(app: FastAPI, completions: Completions) -> None:

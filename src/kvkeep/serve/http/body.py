@@ -1,4 +1,4 @@
-"""The body of a request: its maximum size, and the time limit for its arrival."""
+"""The body of a request: its maximum size, the time limit for its arrival, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.request_memory import ALWAYS_BYTES, CLOSE, Hold
 
 MAX_BODY_BYTES = 8_000_000
 BODY_TIMEOUT_S = 60.0
 """Seconds for a body to arrive."""
-CLOSE = {"Connection": "close"}
-"""The header of a response after which the server closes the connection."""
 
 
 def check_headers(scope: Scope) -> None:
@@ -28,8 +27,9 @@ def check_headers(scope: Scope) -> None:
         raise _too_large()
 
 
-def limit_body(receive: Receive) -> Receive:
-    """Return ``receive`` for one body. It raises APIError if the body is too large or too slow."""
+def limit_body(receive: Receive, hold: Hold) -> Receive:
+    """Return ``receive`` for one body, whose bytes ``hold`` counts as they arrive. It raises APIError if the body is
+    too large or too slow, or if all requests together take too much."""
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
     read, complete = 0, False
 
@@ -47,6 +47,10 @@ def limit_body(receive: Receive) -> Receive:
         complete = not message.get("more_body", False)
         if read > MAX_BODY_BYTES:
             raise _too_large()
+        if message.get("body"):
+            hold.resize(read)
+        if read > ALWAYS_BYTES and not complete:
+            await hold.turn()
         return message
 
     return limited

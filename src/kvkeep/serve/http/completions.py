@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
-from kvkeep.decode.encoding import PromptText, least_tokens
+from kvkeep.decode.encoding import PromptText, begins_with, least_tokens
 from kvkeep.decode.prompt import prompt_text
+from kvkeep.engine.answer import Ask
 from kvkeep.engine.pieces import token_texts
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.models.loading import Loaded
@@ -18,19 +19,25 @@ from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.disconnect import unless_disconnected
 from kvkeep.serve.http.engine_request import EngineRequest, Limits
 from kvkeep.serve.http.error_handlers import naming_field
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.json_text import json_response
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_MAX_TOKENS, ChatRequest, Message, TextRequest
+from kvkeep.serve.http.workers import in_worker
 from kvkeep.serve.job import PromptTooLong
 from kvkeep.serve.session import check_name
 
-T = TypeVar("T")
 Prompt = str | list[int] | list[Message]
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
+MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
+"""Characters of a prompt, and tokens if the context has no limit. The tokenizer takes up to 600 bytes for a token."""
+MAX_LOGPROBS = 200_000
+"""Log-probabilities of an answer that is sent at once: about 230 bytes each, until they are sent."""
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers of a stream: nginx forwards it without buffering."""
 
@@ -50,21 +57,37 @@ class Completions:
             sentence = f"The model '{name}' does not exist; this server has '{self.model}'."
             raise APIError(404, sentence, "model_not_found", "model")
 
-    async def encode(self, given: Prompt, answer: str = "", positions: int | None = None) -> list[int]:
+    async def encode(self, given: Prompt, size: int, answer: str = "", positions: int | None = None) -> list[int]:
         """Return the token ids of a text, of ids, or of a conversation up to its answer and the beginning of that.
-        Raises PromptTooLong at once for a text that cannot fit into ``positions`` (None: no limit)."""
-        return await asyncio.to_thread(self._encode, given, answer, positions)
+
+        size: bytes of the request. Raises PromptTooLong at once for a text that cannot fit into ``positions`` (None: no
+        limit).
+        """
+        return await in_worker(size, self._encode, given, answer, positions)
 
     def _encode(self, given: Prompt, answer: str, positions: int | None) -> list[int]:
         if isinstance(given, str):
+            check_characters(len(given))
             text = PromptText(given)
         elif messages := [one.plain() for one in given if isinstance(one, Message)]:
+            check_characters(sum(len(one["content"]) for one in messages))
             text = prompt_text(self._tokenizer, messages, answer=answer)
         else:
             return self._checked([one for one in given if isinstance(one, int)])
-        if positions is not None and (least := least_tokens(self._tokenizer, text.text)) >= positions:
+        if positions is None:
+            return self._within(text, MAX_PROMPT_TOKENS)
+        if (least := least_tokens(self._tokenizer, text.text)) >= positions:
             raise PromptTooLong.of(f"at least {least}", positions)
+        if begins_with(self._tokenizer, text, positions):
+            raise PromptTooLong.of(f"more than {positions}", positions)
         return text.ids(self._tokenizer)
+
+    def _within(self, text: PromptText, limit: int) -> list[int]:
+        """Return the token ids of a text that no context limits. Raises APIError beyond the limit of a request."""
+        if not begins_with(self._tokenizer, text, limit) and len(ids := text.ids(self._tokenizer)) <= limit:
+            return ids
+        sentence = f"The prompt has more than {limit:,} tokens, the most of one request; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
 
     def _checked(self, ids: list[int]) -> list[int]:
         if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
@@ -73,16 +96,16 @@ class Completions:
             )
         return ids
 
-    async def _prompt(self, body: ChatRequest | TextRequest, cache: Mapping[str, Any]) -> list[int]:
+    async def _prompt(self, body: ChatRequest | TextRequest, size: int, cache: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a request with these cache options: of a text, or of a conversation up to its answer
         or to the end of a last message to be continued."""
         positions = self.engine.positions(cache)
         if isinstance(body, TextRequest):
-            return await self.encode(body.prompt, positions=positions)
+            return await self.encode(body.prompt, size, positions=positions)
         if not body.continue_final_message:
-            return await self.encode(body.messages, positions=positions)
+            return await self.encode(body.messages, size, positions=positions)
         *before, last = body.messages
-        return await self.encode(before, last.plain()["content"], positions)
+        return await self.encode(before, size, last.plain()["content"], positions)
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""
@@ -112,24 +135,30 @@ class Completions:
     async def respond(self, request: Request, body: ChatRequest | TextRequest) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
         cancelled."""
-        owner = request.state.owner
+        self.check_model(body.model)
+        owner, hold = request.state.owner, request.state.hold
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
-        prompt = await self._prompt(body, cache)
+        prompt = await unless_disconnected(request, self._prompt(body, hold.bytes, cache))
+        hold.tokens(len(prompt))
         ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
         logprobs = body.logprob_count is not None
         reply = Reply(self.model, isinstance(body, ChatRequest), logprobs, self.metrics.rejected)
-        named = bool(body.cache())
-        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named)
-        if body.stream:
-            first = await _unless_disconnected(request, running.first())
+        stream, with_usage, named = body.stream, body.usage_in_stream, bool(body.cache())
+        if not stream:
+            check_logprobs(ask)
+        del body  # its texts, while the answer waits
+        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named, stream)
+        if stream:
+            first = await unless_disconnected(request, running.first())
             if isinstance(first, Exception):
                 raise first
-            events = _closing(reply.stream(running.events(first), body.usage_in_stream), running)
-            return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+            text = _closing(reply.stream(running.events(first), with_usage), running)
+            return StreamingResponse(text, media_type="text/event-stream", headers=STREAM_HEADERS)
         try:
-            return JSONResponse(reply.complete(await _unless_disconnected(request, running.all())))
+            events = await unless_disconnected(request, running.all())
+            return await json_response(reply.complete, events)
         finally:
             running.disconnect()
 
@@ -153,6 +182,24 @@ class Completions:
         return cache
 
 
+def check_characters(count: int) -> None:
+    """Raise APIError if a prompt has too many characters."""
+    if count > MAX_PROMPT_CHARACTERS:
+        sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
+
+
+def check_logprobs(ask: Ask) -> None:
+    """Raise APIError if an answer that is sent at once may have too many log-probabilities."""
+    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= MAX_LOGPROBS:
+        return
+    sentence = (
+        f"An answer that is not a stream has at most {MAX_LOGPROBS:,} log-probabilities, those of likeliest tokens "
+        f"included; set 'max_tokens' to at most {MAX_LOGPROBS // (1 + ask.top_logprobs)}, or send 'stream': true."
+    )
+    raise APIError(400, sentence, "invalid_value", "max_tokens")
+
+
 async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIterator[str]:
     """Yield from a stream, and cancel its request when the stream is closed."""
     try:
@@ -160,22 +207,3 @@ async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIte
             yield one
     finally:
         running.disconnect()
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises APIError if the client disconnects first, and the errors of ``work``."""
-    disconnected, done = asyncio.ensure_future(_disconnect(request)), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({disconnected, done}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise APIError(499, "The client has disconnected.")
-        return done.result()
-    finally:
-        disconnected.cancel()
-        done.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Wait until the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

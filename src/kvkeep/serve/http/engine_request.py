@@ -8,21 +8,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvkeep.engine.answer import Ask, TextPiece
+from kvkeep.engine.answer import Ask
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.event_buffer import MAX_BUFFERED_BYTES, EventBuffer, StreamEvent
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job
 
-MAX_BUFFERED_PIECES = 64
-"""Pieces that wait for a slow reader. Beyond this number they are joined."""
 FIRST_EVENT_TIMEOUT_S = 3.0
 """Seconds for the first event to decide the status of a response. After them a stream begins without it."""
 KEEP_ALIVE_S = 10.0
 """Seconds without an event until a stream gets a comment, so that no proxy closes it."""
-
-StreamEvent = TextPiece | Finished | Exception
-"""What the event loop receives from an answer."""
 
 
 @dataclass
@@ -54,46 +50,9 @@ class Limits:
             del self.running[owner]
 
 
-class EventBuffer:
-    """Unsent events. Pieces are joined if they arrive faster than they are read. So no text is lost, the engine does
-    not wait, and the buffer never exceeds the text."""
-
-    def __init__(self) -> None:
-        self._pieces: list[TextPiece] = []
-        self._last: Finished | Exception | None = None
-        self._available = asyncio.Event()
-
-    def put(self, event: StreamEvent) -> None:
-        """Add an event."""
-        if isinstance(event, TextPiece):
-            self._pieces.append(event)
-            if len(self._pieces) > MAX_BUFFERED_PIECES:
-                self._pieces = [_joined(self._pieces)]
-        else:
-            self._last = event
-        self._available.set()
-
-    async def get(self, timeout: float | None = None) -> StreamEvent | None:
-        """Return all pieces joined, or the last event; None after ``timeout`` seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._available.wait()
-        except TimeoutError:
-            return None
-        if self._pieces:
-            piece, self._pieces = _joined(self._pieces), []
-            if self._last is None:
-                self._available.clear()
-            return piece
-        return self._last
-
-
-def _joined(pieces: list[TextPiece]) -> TextPiece:
-    return TextPiece("".join(one.text for one in pieces), tuple(token for one in pieces for token in one.logprobs))
-
-
 class EngineRequest:
-    """A request submitted to the engine for ``owner``. Raises the errors of :meth:`Engine.submit`."""
+    """A request submitted to the engine for ``owner``. streams: whether its client reads the answer as a stream. Raises
+    the errors of :meth:`Engine.submit`."""
 
     def __init__(
         self,
@@ -105,9 +64,10 @@ class EngineRequest:
         name: tuple[str, str] | None,
         cache: dict[str, Any],
         names_cache: bool,
+        streams: bool,
     ) -> None:
         loop, self._events = asyncio.get_running_loop(), EventBuffer()
-        self._limits, self._owner = limits, owner
+        self._limits, self._owner, self._streams = limits, owner, streams
         self._timed_out = self._disconnected = False
 
         def listener(event: Event) -> None:
@@ -144,8 +104,15 @@ class EngineRequest:
         return EngineStopping("The server shut down before the answer began; retry when it is back.")
 
     def _put(self, event: StreamEvent) -> None:
-        """Buffer an event, in the event loop's thread."""
+        """Buffer an event, in the event loop's thread. If the client falls too far behind, its answer ends."""
         self._events.put(event)
+        if self._events.bytes > MAX_BUFFERED_BYTES and self._streams:
+            sentence = (
+                f"The client reads too slowly: more than {MAX_BUFFERED_BYTES // 10**6} MB of the answer wait for it; "
+                "read faster, or ask for fewer top_logprobs."
+            )
+            self._events.end(APIError(408, sentence, "too_slow"))
+            self.job.cancel()
         if isinstance(event, Finished | Exception):
             self._limits.release(self._owner)
             if self._timer is not None:

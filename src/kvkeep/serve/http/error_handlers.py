@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,6 @@ FAILED = "failed"
 """The code of an error that the client did not cause."""
 
 _TYPES = ("str", "int")
-_JSON = "application/json"
 _OBJECTS = {"dict_type", "model_type", "model_attributes_type"}
 _EXPECTED = dict.fromkeys(_OBJECTS, "an object") | {
     "string_type": "a string",
@@ -50,9 +49,9 @@ _REASONS = {
     "finite_number": "has to be a finite number",
     "literal_error": "has to be {expected}",
     "too_short": "has {actual_length} elements and needs at least {min_length}",
-    "too_long": "has {actual_length} elements, and at most {max_length} are allowed",
+    "too_long": "has {actual_length} elements, and at most {max_length} are allowed; send fewer",
     "string_too_short": "needs at least {min_length} characters",
-    "string_too_long": "may have at most {max_length} characters",
+    "string_too_long": "may have at most {max_length} characters; shorten it",
     "greater_than_equal": "has to be at least {ge}",
     "less_than_equal": "has to be at most {le}",
     "less_than": "has to be less than {lt}",
@@ -64,8 +63,6 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, AnyHTTPException):
-        if error.status_code == 400:  # the body is binary or too deeply nested
-            return _unreadable()
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return APIError(error.status_code, f"{error.detail}.", code, headers=error.headers)
     if isinstance(error, QueueFull):
@@ -112,21 +109,17 @@ async def handle(request: Request, error: Exception) -> JSONResponse:
 
 
 async def handle_validation(request: Request, error: Exception) -> JSONResponse:
-    """Return the response for a request that violates its schema."""
+    """Return the response for a request whose path or query violates its schema."""
     assert isinstance(error, RequestValidationError)
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return await handle(request, _validation_error(error, kind))
+    return await handle(request, validation_error([{**one, "loc": one["loc"][1:]} for one in error.errors()]))
 
 
-def _validation_error(error: RequestValidationError, kind: str) -> APIError:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    """Return the client's error for pydantic's errors of a request."""
     # A field of several types has an error for each; the deepest one is of the intended type.
-    found = [(_place(one["loc"]), one) for one in error.errors()]
+    found = [(_place(one["loc"]), one) for one in errors]
     place, first = max(found, key=lambda one: (len(one[0]), one[1]["type"] not in _EXPECTED))
-    if first["type"] == "json_invalid":
-        return _unreadable()
     if not place and first["type"] in _OBJECTS:
-        if kind != _JSON:
-            return APIError(400, f"Send the request body with 'Content-Type: {_JSON}'.", "invalid_json")
         return APIError(400, "The request body has to be a JSON object.", "invalid_json")
     field = ".".join(place) or None
     expected = dict.fromkeys(_EXPECTED.get(one["type"]) for where, one in found if where == place)
@@ -141,15 +134,9 @@ def _validation_error(error: RequestValidationError, kind: str) -> APIError:
     return APIError(400, f"{name} {reason}.", "invalid_value", field)
 
 
-def _unreadable() -> APIError:
-    return APIError(400, "The request body is not valid JSON.", "invalid_json")
-
-
 def _place(where: Sequence[Any]) -> list[str]:
     """Return the path to a field: names and numbers, without the names of types."""
-    return [
-        str(one) for one in where[1:] if not isinstance(one, str) or not (one in _TYPES or "[" in one or "-" in one)
-    ]
+    return [str(one) for one in where if not isinstance(one, str) or not (one in _TYPES or "[" in one or "-" in one)]
 
 
 HANDLERS: dict[Any, Any] = {

@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse
 
 RETRY_AFTER_S = 5
 """``Retry-After`` of 429 and 503."""
+MAX_SENTENCE, MAX_PARAM = 1000, 200
+"""Characters of an error's sentence and field; they may quote what the client sent."""
 
 
 def new_request_id() -> str:
@@ -29,10 +31,12 @@ class APIError(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MAX_SENTENCE:
+            message = f"{message[:MAX_SENTENCE]} (and more)."
         super().__init__(status, message, {**(headers or {})})
         self.code = code
         """A machine-readable reason; OpenAI's code if there is one."""
-        self.param = param
+        self.param = None if param is None else param[:MAX_PARAM]
         """The wrong field of the request."""
 
     @property

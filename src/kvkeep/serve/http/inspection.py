@@ -17,6 +17,7 @@ from kvkeep.serve.cache_view import CacheView, cache_view, memory_use
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.completions import Completions
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.json_text import json_response
 from kvkeep.serve.http.openapi import error_responses
 
 T = TypeVar("T")
@@ -66,10 +67,14 @@ def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
         found = await in_engine(lambda: cache_view(engine, (request.state.owner, name)))
         if found is None:
             raise APIError(404, f"No session '{name}' is in memory.", "session_not_found", "name")
-        body = {"session": name, **await asyncio.to_thread(_body, found, columns)}
-        if texts and len(found.ids) <= MAX_TEXTS:
-            body["texts"], body["special"] = await asyncio.to_thread(completions.token_texts, found.ids)
-        return body
+
+        def body() -> dict[str, Any]:
+            made = {"session": name, **_body(found, columns)}
+            if texts and len(found.ids) <= MAX_TEXTS:
+                made["texts"], made["special"] = completions.token_texts(found.ids)
+            return made
+
+        return await json_response(body)
 
     return routes
 

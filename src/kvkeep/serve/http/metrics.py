@@ -14,6 +14,7 @@ from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine, Watch
 from kvkeep.serve.http.error_handlers import FAILED, api_error
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.request_memory import RequestMemory
 from kvkeep.serve.job import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,11 +29,13 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 class Metrics(Watch):
     """The figures of one engine, in a separate registry."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, memory: RequestMemory | None = None) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
+        self._memory = memory or RequestMemory(0)
         base: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
         self._running = Gauge("requests_running", "Requests that are being answered.", **base)
         self._waiting = Gauge("requests_waiting", "Requests in the queue.", **base)
+        self._requests = Gauge("request_bytes", "Bytes of bodies and prompts of all requests.", **base)
         self._ended = Counter("requests_ended", "Answers that ended, by reason.", ["reason"], **base)
         self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **base)
         self._sessions = Gauge("sessions", "Sessions in memory.", **base)
@@ -104,4 +107,5 @@ class Metrics(Watch):
             self._files.labels(how).inc(now - before)
         self._running.set(len(self.engine.running))
         self._waiting.set(self.engine.waiting)
-        return generate_latest(self.registry)
+        self._requests.set(self._memory.bytes)
+        return await asyncio.to_thread(generate_latest, self.registry)

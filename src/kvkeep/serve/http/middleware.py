@@ -16,6 +16,7 @@ from kvkeep.serve.http.body import check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
+from kvkeep.serve.http.request_memory import RequestMemory
 
 PUBLIC_PATHS = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE_PREFIX = "/page/"
@@ -29,14 +30,15 @@ seconds."""
 
 class RequestMiddleware:
     """Checks the key and limits the body (:mod:`~kvkeep.serve.http.body`). Routes read the owner of a request from
-    ``request.state.owner``. Unexpected errors are logged by type and place, never by message, which may quote a prompt.
+    ``request.state.owner``, and its memory from ``request.state.hold``. Unexpected errors are logged by type and
+    place, never by message, which may quote a prompt.
 
     A server without keys answers only requests whose Host is this machine. This prevents DNS rebinding, in which
     another site's page uses the server under the site's name.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
-        self.app, self.keys, self.metrics = app, keys, metrics
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, memory: RequestMemory) -> None:
+        self.app, self.keys, self.metrics, self.memory = app, keys, metrics, memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -45,7 +47,9 @@ class RequestMiddleware:
             return
         started, status, request_id = time.monotonic(), 0, new_request_id()
         head = scope["method"] == "HEAD"  # answered as a GET, without a body
-        scope = {**scope, "method": "GET" if head else scope["method"], "path": _without_slash(scope)}
+        hold = self.memory.hold()
+        state = {**scope.get("state", {}), "hold": hold}
+        scope = {**scope, "method": "GET" if head else scope["method"], "path": _without_slash(scope), "state": state}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -57,7 +61,7 @@ class RequestMiddleware:
         try:
             self._authorize(scope)
             check_headers(scope)
-            await self.app(scope, limit_body(receive), send_with_id)
+            await self.app(scope, limit_body(receive, hold), send_with_id)
         except Exception as error:
             if not isinstance(error, APIError):
                 log.error("%s failed: %s", request_id, place_of(error))
@@ -66,6 +70,7 @@ class RequestMiddleware:
                 raise _ResponseInterrupted from None
             await found.response()(scope, receive, send_with_id)
         finally:
+            hold.release()
             path, seconds = quote(scope["path"]), time.monotonic() - started  # quoted: always one line
             request_log.info("%s %s %s %d %.2f s", request_id, scope["method"], path, status, seconds)
 
@@ -77,7 +82,7 @@ class RequestMiddleware:
             )
             raise APIError(403, sentence, "wrong_host")
         if scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(PAGE_PREFIX):
-            scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
+            scope["state"]["owner"] = self.keys.owner(headers.get("authorization"))
 
 
 def log_requests() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from kvkeep.serve.http.body import MAX_BODY_BYTES
 from kvkeep.serve.http.middleware import PUBLIC_PATHS
+from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
+
+_PLACE = "#/components/schemas/{model}"
 
 ERRORS: dict[int | str, str] = {
     400: "The request is invalid; param names the field.",
@@ -18,8 +22,8 @@ ERRORS: dict[int | str, str] = {
     409: "The session is in use, or belongs to another model, tokenizer or version.",
     413: f"The request body is larger than {MAX_BODY_BYTES // 10**6} MB.",
     429: "The key has reached its limit of concurrent requests; retry after Retry-After seconds.",
-    503: "The queue is full, the server is shutting down or does not respond, or the store cannot be used; retry after "
-    "Retry-After seconds.",
+    503: "The queue or the memory for requests is full, the server is shutting down or does not respond, or the store "
+    "cannot be used; retry after Retry-After seconds.",
     "default": "Any other error, in the same form.",
 }
 
@@ -44,6 +48,12 @@ def error_responses(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": ERRORS[status]} for status in statuses}
 
 
+def takes(schema: type[BaseModel]) -> dict[str, Any]:
+    """Return the request body of a route for FastAPI, which would itself read it in the event loop."""
+    content = {"application/json": {"schema": {"$ref": _PLACE.format(model=schema.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 class DocumentedApp(FastAPI):
     """An application with a complete schema."""
 
@@ -58,6 +68,9 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's validation errors, which clients never receive
         parts["schemas"].pop(name, None)
+    bodies = [(schema, "validation") for schema in (ChatRequest, TextRequest, TokenizeRequest)]
+    parts["schemas"] |= models_json_schema(bodies, ref_template=_PLACE)[1]["$defs"]  # type: ignore[arg-type]
+    parts["schemas"] = dict(sorted(parts["schemas"].items()))
     parts["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys, if it has any."}
     }

@@ -16,6 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvkeep.serve.http.body import check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import bearer
+from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, Hold, RequestMemory
+from kvkeep.serve.http.structure import read_json
+from kvkeep.serve.http.workers import in_worker
 
 HEADER = "x-session-id"
 """The header in which Ray Serve's router expects the routing key."""
@@ -32,22 +35,29 @@ class ProxyMiddleware:
     gets a 503 with ``Retry-After``. If the replica did not finish a stream, the stream ends with an error."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+        self.app, self._memory = app, RequestMemory(MAX_REQUEST_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        hold = self._memory.hold()
+        try:
+            await self._forward(scope, receive, send, hold)
+        finally:
+            hold.release()
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
         response = _Response(send)
         try:
             check_headers(scope)
-            body, receive = await _read(scope, limit_body(receive))
+            body, receive = await _read(scope, limit_body(receive, hold))
+            headers = MutableHeaders(scope={**scope})
+            key = await in_worker(len(body), routing_key, scope["path"], headers, body)
         except APIError as error:
             await _error_response(error)(scope, receive, send)
             return
-        headers = MutableHeaders(scope={**scope})
-        key = routing_key(scope["path"], headers, body)
         kept = [(name, value) for name, value in scope["headers"] if name.replace(b"_", b"-") != HEADER.encode()]
         added = [] if key is None else [(HEADER.encode(), key.encode())]
         try:
@@ -61,8 +71,8 @@ def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
     replace it, which all requests of a conversation share. None without both; Serve's router then spreads requests
     evenly."""
     try:
-        request = json.loads(body) if body else None
-    except (ValueError, RecursionError):  # the replica reports the error
+        request = read_json(body) if body else None
+    except APIError:  # the replica reports the error
         request = None
     parts: list[Any]
     if session := _session(path, request) or headers.get(HEADER):

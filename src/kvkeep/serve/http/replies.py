@@ -11,9 +11,9 @@ from typing import Any
 
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
-from kvkeep.serve.http.engine_request import StreamEvent
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.event_buffer import StreamEvent
 from kvkeep.serve.job import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

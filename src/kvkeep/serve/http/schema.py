@@ -23,6 +23,14 @@ T = TypeVar("T")
 _SEED = 2**63
 DEFAULT_MAX_TOKENS = 1024
 """``max_tokens`` of a request that has none; fewer if the model's context has less room."""
+MAX_MESSAGES, MAX_PARTS, MAX_ALL_PARTS = 10_000, 1000, 50_000
+"""Messages of a request; text parts of one message, and of all messages together."""
+MAX_STOPS, MAX_STOP = 16, 1000
+"""Stop strings of a request, and characters of one."""
+MAX_NAME, MAX_OPTION = 1000, 200
+"""Characters of a name (model, user, of a message), and of an option of kvkeep."""
+MAX_FIELDS = 100
+"""Fields of an object, known or not."""
 
 
 def _complete(text: str) -> str:
@@ -60,6 +68,14 @@ def _one_prompt(given: Any) -> Any:
     return given[0]
 
 
+def _of_few_parts(given: Any) -> Any:
+    """Return the messages, unless all together have too many parts."""
+    contents = (one.get("content") for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
+    if (count := sum(len(one) for one in contents if isinstance(one, list))) > MAX_ALL_PARTS:
+        raise _wrong(f"the messages have {count} parts, and at most {MAX_ALL_PARTS} are allowed; join some of them")
+    return given
+
+
 def _not_empty(given: str) -> str:
     if not given:
         raise _wrong("a stop string cannot be empty; leave it out")
@@ -67,7 +83,9 @@ def _not_empty(given: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_complete)]
-Stop = Annotated[Text, AfterValidator(_not_empty)]
+Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
+Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]
+Stop = Annotated[str, Field(max_length=MAX_STOP), AfterValidator(_complete), AfterValidator(_not_empty)]
 NoList = Annotated[list[Any], AfterValidator(_empty), Field(json_schema_extra={"maxItems": 0})]
 NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_extra={"maxProperties": 0})]
 
@@ -78,7 +96,9 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Treat null as a missing field, as clients send it."""
+        """Treat null as a missing field, as clients send it. Refuse many fields, each of which could be an error."""
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise _wrong(f"it has {len(given)} fields, and at most {MAX_FIELDS} are allowed; leave out the others")
         return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
@@ -94,8 +114,8 @@ class Message(_Strict):
     empty."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool)]
-    content: Text | list[TextPart]
-    name: Text | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    name: Name | None = None
     tool_calls: NoList = []
     annotations: NoList = []
 
@@ -112,6 +132,9 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), BeforeValidator(_of_few_parts)]
+
+
 class StreamOptions(_Strict):
     """Options of a stream."""
 
@@ -122,11 +145,11 @@ class StreamOptions(_Strict):
 class Extension(_Strict):
     """Options of kvkeep."""
 
-    session: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    session: Option | None = None
     """Name of the conversation. The server keeps its cache for the next request."""
-    method: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    method: Option | None = None
     """Cache method of a new conversation; an existing one keeps its method."""
-    budget: Text | int | None = None
+    budget: Option | int | None = None
     """Cache budget of a new conversation: entries per layer (512), bytes ("64MB"), or a share ("25%")."""
     at_end: Literal["endless"] | None = None
     """Beyond the model's positions: continue with the method endless; without it, longer prompts are refused. Send it
@@ -149,7 +172,7 @@ class _Ignored(_Strict):
 
 
 class _Common(_Ignored):
-    model: Text
+    model: Name
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -158,12 +181,12 @@ class _Common(_Ignored):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1)] = 1
-    user: Text | None = None
+    user: Name | None = None
     kvkeep: Extension = Extension()
 
     @field_validator("stream_options")
@@ -202,7 +225,7 @@ class ChatRequest(_Common):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool = False
     logprobs: bool = False
@@ -213,7 +236,7 @@ class ChatRequest(_Common):
     functions: NoList = []
     function_call: Literal["none", "auto"] = "auto"
     response_format: TextFormat = TextFormat(type="text")
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] = ["text"]
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -258,7 +281,7 @@ class TextRequest(_Common):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """The maximum number of tokens of the answer; 0: the prompt is only read."""
     prompt: Annotated[
-        Text | Annotated[list[int], Field(min_length=1)],
+        Text | Annotated[list[int], Field(fail_fast=True, min_length=1)],
         BeforeValidator(_one_prompt),
         Field(description="A text, a list of token ids, or a list with one prompt of either kind."),
     ]
@@ -290,9 +313,9 @@ class TokenizeRequest(_Strict):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
-    model: Text | None = None
+    model: Name | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
 
     @field_validator("messages")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvkeep.blocks.store import UNSAVED, SessionInfo, Store
 from kvkeep.errors import SessionError, SessionUnwritable, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.json_text import json_response
 from kvkeep.serve.http.openapi import error_responses
 from kvkeep.serve.session import check_name
 
@@ -19,22 +21,20 @@ from kvkeep.serve.session import check_name
 def session_routes(engine: Engine) -> APIRouter:
     """Return the routes of an engine's sessions."""
     routes, pool, storage = APIRouter(prefix="/v1/sessions"), engine.sessions, engine.sessions.storage
+    listing = asyncio.Lock()  # one list at a time, so that many do not take all worker threads
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
         saved = await asyncio.to_thread(_saved, storage.store, owner, name)
         marks = {_name(info): info.mark for info in saved} if storage.shared else None
-        found = {_name(info): _facts(info) for info in saved}
-        for one, facts in (await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))).items():
-            if one in found or "state" in facts:
-                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | facts
-        return found
+        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))
+        return await asyncio.to_thread(_merged, saved, opened)
 
     @routes.get("", responses=error_responses(503))
     async def every(request: Request) -> Any:
         """List the sessions of a key, last used first."""
-        found = [*(await known(request.state.owner)).values()]
-        return {"object": "list", "data": sorted(found, key=lambda facts: (-facts["used"], facts["name"]))}
+        async with listing:
+            return await json_response(_list, await known(request.state.owner))
 
     @routes.get("/{name}", responses=error_responses(404, 503))
     async def one(request: Request, name: str) -> Any:
@@ -66,6 +66,20 @@ def session_routes(engine: Engine) -> APIRouter:
         return {"name": name, "object": "session", "deleted": True}
 
     return routes
+
+
+def _list(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    data = sorted(found.values(), key=lambda facts: (-facts["used"], facts["name"]))
+    return {"object": "list", "data": data}
+
+
+def _merged(saved: list[SessionInfo], opened: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the facts of stored sessions and of those in memory, by name."""
+    found = {_name(info): _facts(info) for info in saved}
+    for name, facts in opened.items():
+        if name in found or "state" in facts:
+            found[name] = found.get(name, {"name": name, "object": "session", "bytes": 0}) | facts
+    return found
 
 
 def _unknown(name: str) -> APIError:
