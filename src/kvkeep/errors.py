@@ -31,6 +31,11 @@ class UnsupportedModelError(ModelError):
     """The method does not support the model's architecture."""
 
 
+class OutOfMemory(KvkeepError, MemoryError):
+    """There was not enough memory, or no further thread could be started. A cache is then as it was before the pass,
+    where its method allows that (:meth:`~kvkeep.stream.CacheStream.roll_back`)."""
+
+
 class EmptyText(UsageError):
     """A file has no text."""
 
