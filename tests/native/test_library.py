@@ -221,7 +221,7 @@ def test_constants_equal_those_of_the_header() -> None:
 
 
 def test_signatures_equal_those_of_the_header() -> None:
-    letters = {"int64_t": "l", "int": "i", "float": "f", "void": ""}
+    letters = {"int64_t": "l", "int": "i", "float": "f", "void": "", "KvStatus": "e"}
     declared = {}
     for result, name, arguments in re.findall(
         r"^([\w ]+?[ *]+)(kvkeep_\w+)\((.*?)\);", DECLARED, re.MULTILINE | re.DOTALL

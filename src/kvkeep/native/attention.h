@@ -215,7 +215,7 @@ static void receive_block(const KvAttention& a, const float* lse, int64_t last, 
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static int attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
+static KvStatus attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
   const AttentionJob job{a, out, float_out, lse, state, resume};
   Needs needs;
   Work work(needs);
@@ -226,7 +226,7 @@ static int attend(const KvAttention* a, void* out, int float_out, float* lse, fl
   return KV_DONE;
 }
 
-static int received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
+static KvStatus received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
   Needs needs;
   add_needs(*a, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
@@ -285,8 +285,8 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
   });
 }
 
-static int attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
-                           int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
+static KvStatus attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key,
+                                const bf16* value, int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   Needs needs;
   add_needs(steps, count, heads, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;

@@ -75,8 +75,8 @@ static void add_needs_after(const KvLayer& l, int64_t rows, Needs& needs) {
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static int before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
-                            const bf16* sin, int shared_angles, bf16* query, bf16* key, bf16* value) {
+static KvStatus before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
+                                 const bf16* sin, int shared_angles, bf16* query, bf16* key, bf16* value) {
   const int64_t rows = batch * tokens, bytes = rows * elements_before_attention(*l) * 2;
   Needs needs;
   add_needs_before(*l, rows, needs);
@@ -89,7 +89,7 @@ static int before_attention(const KvLayer* l, const bf16* x, int64_t batch, int6
   return KV_DONE;
 }
 
-static int after_attention(const KvLayer* l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y) {
+static KvStatus after_attention(const KvLayer* l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y) {
   const int64_t bytes = rows * elements_after_attention(*l) * 2;
   Needs needs;
   add_needs_after(*l, rows, needs);
@@ -100,8 +100,8 @@ static int after_attention(const KvLayer* l, const bf16* attended, const bf16* r
   return KV_DONE;
 }
 
-static int run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                      const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
+static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
   const KvLayer& l = *layers[0];
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
   const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));

@@ -253,7 +253,7 @@ static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {
   if (m.outputs) needs.add(InputRows::kind_of(round), InputRows::bytes_of(round, rows, m.inputs));
 }
 
-static int product(const KvMatrix* m, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t y_stride) {
+static KvStatus product(const KvMatrix* m, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t y_stride) {
   Needs needs;
   add_needs(*m, rows, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
