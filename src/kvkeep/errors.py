@@ -6,6 +6,7 @@ subclass.
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -109,3 +110,38 @@ def place_of(error: BaseException) -> str:
 def reason_of(error: Exception) -> str:
     """Return an error of the system as a part of a sentence, such as "no space left on device"."""
     return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+_SAID = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad alloc", "failed to map segment",
+         "start new thread", "os error 12", "threadpoolbuilderror")  # fmt: skip
+"""What libraries say, in lower case, if they find no memory or cannot start a thread. torch has no class for it."""
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether ``error``, or an error that it was raised from, says that memory of the process or of a device is
+    exhausted, or that no further thread can be started, which takes memory as well."""
+    for _ in range(16):
+        if error is None:
+            return False
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        said = str(error).lower()
+        if getattr(error, "errno", None) == errno.ENOMEM or any(one in said for one in _SAID):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def release(error: BaseException | None) -> None:
+    """Free what the frames of a handled error hold, such as the activations of a failed pass."""
+    for _ in range(16):
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+
+def out_of_memory(doing: str, error: BaseException | None = None) -> OutOfMemory:
+    """Return the error for memory that ran out during ``doing`` ("reading 512 tokens"). error: its cause."""
+    found = OutOfMemory(f"There was not enough memory for {doing}; use a smaller budget, text or model.")
+    found.__cause__ = error
+    return found

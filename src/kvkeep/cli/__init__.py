@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
-from kvkeep.errors import KvkeepError, reason_of
+from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
 from kvkeep.native.library import check_environment
 
 COMMANDS = {
@@ -103,10 +103,12 @@ def main() -> None:
     except BrokenPipeError:
         standard_streams.discard(sys.stdout)
         sys.exit(1)
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a library written in Rust raises no Exception
         if (failure := standard_streams.output_error()) is not None:
             _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
-        if not out_of_memory(error):
+        if not ran_out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or "MemoryError"
         _fail(f"There is not enough memory ({first}); use a smaller budget, text or model.", 1)
@@ -116,9 +118,3 @@ def _fail(sentence: str, code: int) -> NoReturn:
     with suppress(OSError, AttributeError):
         print(f"kvkeep: {sentence}", file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that host or device memory is exhausted. torch has no common class for it."""
-    said = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said

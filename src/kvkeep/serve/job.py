@@ -14,7 +14,7 @@ from typing import Any
 from kvkeep.blocks.folder import BlockName
 from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, place_of, ran_out_of_memory
 from kvkeep.serve.session import Name, OpenSession
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,26 @@ class Job:
             past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
+
+    def failure(self, error: Exception) -> KvkeepError:
+        """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
+        message, which may quote a prompt or a path; the log has its place."""
+        if ran_out_of_memory(error):
+            tokens = len(self.ask.prompt)
+            doing = "answering" if self.answer is not None and self.answer.tokens else "reading the prompt"
+            found: KvkeepError = OutOfMemory(
+                f"The server ran out of memory while {doing} ({tokens} tokens of prompt); retry later, or start it "
+                "with a smaller --memory."
+            )
+        elif isinstance(error, KvkeepError):
+            return error
+        else:
+            found = KvkeepError(f"The answer failed with an internal error ({type(error).__name__}).")
+        found.__cause__ = error
+        while error.__cause__ is not None:
+            error = error.__cause__  # type: ignore[assignment] # no KeyboardInterrupt is a cause
+        log.error("An answer failed: %s", place_of(error))
+        return found
 
     def tell(self, event: Event) -> None:
         """Call the listener. If it raises, cancel the answer and stop calling it."""

@@ -198,7 +198,10 @@ class SessionStorage:
     def _queue(self, thread: ThreadPoolExecutor | None, work: Callable[[], T]) -> Future[T]:
         if thread is None:
             return _done(work)
-        future = thread.submit(work)
+        try:
+            future = thread.submit(work)
+        except (MemoryError, RuntimeError):  # its thread cannot be started
+            return _done(work)
         self._futures = [*filter(lambda one: not one.done(), self._futures), future]
         future.add_done_callback(lambda _: self.wake())  # after completion, so that the waking thread finds it done
         return future

@@ -14,11 +14,13 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from kvkeep.errors import (
     BudgetError,
     KvkeepError,
+    OutOfMemory,
     SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
     UsageError,
+    ran_out_of_memory,
 )
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import EngineStopping, PromptTooLong, QueueFull, SessionMismatch
@@ -26,6 +28,7 @@ from kvkeep.serve.job import EngineStopping, PromptTooLong, QueueFull, SessionMi
 FAILED = "failed"
 """The code of an error that the client did not cause."""
 
+_NO_MEMORY = "The server ran out of memory while reading the request; retry later, or send a shorter one."
 _TYPES = ("str", "int")
 _JSON = "application/json"
 _OBJECTS = {"dict_type", "model_type", "model_attributes_type"}
@@ -61,6 +64,9 @@ def api_error(error: Exception) -> APIError:
     """Return the client's error for any exception."""
     if isinstance(error, APIError):
         return error
+    if ran_out_of_memory(error):
+        sentence = str(error) if isinstance(error, OutOfMemory) else _NO_MEMORY
+        return APIError(503, sentence, "out_of_memory")
     if isinstance(error, AnyHTTPException):
         if error.status_code == 400:  # the body is binary or too deeply nested
             return _unreadable()

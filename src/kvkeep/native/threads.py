@@ -1,0 +1,38 @@
+"""Threads of torch, no more than the system allows: OpenMP ends the process where it cannot start one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+log = logging.getLogger(__name__)
+
+
+def limit_threads() -> None:
+    """Let torch use only as many threads as can be started, for the calling thread. OpenMP starts them at once and
+    keeps them, so that later there is no thread to start."""
+    import torch
+
+    wanted = torch.get_num_threads()
+    if (count := 1 + _startable(wanted - 1)) < wanted:
+        log.warning("Of %d threads only %d can be started (ulimit -u, -v): kvkeep goes on with these.", wanted, count)
+    torch.set_num_threads(count)  # also of OpenMP, for a thread that has not used torch yet
+    if count > 1:
+        torch.zeros(count << 16).neg_()  # large enough for all threads
+
+
+def _startable(count: int) -> int:
+    """Return how many of ``count`` threads can run at the same time beside this one."""
+    ended, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=ended.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError):
+        pass
+    finally:
+        ended.set()
+        for thread in started:
+            thread.join()
+    return len(started)
