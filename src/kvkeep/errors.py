@@ -28,6 +28,10 @@ class ModelError(KvkeepError):
     """A model could not be found, read or trusted."""
 
 
+class ModelTooLarge(ModelError, MemoryError):
+    """There was not enough memory to load a model."""
+
+
 class UnsupportedModelError(ModelError):
     """The method does not support the model's architecture."""
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BlockDamaged
+from kvkeep.errors import BlockDamaged, ran_out_of_memory
 from kvkeep.files import lock
 
 MAGIC = b"kvblock3"
@@ -121,6 +121,8 @@ def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[
     try:
         return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if ran_out_of_memory(error):
+            raise
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 

@@ -35,7 +35,16 @@ from kvkeep.blocks.references import Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, SessionUnwritable, StoreError, UsageError
+from kvkeep.errors import (
+    KvkeepError,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    StoreError,
+    UsageError,
+    out_of_memory,
+    ran_out_of_memory,
+)
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
@@ -263,6 +272,8 @@ class StoredSession(Reference):
         except KvkeepError:
             raise
         except Exception as error:  # restoring malformed tensors may raise anything
+            if ran_out_of_memory(error):
+                raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
         else:
             cache.stream.blocks = [""] * _first_block(about) + about["blocks"]

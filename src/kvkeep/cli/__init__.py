@@ -9,11 +9,7 @@ import atexit
 import os
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import NoReturn
-
-from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
-from kvkeep.native.library import check_environment
 
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, within a cache budget."),
@@ -38,6 +34,7 @@ COMMANDS = {
 """Commands by name: the location (``module:function``, or a Typer application) and the line in ``kvkeep --help``."""
 
 
+_NO_MEMORY = "There is not enough memory ({}); use a smaller budget, text or model, or allow the process more memory."
 LAB = (
     "verify",
     "prove",
@@ -84,7 +81,20 @@ def _end(codes: list[int]) -> None:
 
 def main() -> None:
     """Run the command line. An error is one sentence on standard error, without a traceback."""
+    try:
+        _main()
+    except (MemoryError, ImportError) as error:  # of the modules that the command line itself needs
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
+        _fail(_NO_MEMORY.format(str(error) or "MemoryError"), 1)
+
+
+def _main() -> None:
+    from importlib.util import find_spec
+
     from kvkeep.cli import standard_streams
+    from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
+    from kvkeep.native.library import check_environment
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
@@ -99,6 +109,8 @@ def main() -> None:
             sys.stdout.flush()
             raise
     except KvkeepError as error:
+        if not isinstance(error, MemoryError) and ran_out_of_memory(error):  # it was taken for something else
+            _fail(_NO_MEMORY.format("the data could not be read"), 1)
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
         standard_streams.discard(sys.stdout)
@@ -110,8 +122,7 @@ def main() -> None:
             _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
         if not ran_out_of_memory(error):
             raise
-        first = str(error).strip().partition("\n")[0] or "MemoryError"
-        _fail(f"There is not enough memory ({first}); use a smaller budget, text or model.", 1)
+        _fail(_NO_MEMORY.format(str(error).strip().partition("\n")[0] or "MemoryError"), 1)
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
 from kvkeep.errors import KvkeepError, out_of_memory, ran_out_of_memory
-from kvkeep.native.library import has_room
+from kvkeep.native.room import has_room
 
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""

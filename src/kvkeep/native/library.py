@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import mmap
 import os
 import sys
 from pathlib import Path
@@ -237,32 +236,6 @@ def _function_address(runtime: ctypes.CDLL, name: str) -> int | None:
 
 
 # ---- the C library -------------------------------------------------------------------------------
-
-
-def has_room(nbytes: int) -> bool:
-    """Return whether the process can get ``nbytes`` more of memory. It asks the system, which counts address space
-    under ``ulimit -v``, then the memory that the C library has not returned to it. Takes microseconds."""
-    try:
-        mmap.mmap(-1, max(1, nbytes), **_PRIVATE).close()
-    except (OSError, ValueError, OverflowError, MemoryError):
-        return _can_malloc(nbytes)
-    return True
-
-
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-
-
-def _can_malloc(nbytes: int) -> bool:
-    try:
-        libc = ctypes.CDLL(None)
-        malloc, free = libc.malloc, libc.free
-        malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-        free.argtypes, free.restype = [ctypes.c_void_p], None
-        found = malloc(nbytes)
-    except (AttributeError, OSError, TypeError, OverflowError, MemoryError):
-        return False
-    free(found)
-    return found is not None
 
 
 @functools.cache

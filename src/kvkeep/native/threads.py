@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 
+from kvkeep.native.room import has_room
+
 log = logging.getLogger(__name__)
+
+THREAD_BYTES = 24 << 20
+"""What a thread takes: its stack (8 MB), and what libraries allocate as it begins, without which they end the
+process."""
 
 
 def limit_threads() -> None:
@@ -23,6 +29,8 @@ def limit_threads() -> None:
 
 def _startable(count: int) -> int:
     """Return how many of ``count`` threads can run at the same time beside this one."""
+    while count and not has_room(count * THREAD_BYTES):
+        count -= 1
     ended, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):

@@ -34,7 +34,8 @@ from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
-from kvkeep.native.library import has_room, trim_memory
+from kvkeep.native.library import trim_memory
+from kvkeep.native.room import has_room
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request

@@ -27,7 +27,15 @@ from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import LOCAL, Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, SessionUnwritable, place_of
+from kvkeep.errors import (
+    KvkeepError,
+    SessionBusy,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    place_of,
+    ran_out_of_memory,
+)
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.policies.request import Request
@@ -124,6 +132,7 @@ class SessionStorage:
             assert session.name is not None
             session.followed = isinstance(error, SessionBusy)
             known = self._without_path(session.name, error) if isinstance(error, KvkeepError) else type(error).__name__
+            known = "there was not enough memory." if ran_out_of_memory(error) else known
             session.unsaved = f"The last turn is not saved: {known}"
             log.warning("The last turn is not saved: %s", error)
         else:

@@ -35,7 +35,7 @@ def _check(keys: FileKeys, name: str, template: str) -> None:
     try:
         compiled = _compile_jinja_template(template)
         other = next(meta.find_referenced_templates(compiled.environment.parse(template)), "")
-    except (TemplateError, RecursionError, MemoryError, OverflowError, ValueError) as error:
+    except (TemplateError, RecursionError, OverflowError, ValueError) as error:
         what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ModelError(f"The {which} of '{keys.file}' cannot be compiled: {what}; take it out of the file.") from None
     if other != "":

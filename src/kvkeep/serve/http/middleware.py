@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
-from kvkeep.native.library import has_room
+from kvkeep.native.room import has_room
 from kvkeep.serve.http.body import check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
