@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 
 from kvkeep.native.room import has_room
 
@@ -23,8 +24,18 @@ def limit_threads() -> None:
     if (count := 1 + _startable(wanted - 1)) < wanted:
         log.warning("Of %d threads only %d can be started (ulimit -u, -v): kvkeep goes on with these.", wanted, count)
     torch.set_num_threads(count)  # also of OpenMP, for a thread that has not used torch yet
-    if count > 1:
+    begin_thread()
+    with suppress(RuntimeError, MemoryError):
         torch.zeros(count << 16).neg_()  # large enough for all threads
+
+
+def begin_thread() -> None:
+    """Use torch in a new thread. What its libraries keep for each thread is allocated at the first use, and the system
+    ends a process that finds no memory for that: better here than under load."""
+    import torch
+
+    with suppress(RuntimeError, MemoryError):
+        torch.zeros(8).bfloat16().float().sum().item()
 
 
 def _startable(count: int) -> int:

@@ -59,6 +59,10 @@ WARM_UP_TOKENS = 8
 """The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
+_DONE: Future[None] = Future()
+_DONE.set_result(None)
+
+
 class Watch:
     """Observes an engine's work. The methods run in the engine's thread and must not block. Here they do nothing."""
 
@@ -295,7 +299,14 @@ class Engine:
             release(error)
             trim_memory()
             for job in [job for job in self.running if job.answer is not None]:
-                self._fail(job, job.failure(error))
+                try:
+                    self._fail(job, job.failure(error))
+                except MemoryError:  # again: nothing of the answer is kept
+                    self.running.remove(job)
+                    assert job.session is not None
+                    job.session.past.cache.reset()
+                    self.sessions.leave(job.session, stay=False)
+                    job.end(job.failure(error))
             return True
 
     def step(self, wait: bool = False) -> bool:
@@ -423,8 +434,9 @@ class Engine:
 
     def _halted(self, job: Job) -> Answer:
         """Remove a job from the running ones, and restore its session to the last complete step."""
-        self.running.remove(job)
-        return job.halt(self.scheduler)
+        answer = job.halt(self.scheduler)
+        self.running.remove(job)  # afterwards: a job in neither list would never end
+        return answer
 
     def _save(self, job: Job, last: Event) -> None:
         """Report the last event of a job; of a named session, after its turn is saved."""
@@ -433,12 +445,19 @@ class Engine:
         if session.name is None:
             reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            if reusable and self.sessions.storage.stores_beginnings(session):
-                self.sessions.keep(session)
-            else:
-                self.sessions.leave(session, stay=reusable and can_share(session))
+            try:
+                if reusable and self.sessions.storage.stores_beginnings(session):
+                    self.sessions.keep(session)
+                else:
+                    self.sessions.leave(session, stay=reusable and can_share(session))
+            except MemoryError:
+                self.sessions.leave(session, stay=False)
             return
-        job.last, job.disk = last, self.sessions.storage.save(session)
+        try:
+            job.last, job.disk = last, self.sessions.storage.save(session)
+        except MemoryError:
+            session.unsaved = "The last turn is not saved: there was not enough memory."
+            job.disk = _DONE
         self._saving.append(job)
         self._report_saved()
 

@@ -38,6 +38,7 @@ from kvkeep.errors import (
 )
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
+from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
@@ -73,6 +74,9 @@ class SessionStorage:
         self._writer, self._reader = (
             None if store is None else ThreadPoolExecutor(1, f"kvkeep-store-{name}") for name in ("writer", "reader")
         )
+        for thread in (self._writer, self._reader):
+            if thread is not None:
+                thread.submit(begin_thread).result()
         self._futures: list[Future[Any]] = []
         self._close_lock = threading.Lock()
         self._problem: str | None = None  # why blocks were not stored last time
