@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,8 @@ def main(folder: str, stores: str, least: int, stride: int, count: int) -> dict[
     assert all(isinstance(one, tuple) for one in wanted), wanted
     found, wrong, failed = Counter[str](), list[str](), 0
     for number in itertools.count(0):
-        ended = answers(
-            loaded,
-            Path(stores, str(number)),
-            lambda n=number: fails(least, n * stride, count),
-            lambda: fails(2**62, 0, 0),
-        )
+        begin, folder = partial(fails, least, number * stride, count), Path(stores, str(number))
+        ended = answers(loaded, folder, begin, partial(fails, 2**62, 0, 0))
         if shim.memory_failed() == failed:  # all were passed
             break
         failed = shim.memory_failed()
@@ -65,9 +62,9 @@ def main(folder: str, stores: str, least: int, stride: int, count: int) -> dict[
     return {"rounds": number, "failed": failed, **found, "wrong": wrong[:5]}
 
 
-def answers(loaded: Loaded, folder: Path, arm: Any, disarm: Any = None) -> list[Any]:
+def answers(loaded: Loaded, store: Path, arm: Any, disarm: Any = None) -> list[Any]:
     """The tokens of each answer, or its error; with ``disarm`` those of a second round as well."""
-    engine = Engine(loaded, 10**9, store=Store(folder))
+    engine = Engine(loaded, 10**9, store=Store(store))
     engine.start()
     try:
         ended = asked(engine, arm)

@@ -137,14 +137,18 @@ class Job:
         return [*self.ask.prompt, *self.answer.tokens][: self.session.cache.get_seq_length()]
 
     def halt(self, scheduler: Scheduler) -> Answer:
-        """Remove the answer from the scheduler, restore the session to the last complete step, and return the
-        answer."""
+        """Remove the answer from the scheduler, restore the session to the last complete step, and return the answer.
+        A lossy session in whose step an error occurred is reset: its text is read again."""
         assert self.session is not None and self.scheduled is not None
         past, answer = self.session.past, self.scheduled.answer
         try:
             with suppress(KvkeepError):  # a session that cannot be restored is reset below
                 scheduler.remove(self.scheduled)
             past.recover(answer.known)
+            if self.session.cache.stream.undone and not self.session.cache.crops:  # entries may be missing
+                past.cache.reset()
+                self.session.emptied = True
+            self.session.cache.stream.undone = False
         except Exception as error:  # the session then reads its text again
             log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
             past.cache.reset()

@@ -88,11 +88,12 @@ class SessionPool:
             self.memory.move_to_end(session.key)
 
     def leave(self, session: OpenSession, stay: bool = True) -> None:
-        """Mark a session as idle; remove it if it has read nothing."""
+        """Mark a session as idle; remove it if it has read nothing, unless it had before an error."""
+        stay = stay and (session.away or session.emptied or session.past.cache.get_seq_length() > 0)
         session.busy = session.wanted = False
         session.current = session.stored is None or not self.storage.shared
         session.recount()
-        if not (stay and (session.away or session.past.cache.get_seq_length())):
+        if not stay:
             self.park(session)
 
     def keep(self, session: OpenSession) -> None:
