@@ -95,11 +95,14 @@ def _main() -> None:
     from kvkeep.cli import standard_streams
     from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
     from kvkeep.native.library import check_environment
+    from kvkeep.native.room import address_space_left, share_heap
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
     from kvkeep.cli.lazy import application
 
+    if address_space_left() is not None:
+        share_heap()  # before there are threads
     try:
         standard_streams.prepare()
         check_environment()

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import loading
 from kvkeep.errors import OutOfMemory
-from kvkeep.native.room import address_space_left, share_heap
+from kvkeep.native.room import address_space_left
 from kvkeep.units import size
 
 OTHER_LIBRARIES_BYTES = 330_000_000
@@ -51,14 +51,13 @@ def startup(model: str | None = None) -> Iterator[None]:
 
 
 def _check_address_space() -> None:
-    """If the process has a limit of address space, use it sparingly. Raise OutOfMemory if it may not map what it is
-    about to import: some of these libraries end the process where they find no memory."""
+    """Raise OutOfMemory if the process may not map what it is about to import: some of these libraries end the process
+    where they find no memory."""
     left, torch = address_space_left(), find_spec("torch")
     if left is None or "torch" in sys.modules or torch is None or torch.origin is None:
         return
     files = Path(torch.origin).with_name("lib").glob("*.so*")
     needed = OTHER_LIBRARIES_BYTES + sum(file.stat().st_size for file in files)
-    share_heap()
     if left < needed:
         raise OutOfMemory(
             f"There is not enough memory: kvkeep needs {size(needed)} of address space for its libraries alone, and "

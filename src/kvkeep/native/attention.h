@@ -286,7 +286,8 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
 }
 
 static KvStatus attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key,
-                                const bf16* value, int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
+                                const bf16* value, int64_t tokens, int64_t heads, int by_token, float scaling,
+                                bf16* out, float* lse) {
   Needs needs;
   add_needs(steps, count, heads, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;

@@ -256,8 +256,8 @@ KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint1
  * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim). x: (tokens,
  * hidden), read and written. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
-                           uint16_t* x);
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
+                           const uint16_t* sin, uint16_t* x);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -101,7 +101,8 @@ static KvStatus after_attention(const KvLayer* l, const bf16* attended, const bf
 }
 
 static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin,
+                           bf16* x) {
   const KvLayer& l = *layers[0];
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
   const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));
