@@ -111,9 +111,11 @@ class Program:
 
 
 @contextmanager
-def program(*options: str, keys: list[str] = KEYS, fork: bool = False) -> Iterator[Program]:
+def program(
+    *options: str, keys: list[str] = KEYS, fork: bool = False, limit: Callable[[], None] | None = None
+) -> Iterator[Program]:
     """``kvkeep serve`` with these options, once it is ready; it is killed at the end. fork: it begins in an interpreter
-    that has imported what it needs, in a second instead of ten."""
+    that has imported what it needs, in a second instead of ten. limit: called in the process before it begins."""
     port = _free_port()
     arguments = ["serve", *options, "--port", str(port)]
     environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(keys)}
@@ -123,7 +125,7 @@ def program(*options: str, keys: list[str] = KEYS, fork: bool = False) -> Iterat
             process = forked.started(forked.kvkeep(*arguments), env=environment, stderr=errors)
         else:
             command = [sys.executable, "-m", "kvkeep", *arguments]
-            process = subprocess.Popen(command, env=environment, stderr=errors)
+            process = subprocess.Popen(command, env=environment, stderr=errors, preexec_fn=limit)
         running = Program(process, address, "", errors)
         try:
             while not _ready(address):

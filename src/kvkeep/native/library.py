@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, OutOfMemory, UsageError
+from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.native.structures import CONSTANTS, NO_MEMORY, STRUCTURES, KvField, KvNumber, Table
 from kvkeep.native.threads import limit_threads
 
@@ -130,6 +130,8 @@ def _loaded() -> ctypes.CDLL | None:
                 function.errcheck = _check_status
         _check_version(loaded)
     except (OSError, AttributeError, KvkeepError) as error:
+        if ran_out_of_memory(error):  # without the library, bits would be others
+            raise out_of_memory("the native library", error) from error
         if FILE.is_file():
             log.warning("The native library cannot be used (%s). kvkeep computes with torch, %s.", error, SLOWDOWN)
         else:
