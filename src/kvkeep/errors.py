@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -149,3 +150,16 @@ def out_of_memory(doing: str, error: BaseException | None = None) -> OutOfMemory
     found = OutOfMemory(f"There was not enough memory for {doing}; use a smaller budget, text or model.")
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def naming_memory(doing: str) -> Iterator[None]:
+    """Within the block, or the function that it decorates, an error for lack of memory becomes OutOfMemory. doing: as
+    in :func:`out_of_memory`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not ran_out_of_memory(error):
+            raise
+        release(error)
+        raise out_of_memory(doing, error) from error

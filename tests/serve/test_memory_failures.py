@@ -24,11 +24,14 @@ from conftest import saved, tokenizer
 from families import tiny
 from running import BODY, KEYS, bearer, program
 
+import kvkeep
+from kvkeep import KeepCache, transfer
 from kvkeep.cli import startup
 from kvkeep.decode import encoding
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import KvkeepError, ModelTooLarge, OutOfMemory, out_of_memory, ran_out_of_memory
 from kvkeep.models import loading
+from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.native import room, threads
 from kvkeep.serve import engine as serving
 from kvkeep.serve.engine import Engine
@@ -193,6 +196,32 @@ print(failed, *(torch.equal(a, b) for a, b in zip(found, attention())))
 """
 
 
+THREADS = """
+import ctypes, torch
+from kvkeep.native.library import kernels
+from kvkeep.step.native.calls import Call
+from kvkeep.step.plan import Span
+torch.manual_seed(0)
+made = [torch.randn(2, rows, 64).bfloat16() for rows in (400, 3000, 3000)]
+def attention(): return Call(made[0][:, None], [Span(*made[1:], 0, 3000)], 0.1, 2600).attend()
+kernels().kvkeep_use_openmp(None, None)
+kernels().kvkeep_set_threads(1)
+expected = attention()
+kernels().kvkeep_set_threads(6)
+for left in (0, 1, 0, 1000):
+    ctypes.CDLL(None).threads_left(left)
+    print(*(torch.equal(a, b) for a, b in zip(attention(), expected)))
+"""
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_library_goes_on_with_the_threads_that_it_can_start(shim: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 8
+
+
 @pytest.mark.usefixtures("kernels")
 def test_a_kernel_without_scratch_memory_raises_and_the_next_call_has_the_same_bits(shim: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
@@ -346,3 +375,46 @@ def test_with_next_to_no_memory_the_newest_answer_ends_first(monkeypatch: pytest
         engine.step()
     assert clients[0].ended.written == 12
     engine.close()
+
+
+def test_a_generation_for_which_memory_runs_out_raises_and_the_cache_goes_on() -> None:
+    model, prompt = tiny("llama"), text(40, 1)
+    expected = kvkeep.generate(model, tokenizer(), prompt, KeepCache(model), max_new_tokens=12).tokens
+    cache, calls = KeepCache(model), list[None]()
+
+    def failing(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 6:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.")
+
+    hook = layers_of(decoder_of(model))[2].mlp.register_forward_pre_hook(failing)
+    try:
+        with pytest.raises(OutOfMemory, match="not enough memory for reading 1 tokens after 44"):
+            kvkeep.generate(model, tokenizer(), prompt, cache, max_new_tokens=12)
+    finally:
+        hook.remove()
+    read = cache.get_seq_length()
+    assert read == 44
+    more = kvkeep.generate(model, tokenizer(), [*prompt, *expected[:5]], cache, max_new_tokens=7).tokens
+    assert [*expected[:5], *more] == expected
+
+
+def test_a_save_for_which_memory_runs_out_leaves_the_former_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = tiny("llama"), text(40, 1)
+    cache = KeepCache(model, "h2o", 24, chunk=16)
+    first = kvkeep.generate(model, tokenizer(), prompt, cache, max_new_tokens=4)
+    ids = first.sequence[: cache.get_seq_length()]
+    kvkeep.save_session(tmp_path / "talk", kvkeep.Session(cache, [ids]))
+    kvkeep.generate(model, tokenizer(), [*first.sequence, *text(20, 2)], cache, max_new_tokens=4)
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError
+
+    for place in ("tensor_of", "parts"):
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer, place, failing)
+            with pytest.raises(OutOfMemory, match="memory for saving a session"):
+                kvkeep.save_session(tmp_path / "talk", kvkeep.Session(cache, [[0] * cache.get_seq_length()]))
+    assert kvkeep.load_session(tmp_path / "talk", model).ids == [ids]

@@ -42,6 +42,7 @@ from kvkeep.errors import (
     SessionUnwritable,
     StoreError,
     UsageError,
+    naming_memory,
     out_of_memory,
     ran_out_of_memory,
 )
@@ -111,6 +112,7 @@ class StoredSession(Reference):
 
     # -- saving -------------------------------------------------------------------------------------------
 
+    @naming_memory("saving a session")
     def save(self, session: Session, forget: bool = False) -> None:
         """Save the state of ``session`` as a turn; ``forget`` as in :func:`save_session`. Raises SessionError; the
         previous turn then remains saved."""
@@ -358,6 +360,7 @@ def save_session(where: Where, session: Session, *, forget: bool = False) -> Non
         stored.save(session, forget)
 
 
+@naming_memory("restoring a session")
 def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
     """Return the saved session, ready to continue with ``model``. tokenizer: the required fingerprint of the ids'
     tokenizer; None: any. cache: an empty cache of the right kind to fill; None: a new one is made. What blocks do not

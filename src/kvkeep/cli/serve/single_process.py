@@ -92,15 +92,15 @@ def _stop_on_signals(server: HTTPServer, engine: Engine, grace: float) -> None:
         engine.join()
         server.should_exit = True
 
-    asked = threading.Event()
+    requested = threading.Event()
 
     def stop_engine() -> None:
-        asked.wait()
+        requested.wait()
         note(f"stopping: running answers have {grace:g} s to finish")
         engine.stop(grace)
 
     def handle(*_: Any) -> None:
-        asked.set()
+        requested.set()
 
     for wait in (stop_server, stop_engine):  # started now: later there may be no memory for a thread
         threading.Thread(target=wait, daemon=True).start()
