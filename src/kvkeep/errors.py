@@ -120,6 +120,8 @@ def reason_of(error: Exception) -> str:
 _SAID = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad alloc", "failed to map segment",
          "start new thread", "os error 12", "threadpoolbuilderror")  # fmt: skip
 """What libraries say, in lower case, if they find no memory or cannot start a thread. torch has no class for it."""
+_RUST = ("SafetensorError", "PanicException")
+"""Errors of libraries written in Rust; the second is no Exception."""
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
@@ -130,11 +132,20 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
             return False
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return True
-        said = str(error).lower()
-        if getattr(error, "errno", None) == errno.ENOMEM or any(one in said for one in _SAID):
+        if getattr(error, "errno", None) == errno.ENOMEM or _says_so(error):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _says_so(error: BaseException) -> bool:
+    """Return whether an error's words are about memory. Those of other kinds may quote a path or a text."""
+    quotes = isinstance(error, OSError) and error.errno is not None
+    known = isinstance(error, RuntimeError | ImportError | OSError | SystemError)
+    if quotes or not (known or type(error).__name__ in _RUST):
+        return False
+    said = str(error).lower()
+    return any(one in said for one in _SAID)
 
 
 def release(error: BaseException | None) -> None:

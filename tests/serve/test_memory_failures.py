@@ -242,7 +242,7 @@ def test_a_text_for_whose_tokens_there_is_no_memory_is_refused(monkeypatch: pyte
         encode(made, [{"role": "user", "content": "the river " * 1000}])
 
 
-class Panic(BaseException):
+class PanicException(BaseException):
     """As pyo3 raises it."""
 
 
@@ -252,7 +252,7 @@ class Panic(BaseException):
 )
 def test_a_panic_of_the_tokenizer_is_an_error(said: str, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence) as raised, encoding.encoding("the river"):
-        raise Panic(said)
+        raise PanicException(said)
     assert "river" not in str(raised.value)
 
 
@@ -308,6 +308,8 @@ def test_a_model_for_which_there_is_no_memory_is_named(model_folder: Path, monke
         (out_of_memory("reading 3 tokens"), True),
         (RuntimeError("out of luck"), False),
         (OSError(28, "No space left on device"), False),
+        (FileNotFoundError(2, "No such file or directory", "out of memory.txt"), False),
+        (KvkeepError("The file 'out of memory' is empty."), False),
         (KvkeepError("The file is damaged."), False),
     ],
     ids=str,

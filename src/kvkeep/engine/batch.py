@@ -146,6 +146,8 @@ def _forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 
 def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose shared pass failed with ``error``."""
+    if sessions == 1 and ran_out_of_memory(error):
+        return out_of_memory("reading the next tokens", error)
     kind = OutOfMemory if ran_out_of_memory(error) else KvkeepError
     why = "there was not enough memory" if kind is OutOfMemory else type(error).__name__  # no message: it may quote
     shared = kind(f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry.")
