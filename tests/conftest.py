@@ -209,6 +209,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a model of 2,048 positions: its texts have several blocks."""
+    return saved(tiny("llama", 2, 2048), tmp_path_factory.mktemp("long-llama"))
+
+
+@pytest.fixture(scope="session")
 def words() -> str:
     """A text of 200 words the tiny tokenizer knows."""
     return " ".join(WORDS[(7 * number) % len(WORDS)] for number in range(200))

@@ -418,6 +418,11 @@ class KeepCache(Cache):
         """:attr:`exact_tokens`, once the text is longer; None while all of it is exact."""
         return None if self.exactness is Exactness.EXACT else self.exact_tokens
 
+    def check_disk(self) -> None:
+        """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
+        which are compared when they are recalled. Raises EntriesLost."""
+        self.stream.disk.check(compare=self.exact_part is None)
+
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the checkpoint's stores by name."""
         return iter(()) if self.checkpoint is None else self.checkpoint.stores()

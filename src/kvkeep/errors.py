@@ -62,6 +62,10 @@ class StoreError(KvkeepError):
     """Entries could not be stored in the place requested (full disk, read-only folder)."""
 
 
+class EntriesLost(StoreError):
+    """Entries on disk cannot be read, or are not as they were written."""
+
+
 class BlockMissing(StoreError):
     """There is no such block."""
 

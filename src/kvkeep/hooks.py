@@ -145,7 +145,7 @@ class ForwardHooks:
         """Pass the residuals of its tokens to each session whose checkpoint stores them."""
         for session in self._residuals:
             if session.error is None:
-                session.stream.enter_layer(layer_idx, hidden[:, session.span])
+                self._attempt(session, session.stream.enter_layer, layer_idx, hidden[:, session.span])
 
     def recur(
         self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None

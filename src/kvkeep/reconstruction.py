@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
+from kvkeep.models.chat_templates import filled
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stores.readers.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
@@ -190,6 +191,5 @@ def _words(tokenizer: Any, first: str) -> Words:
     then, mark = "\n", "TEXT"
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": mark}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        then = prompt.rpartition(mark)[2]
+        then = filled(tokenizer, messages).rpartition(mark)[2]
     return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (first, LATER, then)))

@@ -133,8 +133,7 @@ def memory(made: Assembly) -> Memory:
     bookkeeping = ledger.padding_bytes + sum(one.bookkeeping_bytes for one in holdings)
     bookkeeping += sum(one.nbytes for one in shared if one is not None)
     if made.checkpoint is not None:
-        places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
-        places["disk"] += sum(getattr(rows, "mapped_bytes", 0) for _, rows in made.checkpoint.stores())
+        places[made.checkpoint.home.name] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
     rebuilds = made.checkpoint is not None and made.checkpoint.reads_ids
     if ledger.home is None:  # elsewhere they take no memory

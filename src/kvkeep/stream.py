@@ -7,7 +7,8 @@ stream attends to the past. The stream also attends in all other layers if the n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.inference import outside_inference_mode
-from kvkeep.memory.rows import BLOCK
+from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
@@ -89,6 +91,7 @@ class CacheStream:
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
+        self.disk = DiskChecks(partial(_rows_on_disk, made))
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
         self._masked = False  # whether the caller's mask masks more than padding
@@ -362,6 +365,7 @@ class CacheStream:
             if self._drafting or not self.moving:
                 self.roll_back()
             return
+        self.disk.check()
         self.open = False
         if self.streams:
             if any(layer.arrived != self.ledger.length for layer in self.bounded):
@@ -388,7 +392,8 @@ class CacheStream:
     def roll_back(self, restoring: bool = False) -> None:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
         restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
-        undone."""
+        undone, and EntriesLost if entries on disk are lost."""
+        self.disk.check()
         in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)
         if lost or (self.open and self.moving and not (restoring or in_round)):
@@ -435,6 +440,13 @@ class CacheStream:
     @property
     def _drafting(self) -> bool:
         return self.round is not None and self.round.drafting
+
+
+def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
+    """Yield the rows of a cache that may lie on disk."""
+    if made.checkpoint is not None:
+        yield from (rows for _, rows in made.checkpoint.stores())
+    yield from (made.ledger.ids, made.ledger.positions)
 
 
 def _equal(count: int, chunk: int) -> list[int]:

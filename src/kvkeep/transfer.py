@@ -13,6 +13,7 @@ from kvkeep.errors import NotCarried, UsageError
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.places import MEMORY, Place
 from kvkeep.memory.rows import PagedRows, Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
@@ -118,6 +119,12 @@ def restore(
                 rows.adopt(piece)
 
 
+def home_of_blocks(cache: Any) -> Place:
+    """Return the place where blocks are read that ``cache`` is to hold without a copy: that of its checkpoint."""
+    home = None if cache.checkpoint is None else cache.checkpoint.home
+    return MEMORY if home is None or not home.maps else home
+
+
 def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any:
     """Return a second cache that has read the same text, with the same options or with others (``kind``). ids: the
     text's token ids, for a cache that does not keep them."""
@@ -135,6 +142,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
 def copied(cache: Any) -> Any:
     """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
     checkpoint on disk where they lie."""
+    cache.check_disk()  # the copy's digests are made of what it gets
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
@@ -166,6 +174,7 @@ def begun(cache: Any, length: int) -> Any:
     a sliding window has forgotten what would be needed.
     """
     cache.stream.roll_back()
+    cache.check_disk()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     twin.stream.plain = cache.stream.plain

@@ -75,7 +75,7 @@ def test_blocks_are_found_from_another_machine_and_stay_when_a_folder_is_full(ma
     assert BlockFolder.count(here.blocks)[1] <= 4 * 512 < here.blocks.count()[1]
     assert there.blocks.use([name(number) for number in (3, 4, 99, 5)]) == 2 and BlockFolder.count(there.blocks)[0] == 2
     assert has(there, 8)
-    there.blocks._mappings.clear()
+    there.blocks._in_memory.clear()
     there.blocks.path(name(8)).write_bytes(b"damaged")
     assert has(there, 8)  # from the bucket
     there.blocks._key(name(7)).write_bytes(b"damaged")

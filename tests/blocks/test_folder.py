@@ -23,6 +23,7 @@ from kvkeep.blocks import block_file
 from kvkeep.blocks.block_file import encode
 from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
+from kvkeep.memory.places import Device, place
 
 SHAPE = (5, 50)
 Block = dict[str, Tensor]
@@ -84,19 +85,68 @@ def test_any_flipped_byte_any_length_and_any_other_name_is_a_miss(tmp_path: Path
         folder.read(name(0))
 
 
-def test_a_block_that_is_read_is_mapped_once_and_its_file_stays(tmp_path: Path) -> None:
-    folder = filled(tmp_path, 4, 4)
-    first, again = folder.read(name(0)), folder.read(name(0))
-    assert first["keys"].data_ptr() == again["keys"].data_ptr()
-    first["keys"].zero_()  # this program's copy
-    assert same(BlockFolder(tmp_path).read(name(0)), block(0))
-    assert folder.write(name(7), block(7)) == 1 and folder.has(name(0)) and not folder.has(name(1))
-    kept = [folder.read(one) for one in folder.names()]
-    with pytest.raises(StoreError, match="running programs use them"):
-        folder.write(name(8), block(8))
-    assert folder.count() == (4, 4 * FILE) and kept
-    del first, again, kept
-    assert folder.write(name(8), block(8)) == 1 and not folder.has(name(0))
+HOMES = ["device", "host", "disk"]
+
+
+@pytest.mark.parametrize("where", HOMES)
+def test_a_block_is_read_once_and_compared_whenever_it_is_taken(where: str, tmp_path: Path) -> None:
+    folder, home = filled(tmp_path / "store", 4, 4), place(where, torch.device("cpu"), tmp_path)
+    first, again = folder.read(name(0), home), folder.read(name(0), home)
+    assert first["keys"].data_ptr() == again["keys"].data_ptr() and first["keys"].data_ptr() % 64 == 0
+    address = first["keys"].data_ptr()
+    first["keys"].zero_()  # of what another cache holds
+    assert same(folder.read(name(0), home), block(0)) and address != folder.read(name(0), home)["keys"].data_ptr()
+    folder.remove(name(0))
+    assert same(folder.read(name(1), home), block(1)) and not folder.has(name(0))
+    with pytest.raises(BlockMissing):
+        folder.read(name(0), home)
+
+
+@pytest.mark.parametrize("where", HOMES)
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "replaced", "removed", "grown"])
+def test_whatever_happens_to_a_file_that_was_read_nothing_happens_to_its_tensors(
+    damage: str, where: str, tmp_path: Path
+) -> None:
+    folder, home = filled(tmp_path / "store", 4, 2), place(where, torch.device("cpu"), tmp_path)
+    path, held = folder.path(name(0)), folder.read(name(0), home)
+    if damage == "truncated":
+        os.truncate(path, 0)
+    elif damage == "overwritten":
+        with open(path, "r+b") as file:
+            file.write(b"\xaa" * FILE)
+    elif damage == "replaced":
+        os.replace(folder.path(name(1)), path)
+    elif damage == "removed":
+        path.unlink()
+    else:
+        os.truncate(path, 100 * FILE)
+    assert same(held, block(0))
+    assert same(folder.read(name(0), home), block(0))  # what is held is still what was written
+    del held
+    with pytest.raises((BlockDamaged, BlockMissing)):
+        folder.read(name(0), home)
+
+
+def test_a_file_that_claims_more_than_it_has_is_no_reason_to_allocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = filled(tmp_path, 10, 1)
+    path = folder.path(name(0))
+    os.truncate(path, 1 << 40)  # it is sparse
+
+    def allocates(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Device, "allocate", allocates)
+    with pytest.raises(BlockDamaged, match="longer than was written"):
+        folder.read(name(0))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(victim)
+    with pytest.raises(BlockMissing):
+        folder.read(name(0))
+    assert victim.read_bytes() == b"mine"
 
 
 def test_what_was_used_stays_within_the_quota_however_it_was_left(tmp_path: Path) -> None:
@@ -188,7 +238,6 @@ def test_a_disk_that_fails_leaves_no_file_and_no_count(
 def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapping would end it by a signal, so the file is read first."""
     folder = filled(tmp_path, 10, 1)
 
     class Failing(io.FileIO):
@@ -197,7 +246,6 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
 
     with monkeypatch.context() as patch:
         patch.setattr(block_file, "open", Failing, raising=False)
-        patch.setattr(block_file, "_POPULATE_READ", -1)  # as on a system that cannot
         with pytest.raises(BlockMissing, match="input/output error"):
             folder.read(name(0))
     assert same(folder.read(name(0)), block(0))

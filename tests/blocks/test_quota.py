@@ -1,8 +1,7 @@
-"""The quota of a folder of blocks holds at every moment, and a block that a program has mapped stays."""
+"""The quota of a folder of blocks holds at every moment."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from contextlib import suppress
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.errors import BlockMissing, StoreError
+from kvkeep.errors import BlockMissing
 
 EACH = 20_000
 """Bytes of a block, roughly."""
@@ -43,10 +42,10 @@ def sizes(folder: Path) -> dict[str, int] | None:
 @pytest.mark.parametrize("dies", [False, True])
 def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path) -> None:
     """Also if writers are killed: what they left is counted by the next ones."""
-    quota, pinned = 12 * EACH, BlockName("a", "f" * 32)
+    quota, read = 12 * EACH, BlockName("a", "f" * 32)
     folder = BlockFolder(tmp_path, quota)
-    folder.write(pinned, block(7))
-    mapped = folder.read(pinned)
+    folder.write(read, block(7))
+    tensors = folder.read(read)
 
     def write(writer: int) -> None:
         own = BlockFolder(tmp_path, quota)
@@ -71,26 +70,11 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     for process in processes:
         process.join()
         assert process.exitcode in ((0, -9) if dies else (0,))
-    assert looked and folder.path(pinned).exists() and int(mapped["a"][EACH - 1]) == 7
+    assert looked and int(tensors["a"][EACH - 1]) == 7
     BlockFolder(tmp_path, quota).write(BlockName("a", "e" * 32), block(1))
     count, total = folder.count()
     assert total <= quota and count > 6
     assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == total
-
-
-def test_blocks_that_are_all_mapped_make_no_room(tmp_path: Path) -> None:
-    folder = BlockFolder(tmp_path, 3 * EACH)
-    names = [BlockName("a", f"{number:032x}") for number in range(2)]
-    for name in names:
-        folder.write(name, block(1))
-    held = [folder.read(name) for name in names]
-    other = BlockFolder(tmp_path, 3 * EACH)
-    with pytest.raises(StoreError, match="running programs use them"):
-        other.write(BlockName("b", "0" * 32), block(1))
-    assert BlockFolder(tmp_path, EACH).evict() == 0 and other.count()[0] == 2
-    del held
-    other.write(BlockName("b", "0" * 32), block(1))
-    assert other.count()[0] == 2
 
 
 @pytest.mark.parametrize("left", [b"", b"123", bytes(8), b"\xff" * 8])
@@ -100,21 +84,6 @@ def test_a_total_that_a_program_left_is_not_trusted(left: bytes, tmp_path: Path)
     (tmp_path / "bytes").write_bytes(left)
     BlockFolder(tmp_path, 20 * EACH).write(BlockName("a", "1" * 32), block(1))
     assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == folder.count()[1]
-
-
-def test_an_error_in_the_middle_of_a_mapping_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would end the process by a signal; asked before, it tells."""
-
-    class Faulty(mmap.mmap):
-        def madvise(self, option: int) -> None:  # type: ignore[override]
-            raise OSError(14, "Bad address")
-
-    folder, name = BlockFolder(tmp_path), BlockName("a", "0" * 32)
-    folder.write(name, block(1))
-    monkeypatch.setattr(mmap, "mmap", Faulty)
-    with pytest.raises(BlockMissing, match="input/output error"):
-        folder.read(name)
-    assert folder.has(name)
 
 
 def test_files_are_their_users_alone(tmp_path: Path) -> None:

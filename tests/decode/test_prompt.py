@@ -9,8 +9,10 @@ import pytest
 from conftest import tokenizer
 from scripted import BEGIN, CONTENTS, START, TEMPLATE, TURN, byte_level, sentencepiece, write_gguf
 
+from kvkeep.decode import template as templates
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
+from kvkeep.models.chat_templates import filled
 from kvkeep.models.gguf.model import read_model
 
 PARTS = (
@@ -106,10 +108,9 @@ def test_more_names_than_one_plane_has_private_characters(monkeypatch: pytest.Mo
     assert encode(own, [message]).count(own.convert_tokens_to_ids(TURN)) == 1
 
 
-def test_templates_are_filled_with_marks_once_for_the_same_roles() -> None:
+def test_templates_are_filled_with_marks_once_for_the_same_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     own, calls = tokenizer(), list[Any]()
-    apply = own.apply_chat_template
-    own.apply_chat_template = lambda *given, **named: (calls.append(given), apply(*given, **named))[1]
+    monkeypatch.setattr(templates, "filled", lambda *given: (calls.append(given), filled(*given))[1])
     for content in ("the", "river", "stone"):
         encode(own, [{"role": "user", "content": content}])
     assert len(calls) == 4

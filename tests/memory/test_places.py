@@ -13,6 +13,7 @@ import torch
 from forked import exit_codes
 
 from kvkeep import StoreError, UsageError
+from kvkeep.memory import places
 from kvkeep.memory.places import Disk, place
 
 CPU = torch.device("cpu")
@@ -49,6 +50,18 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
         Disk(tmp_path)
 
 
+def test_its_own_folder_is_made_again_and_another_one_is_missed(tmp_path: Path) -> None:
+    own, other = Disk(), Disk(tmp_path / "..")
+    own.folder.rmdir()
+    assert own.allocate((4, 5), torch.float32).fill_(2).sum() == 40
+    own.folder.rmdir()
+    again = Disk()  # as for a cache that is reset
+    assert again.allocate((4, 5), torch.float32).shape == (4, 5)
+    other.folder = tmp_path / "gone"
+    with pytest.raises(StoreError, match="no such file"):
+        other.allocate((1, 1), torch.float32)
+
+
 def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -59,10 +72,10 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_with_too_many_mappings_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object, **options: object) -> None:
-        raise RuntimeError("unable to mmap 128 bytes from file </dev/fd/3>: Cannot allocate memory (12)")
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     disk = Disk(tmp_path)
-    monkeypatch.setattr(torch, "from_file", full)
+    monkeypatch.setattr(places, "map_file", full)
     with pytest.raises(StoreError, match="has reached the system's limit of mappings, .* raise vm.max_map_count"):
         disk.allocate((1, 64), torch.float32)
 

@@ -30,6 +30,20 @@ def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]  # no copy is made of a folder
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_files_that_change_later_change_no_weight(weights: str, spoiled: Callable[..., Path]) -> None:
+    """Nothing of them is mapped: a file cut short would end the process."""
+    folder = spoiled()
+    model = load(str(folder), weights=weights, device="cpu").model
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    for file in folder.glob("*.safetensors"):
+        with open(file, "r+b") as changed:
+            changed.write(b"\xaa" * file.stat().st_size)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(folder) not in maps.read_text()
+
+
 def test_loading_prints_nothing_and_restores_logging(
     model_folder: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

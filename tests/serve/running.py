@@ -112,17 +112,23 @@ class Program:
 
 @contextmanager
 def program(
-    *options: str, keys: list[str] = KEYS, fork: bool = False, limit: Callable[[], None] | None = None
+    *options: str,
+    keys: list[str] = KEYS,
+    fork: bool = False,
+    before: Callable[[], None] = lambda: None,
+    limit: Callable[[], None] | None = None,
 ) -> Iterator[Program]:
     """``kvkeep serve`` with these options, once it is ready; it is killed at the end. fork: it begins in an interpreter
-    that has imported what it needs, in a second instead of ten. limit: called in the process before it begins."""
+    that has imported what it needs, in a second instead of ten. before: what a forked one does first. limit: what
+    another one does."""
     port = _free_port()
     arguments = ["serve", *options, "--port", str(port)]
     environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(keys)}
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
     with tempfile.TemporaryFile("w+") as errors:
         if fork:
-            process = forked.started(forked.kvkeep(*arguments), env=environment, stderr=errors)
+            serve = forked.kvkeep(*arguments)
+            process = forked.started(lambda: (before(), serve()), env=environment, stderr=errors)
         else:
             command = [sys.executable, "-m", "kvkeep", *arguments]
             process = subprocess.Popen(command, env=environment, stderr=errors, preexec_fn=limit)

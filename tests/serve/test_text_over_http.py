@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 from running import CHAT, TEXT, post, serving, streamed
 from scripted import CONTENTS, END, START, TEMPLATE, TURN, Vocabulary, byte_level, scripted, sentencepiece
@@ -162,3 +164,25 @@ def test_others_are_answered_while_a_long_text_is_encoded(servers: Any, monkeypa
     assert post(address, body()).json()["choices"][0]["message"]["content"] == WRITTEN
     gate.set()
     waiting.join()
+
+
+def test_a_template_that_does_not_end_is_a_400_and_nobody_waits_for_it(servers: Any) -> None:
+    looping = "{% for a in range(99999) %}{% for b in range(99999) %}{{ messages|length }}{% endfor %}{% endfor %}"
+    address, _ = servers("byte level", looping)
+    waits, ended = list[float](), threading.Event()
+
+    def others() -> None:
+        while not ended.is_set():
+            begun = time.perf_counter()
+            assert httpx.get(f"{address}/health").status_code == 200
+            waits.append(time.perf_counter() - begun)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    begun = time.process_time()
+    answer = post(address, body())
+    ended.set()
+    thread.join()
+    assert time.process_time() - begun < 5
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The model's chat template takes")
+    assert len(waits) > 3 and sorted(waits)[-2] < 0.5

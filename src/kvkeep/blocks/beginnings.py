@@ -71,7 +71,7 @@ def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int
 def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], prompt: Sequence[int]) -> int:
     """Fill ``cache``, which is empty, with the first tokens of ``prompt`` from blocks; return how many. One token at
     least is left to read. A block that is missing or damaged ends them."""
-    found, error = folder.read_first(names)
+    found, error = folder.read_first(names, transfer.home_of_blocks(cache))
     if error is not None:
         log.warning("A prompt is read from token %d on: %s", len(found) * BLOCK, error)
     blocks: list[Block] = []

@@ -1,4 +1,5 @@
-"""The format of a block's file: named tensors with a checksum, which are mapped into memory and not copied.
+"""The format of a block's file: named tensors with a checksum. They are read into memory of this process, so that
+nothing that happens to the file later changes them.
 
 A file has a header of fixed size (magic, length and CRC-32 of the description), the description (JSON), and the
 tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's name, so that a file under
@@ -7,32 +8,31 @@ another name is refused, the :func:`checksum` of all tensors, and for every tens
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import mmap
 import os
+import stat
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.errors import BlockDamaged, ran_out_of_memory
-from kvkeep.files import lock
+from kvkeep.memory.places import Place
 
 MAGIC = b"kvblock3"
 HEADER = struct.Struct("<8sII")
 """Magic, bytes of the description, and its CRC-32."""
 ALIGNMENT = 64
+MAX_DESCRIPTION = 1 << 24
+"""The maximum number of bytes of a description: a tensor takes about 60 of them."""
 COLUMNS = 8191
 """Columns of words that a checksum sums."""
-_POPULATE_READ = 22
-"""Linux's advice to read a whole mapping. A disk's error is then one of this call, and no signal later."""
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -42,8 +42,8 @@ _DTYPES = {
 }
 
 
-Mappings = MutableMapping[Path, mmap.mmap]
-"""The files that a program has mapped. Each is mapped once, so that caches share its memory."""
+Content = np.ndarray[Any, np.dtype[np.uint8]]
+"""The bytes of a block's file."""
 
 
 def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]]:
@@ -64,7 +64,7 @@ def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]
     return len(head) + place, iter((head, data))
 
 
-def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+def checksum(data: Content) -> int:
     """Return the checksum of bytes, whose number is a multiple of 8: the CRC-32 of the sums of :data:`COLUMNS` columns
     of 64-bit words. A changed word always changes a sum.
     COLUMNS is a prime, so that a page of memory that is moved adds to other columns."""
@@ -74,74 +74,78 @@ def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     return zlib.crc32(words[whole:].tobytes(), zlib.crc32(sums.tobytes()))
 
 
-def decode(path: Path, name: str, mappings: Mappings) -> dict[str, Tensor]:
-    """Return the tensors of a block's file, which is mapped and its checksums compared unless it is in ``mappings``.
-    Writing to a tensor changes this process's copy and never the file. Raises OSError if the file cannot be read, and
-    BlockDamaged if its bytes differ from those that were written under ``name``."""
-    if (known := mappings.get(path)) is not None:
-        return parse(known, name, check=False)
-    mapped = _mapped(path)
-    tensors = parse(mapped, name)
-    mappings[path] = mapped
-    return tensors
-
-
-def _mapped(path: Path) -> mmap.mmap:
+def read(path: Path, home: Place) -> Content:
+    """Return the content of a block's file, in new memory of ``home``, which maps. Raises OSError if the file cannot be
+    read, StoreError if there is no memory for it, and BlockDamaged for a file that is none of kvkeep's."""
     with open(path, "rb", opener=_open_nonblocking) as file:
-        if not os.fstat(file.fileno()).st_size:  # mmap refuses it
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise BlockDamaged("is no regular file")
+        length = _length(file)
+        if length != facts.st_size:
+            raise BlockDamaged("is truncated" if length > facts.st_size else "is longer than was written")
+        content: Content = home.allocate((length,), torch.uint8).numpy()
+        file.seek(0)
+        if file.readinto(content.data) != length:
             raise BlockDamaged("is truncated")
-        lock(file.fileno(), shared=True)  # the mapping keeps the file open, and with it the lock
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        # A disk's error is raised here; later, in the mapping, it would end the program.
-        try:
-            _populate(mapped)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
-            buffer = bytearray(1 << 20)  # the system is older than Linux 5.14
-            while file.readinto(buffer):
-                pass
-        return mapped
+    return content
 
 
-def _populate(mapped: mmap.mmap) -> None:
-    """Read a mapped file into memory. Raises OSError."""
-    mapped.madvise(_POPULATE_READ)
-
-
-def parse(mapped: mmap.mmap | bytearray, name: str, check: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of the content of a block's file, as views of it. check: compare checksums. Raises
-    BlockDamaged."""
-    if len(mapped) < HEADER.size:
-        raise BlockDamaged("is truncated")
-    magic, length, digest = HEADER.unpack_from(mapped)
-    description = mapped[HEADER.size : HEADER.size + length]
-    if magic != MAGIC or len(description) != length or zlib.crc32(description) != digest:
-        raise BlockDamaged("has another header than kvkeep writes")
+def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
+    """Return the tensors of the content of a block's file, as views of it, after comparing the checksums. Raises
+    BlockDamaged if they are not those that were written under ``name``."""
+    data: Content = np.frombuffer(content, np.uint8)
+    about, start = _description(data[: HEADER.size].tobytes(), lambda size: data[HEADER.size :][:size].tobytes())
     try:
-        return _described(mapped, json.loads(description), name, _up(HEADER.size + length), check)
+        return _described(data, about, name, start)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def _described(mapped: mmap.mmap | bytearray, about: Any, name: str, start: int, check: bool) -> dict[str, Tensor]:
+def _length(file: BinaryIO) -> int:
+    """Return the bytes that a block's file should have. Raises BlockDamaged."""
+    about, start = _description(file.read(HEADER.size), file.read)
+    try:
+        return start + int(about["bytes"])
+    except (LookupError, ValueError, TypeError) as error:
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]:
+    """Return the description behind ``header``, of which ``read`` returns so many bytes, and the place of the tensors.
+    Raises BlockDamaged."""
+    if len(header) < HEADER.size:
+        raise BlockDamaged("is truncated")
+    magic, length, digest = HEADER.unpack(header)
+    if magic != MAGIC or length > MAX_DESCRIPTION:
+        raise BlockDamaged("has another header than kvkeep writes")
+    description = read(length)
+    if len(description) != length or zlib.crc32(description) != digest:
+        raise BlockDamaged("has another header than kvkeep writes")
+    try:
+        return json.loads(description), _up(HEADER.size + length)
+    except (ValueError, RecursionError) as error:
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def _described(content: Content, about: Any, name: str, start: int) -> dict[str, Tensor]:
     if about["name"] != name:
         raise BlockDamaged(f"is that of the block '{about['name']}'")
-    if len(mapped) != start + about["bytes"]:
+    if len(content) != start + about["bytes"]:
         raise BlockDamaged("is truncated")
-    if check and checksum(np.frombuffer(mapped, np.uint8, offset=start)) != about["checksum"]:
+    if checksum(content[start:]) != about["checksum"]:
         raise BlockDamaged("has other bytes than were written")
     tensors = {}
     for key, (dtype, shape, place) in about["tensors"].items():
         count = math.prod(shape)
-        if min(shape, default=0) < 0 or not 0 <= place <= len(mapped) - start:
+        if min(shape, default=0) < 0 or not 0 <= place <= len(content) - start:
             raise ValueError("a shape")
         if not count:
             tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
             continue
-        tensors[key] = torch.frombuffer(mapped, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
+        tensors[key] = torch.frombuffer(content, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
     return tensors
 
 
@@ -150,5 +154,5 @@ def _up(length: int) -> int:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting, as opening a pipe of that name would."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    """Open a file, but not through a link, and without waiting, as opening a pipe of that name would."""
+    return os.open(path, flags | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_CLOEXEC", "O_NOFOLLOW")))

@@ -24,6 +24,7 @@ from kvkeep.blocks.folder import SUFFIX, BlockFolder, BlockName
 from kvkeep.blocks.store import MARKER, VERSION, Store
 from kvkeep.errors import BlockDamaged, BlockMissing, SessionUnwritable, StoreError, UsageError
 from kvkeep.extras import optional
+from kvkeep.memory.places import MEMORY, Place
 
 log = logging.getLogger(__name__)
 
@@ -144,14 +145,14 @@ class BucketFolder(BlockFolder):
                 break
         return super().use(names, when)
 
-    def read(self, name: BlockName) -> dict[str, Tensor]:
+    def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
         """As :meth:`BlockFolder.read`; a block that is missing or damaged is fetched."""
         try:
-            return super().read(name)
+            return super().read(name, home)
         except (BlockMissing, BlockDamaged):
             if not self._fetch(name):
                 raise
-        return super().read(name)
+        return super().read(name, home)
 
     def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
         """As :meth:`BlockFolder.write`, to the bucket first."""

@@ -2,7 +2,7 @@
 
 Files are written atomically and never change. A file's modification time is the last use of the block. A further file
 holds the total of bytes. A writer locks it until its block is written, so that the quota is never exceeded. At the
-quota the least recently used blocks are removed, except those that a program has mapped.
+quota the least recently used blocks are removed. Programs that use a block have read it into their own memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from kvkeep.blocks.block_file import Mappings, decode, encode
+from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError, reason_of
 from kvkeep.files import lock, sync_name, write_whole
+from kvkeep.memory.places import MEMORY, Place
 
 SUFFIX = ".block"
 LEDGER = "bytes"
 """Name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
 THREADS = 4
-"""Threads that compare checksums."""
+"""Threads that read blocks."""
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 
@@ -48,7 +49,7 @@ class BlockFolder:
 
     def __init__(self, folder: Path, quota: int | None = None) -> None:
         self.folder, self.quota = folder, quota
-        self._mappings: Mappings = WeakValueDictionary()
+        self._in_memory: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
         self._counted = False  # this program does not trust a total that another one left
 
     def path(self, name: BlockName) -> Path:
@@ -85,17 +86,25 @@ class BlockFolder:
             return self.path(name).stat().st_size
         return 0
 
-    def read(self, name: BlockName) -> dict[str, Tensor]:
-        """Return a block's tensors, mapped from its file. Raises BlockMissing if there is no file or it cannot be read,
+    def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
+        """Return a block's tensors, in memory of ``home``, which maps. What this program holds of the block already is
+        used again. The checksum is compared either way. Raises BlockMissing if there is no file or it cannot be read,
         and BlockDamaged, after removing the file, if its bytes are not those that were written."""
+        if (known := self._in_memory.get((name, home.name))) is not None:
+            with suppress(BlockDamaged):
+                return parse(known, name.key)
         path = self.path(name)
         try:
-            return decode(path, name.key, self._mappings)
-        except (OSError, ValueError) as error:  # mmap refuses an empty file by a ValueError
-            raise BlockMissing(f"The block '{path}' cannot be read: {reason_of(error)}.") from error
+            content = read(path, home)
+            tensors = parse(content, name.key)
         except BlockDamaged as error:
             BlockFolder.remove(self, name)  # this file only
             raise BlockDamaged(f"The block '{path}' is removed: its file {error}.") from error
+        except (OSError, StoreError) as error:
+            reason = str(error) if isinstance(error, StoreError) else f"{reason_of(error)}."
+            raise BlockMissing(f"The block '{path}' cannot be read: {reason}") from error
+        self._in_memory[name, home.name] = content
+        return tensors
 
     def content(self, name: BlockName) -> bytearray:
         """Return the bytes of a block's file. Raises OSError."""
@@ -106,12 +115,14 @@ class BlockFolder:
         self.read(name)
         return self.size(name)
 
-    def read_first(self, names: Sequence[BlockName]) -> tuple[list[dict[str, Tensor]], StoreError | None]:
-        """Return the tensors of the first blocks that can be read, and the error of the next one. Several threads
-        compare checksums."""
+    def read_first(
+        self, names: Sequence[BlockName], home: Place = MEMORY
+    ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
+        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one.
+        Several threads read, and compare checksums."""
         blocks: list[dict[str, Tensor]] = []
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            for future in [threads.submit(self.read, name) for name in names]:
+            for future in [threads.submit(self.read, name, home) for name in names]:
                 try:
                     blocks.append(future.result())
                 except StoreError as error:
@@ -140,7 +151,7 @@ class BlockFolder:
                     self._counted = True
                 if self.quota is not None and total + size > self.quota:
                     _set_total(ledger, total)
-                    raise StoreError(f"Blocks in '{self.folder}' cannot be removed: running programs use them.")
+                    raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
                 _set_total(ledger, total + size)
                 try:
                     content = [*pieces]
@@ -204,7 +215,8 @@ class BlockFolder:
         for used, length, path in known:
             if total <= target and (oldest is None or used >= oldest):
                 break
-            if _unlinked(path):
+            with suppress(OSError):  # it still counts
+                os.unlink(path)
                 total, gone = total - length, gone + 1
         return total, gone
 
@@ -231,15 +243,6 @@ def _fill(file: IO[bytes], content: Sequence[Any]) -> None:
     with suppress(OSError):  # some file systems have no permissions
         os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, 0o600)
     file.writelines(content)
-
-
-def _unlinked(path: str) -> bool:
-    """Remove a file unless a program has it mapped; return whether it was removed."""
-    with suppress(OSError), open(path, "rb") as file:
-        if lock(file.fileno()):
-            os.unlink(path)
-            return True
-    return False
 
 
 def _total(ledger: IO[bytes]) -> int | None:

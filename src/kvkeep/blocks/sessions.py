@@ -150,6 +150,7 @@ class StoredSession(Reference):
         try:
             names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
+            cache.stream.disk.check()
             self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
             self.store.blocks.remove(self.block(key))
@@ -263,7 +264,7 @@ class StoredSession(Reference):
         try:
             if not past["length"]:
                 return 0
-            blocks, error = folder.read_first(names)
+            blocks, error = folder.read_first(names, transfer.home_of_blocks(cache))
             if error is not None:
                 raise error
             state = folder.read(self.block(about["state"]))
@@ -322,7 +323,7 @@ class StoredSession(Reference):
                 several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
         ends = _ends(state)
         rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
-        # A cache writes to its own state; a mapped block is shared with other caches.
+        # A cache writes to its own state; other caches may hold the same block.
         transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
         check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
         for length, end in ends.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.memory.extent import ShapeError
-from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
+from kvkeep.memory.rows import BLOCK, JoinedRows, PagedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
 Block = Mapping[str, Tensor]
@@ -35,7 +35,8 @@ class TextRows:
     """
 
     def __init__(self, cache: KeepCache, parts: Mapping[str, Tensor | Rows]) -> None:
-        self.length, self._parts = cache.get_seq_length(), parts
+        self.length, self._parts, self._disk = cache.get_seq_length(), parts, cache.stream.disk
+        self._home = None if cache.checkpoint is None else cache.checkpoint.home
         self.start = _first(cache)
         """The first slot of the rows, the beginning of a block: 0, unless a checkpoint has dropped its oldest pages."""
         self.sources: dict[str, Tensor | Rows | JoinedRows] = {}
@@ -109,13 +110,27 @@ class TextRows:
         return part.flatten(0, -3)
 
     def block(self, number: int) -> dict[str, Tensor]:
-        """Return the rows of block ``number``."""
-        return {short: self.read(short, number * BLOCK, (number + 1) * BLOCK) for short in self.sources}
+        """Return the rows of block ``number``. Raises EntriesLost."""
+        for rows in self.sources.values():
+            for store in rows.stores if isinstance(rows, JoinedRows) else [rows]:
+                if isinstance(store, PagedRows):
+                    store.compare([number * BLOCK])
+        return self._copied(number * BLOCK, (number + 1) * BLOCK)
 
     def tail(self) -> dict[str, Tensor]:
-        """Return the rows after the last whole block."""
+        """Return the rows after the last whole block. Raises EntriesLost."""
         start = self.blocks.stop * BLOCK
-        return {short: self.read(short, start, self.length) for short in self.sources if start < self.length}
+        return self._copied(start, self.length) if start < self.length else {}
+
+    def _copied(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the rows ``start`` to ``stop``; of a text on disk copies, after which it is known that they could be
+        read."""
+        rows = {short: self.read(short, start, stop) for short in self.sources}
+        if self._home is None or self._home.name != "disk":
+            return rows
+        rows = {short: one.clone() for short, one in rows.items()}
+        self._disk.check()
+        return rows
 
 
 def _first(cache: KeepCache) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.contracts.entries import Piece
+from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Rows
 from kvkeep.step.plan import Destination, Span
 
@@ -18,8 +19,8 @@ class Checkpoint(ABC):
 
     spec: Any
     """The requested :class:`~kvkeep.stores.checkpoints.spec.CheckpointSpec`."""
-    where: str
-    """The place of its data: "device", "host" or "disk"."""
+    home: Place
+    """The place of its data."""
     capacity: int | None
     """The maximum number of entries; None: no limit."""
     by_token: bool
@@ -46,7 +47,7 @@ class Checkpoint(ABC):
         """Take entries (lanes, n, dim) of a layer, in order."""
 
     def adopt(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Take entries as :meth:`append`, mapped from a file, without a copy where that is possible."""
+        """Take entries as :meth:`append`, which never change, without a copy where that is possible."""
         self.append(layer, keys, values)
 
     def holds(self, layer: int, keys: Tensor) -> bool:

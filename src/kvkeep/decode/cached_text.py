@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import EntriesLost, KvkeepError
 from kvkeep.memory.extent import ShapeError
 from kvkeep.transfer import rewind
+
+log = logging.getLogger(__name__)
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -31,7 +34,14 @@ class CachedText:
         may differ because a template can close an answer in another way than the model did. If a window or a recurrent
         state cannot be cropped, the cache goes back to the last block's end before that at which it was kept
         (:func:`kvkeep.blocks.beginnings.watch`), or is reset. A cache whose entries depend on all tokens that it has
-        read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again."""
+        read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again. So is one that has lost
+        entries on disk."""
+        if isinstance(self.cache, KeepCache):
+            try:
+                self.cache.check_disk()
+            except EntriesLost as error:
+                log.warning("A text of %d tokens is read again. %s", len(self.ids), error)
+                self.cache.reset()
         self.cut(common_prefix(self.ids, prompt[:-1]))
         self.settle(prompt)
 

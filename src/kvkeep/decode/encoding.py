@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
-from kvkeep.errors import KvkeepError, out_of_memory, ran_out_of_memory
+from kvkeep.errors import KvkeepError, ModelError, out_of_memory, ran_out_of_memory
 from kvkeep.native.room import has_room
 
 Span = tuple[int, int]
@@ -45,7 +45,8 @@ class PromptText:
 
     def ids(self, tokenizer: Any) -> list[int]:
         """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
-        names that are data, are encoded by a tokenizer that knows no special tokens."""
+        names that are data, are encoded by a tokenizer that knows no special tokens.
+        Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
         with encoding(self.text):
             return self._ids(tokenizer)
 
@@ -53,7 +54,12 @@ class PromptText:
         if self.data and getattr(tokenizer, "backend_tokenizer", None) is None:
             return self._ids_in_parts(tokenizer)
         details = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if self.data else {}
-        encoded = tokenizer(self.text, add_special_tokens=self.begins, verbose=False, **details)
+        try:
+            encoded = tokenizer(self.text, add_special_tokens=self.begins, verbose=False, **details)
+        except MemoryError:
+            raise
+        except Exception as error:  # tokenizers raises nothing more special
+            raise ModelError(f"The model's tokenizer cannot read this text ({str(error)[:100]}).") from error
         ids: list[int] = list(encoded.input_ids)
         if not self.data:
             return ids
@@ -110,6 +116,8 @@ def special_names(tokenizer: Any) -> re.Pattern[str] | None:
 def _any_of(names: Collection[str]) -> str:
     """Return a pattern of the longest of some names. Names with a common beginning are searched for at once, because a
     tokenizer may have thousands."""
+    if len(names) == 1:
+        return re.escape(next(iter(names)))
     rests = defaultdict[str, list[str]](list)
     for name in names:
         if name:

@@ -9,6 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from kvkeep.errors import UsageError, out_of_memory, ran_out_of_memory
+from kvkeep.models.chat_templates import filled
+from kvkeep.models.template_costs import TemplateTooCostly
 
 Messages = list[dict[str, str]]
 
@@ -25,10 +27,12 @@ class _Form:
 
 def fill(tokenizer: Any, messages: Messages) -> str:
     """Return the text of a conversation up to its answer. Raises UsageError if the template rejects the conversation,
-    or leaves a message out."""
+    leaves a message out or takes too many steps."""
     try:
         form = _form(tokenizer, tokenizer.get_chat_template(), tuple(one["role"] for one in messages))
         text = _filled(tokenizer, messages, form.parts)
+    except TemplateTooCostly:
+        raise
     except Exception as error:  # a template is the model's code and may raise anything
         if ran_out_of_memory(error):
             raise out_of_memory("a chat template", error) from error
@@ -54,6 +58,8 @@ def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
     for parts in (False, True):
         try:
             text = _filled(tokenizer, marked, parts)
+        except TemplateTooCostly:
+            raise
         except Exception as error:  # the conversation itself tells whether the template takes it
             if ran_out_of_memory(error):
                 raise
@@ -70,4 +76,4 @@ def _filled(tokenizer: Any, messages: Messages, parts: bool) -> str:
     given: list[Any] = [
         one | {"content": [{"type": "text", "text": one["content"]}]} if parts else one for one in messages
     ]
-    return str(tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
+    return filled(tokenizer, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +17,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read
 from kvkeep.engine.pieces import Pieces, Stops, pieces_of
 from kvkeep.engine.rounds import Rounds, next_input
-from kvkeep.engine.sampling import Sampler, Sampling
+from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
 from kvkeep.errors import KvkeepError
 
 Reads = Generator[Read, Tensor, None]
@@ -173,7 +174,10 @@ class Answer:
         return bool(self.reason)
 
     def take(self, token: int, logits: Tensor | None = None) -> None:
-        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes."""
+        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes. Raises NotNumbers
+        if its logit is NaN, which is the likeliest token for ``argmax``."""
+        if logits is not None and math.isnan(logits[token]):
+            raise NotNumbers
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         self.tokens.append(token)
@@ -210,6 +214,9 @@ class Answer:
         return TokenLogprob(token, "", pieces.data(token), float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
+        """End the answer. Raises EntriesLost if its entries on disk have changed since it began."""
+        if isinstance(self.cache, KeepCache):  # else it is transformers' own
+            self.cache.check_disk()
         self.reason = reason
         if self._pieces is None or self.listener is None:
             return

@@ -23,6 +23,16 @@ SMALLEST = 1e-30
 """The smallest temperature for TemperatureLogitsWarper; below it, logits / temperature may overflow float32."""
 
 
+class NotNumbers(KvkeepError):
+    """The model computed NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model computed logits that are not numbers, so no token can be chosen: its weights are damaged, or "
+            "too large for their format; get its files again, or load it with weights float32."
+        )
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling settings, as in OpenAI's API and transformers."""
@@ -107,16 +117,13 @@ class Sampler:
         return torch.empty_like(like).exponential_(1, generator=self.generator)
 
     def next(self, ids: Tensor, logits: Tensor) -> int:
-        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises KvkeepError if the
-        model computed NaN, because no token can be sampled then."""
+        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises NotNumbers for NaN
+        if tokens are sampled."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)
             if not bool(scores.isfinite().all()):
-                raise KvkeepError(
-                    "The model computed logits that are not numbers, so no token can be drawn; check its files, or "
-                    "load it with weights float32."
-                )
+                raise NotNumbers
             scores = scores / self.noise(scores)
         return int(scores.argmax())
 

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvkeep.errors import StoreError, reason_of, unknown
 from kvkeep.memory.place_names import PLACES
 from kvkeep.models.folders import cache_folder
+from kvkeep.native.library import map_file
 
 
 class Device:
@@ -27,6 +29,10 @@ class Device:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+MEMORY = Device(torch.device("cpu"))
+"""Memory of this process."""
 
 
 class Host:
@@ -43,11 +49,16 @@ class Host:
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
 
+_USED = set[Path]()
+"""Folders in which this process could create files."""
+
+
 class Disk:
     """Memory-mapped files without a name, so that a crash leaves none behind.
 
     A file is created without a directory entry and mapped; the kernel frees it with its last mapping, however the
     process ends. Space is reserved when a page is allocated, so a full disk is an error then and not a bus error later.
+    What a failing disk does later, :mod:`~kvkeep.memory.disk_rows` notices.
     """
 
     name = "disk"
@@ -56,6 +67,8 @@ class Disk:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         # The system's temporary folder is often in memory, so it is not used.
         self.folder = Path(folder) if folder is not None else cache_folder() / "checkpoints"
+        if self.folder in _USED:  # a cache that is reset later, on a disk that fails, can still be made
+            return
         try:
             if folder is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,27 +76,44 @@ class Disk:
                 pass
         except OSError as error:
             raise self._refusal(error) from error
+        _USED.add(self.folder)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape`` mapped from a new unnamed file."""
         elements = math.prod(shape)
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
+            with self._file() as file:
                 size = elements * dtype.itemsize
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)
-                # torch maps by path and keeps no descriptor: opening /dev/fd/N reopens the same file.
-                mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=elements, dtype=dtype)
+                mapped = self._mapped(file, size, dtype)
         except OSError as error:
             raise self._refusal(error) from error
-        except RuntimeError as error:  # of torch, where the system maps no more files
+        return mapped.view(shape)
+
+    def _file(self) -> IO[bytes]:
+        try:
+            return tempfile.TemporaryFile(dir=self.folder)
+        except FileNotFoundError:  # someone has removed the folder
+            if self.folder != cache_folder() / "checkpoints":
+                raise
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryFile(dir=self.folder)
+
+    def _mapped(self, file: IO[bytes], size: int, dtype: torch.dtype) -> Tensor:
+        try:
+            if (buffer := map_file(file.fileno(), size)) is not None:
+                return torch.frombuffer(buffer, dtype=dtype)
+            # torch maps by path and keeps no descriptor: opening /dev/fd/N reopens the same file.
+            path = f"/dev/fd/{file.fileno()}"
+            return torch.from_file(path, shared=True, size=size // dtype.itemsize, dtype=dtype)
+        except (OSError, RuntimeError) as error:  # the system maps no more files
             raise StoreError(
                 f"A file in '{self.folder}' cannot be mapped: the process has reached the system's limit of "
                 "mappings, or of address space. Use fewer or shorter texts at a time, or raise vm.max_map_count."
             ) from error
-        return mapped.view(shape)
 
     def _refusal(self, error: OSError) -> StoreError:
         reason = "the disk is full" if error.errno == errno.ENOSPC else reason_of(error)

@@ -41,7 +41,8 @@ class RecentPages(PagedRows):
             self.first += self._unit
             while self.starts[0] < self.first:
                 del self.pages[0], self.starts[0]
-                self._adopted = max(0, self._adopted - 1)
+            if self._digests is not None:
+                self._digests.keep(self.first, self.length)
             self.changes += 1
 
     def holds(self, rows: Tensor) -> bool:

@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.errors import EntriesLost
+from kvkeep.memory.disk_rows import LOST, Digests, checked, lost
 from kvkeep.memory.places import Place
 
 BLOCK = 256
@@ -55,6 +57,9 @@ class Rows(Protocol):
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by the rows of ``index`` (repeats and reorders allowed)."""
+
+    def damaged(self, compare: bool) -> bool:
+        """Return whether rows on disk could not be read; with ``compare``, or have other bytes than were written."""
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +106,9 @@ class _OneTensor(ABC):
     def select(self, index: Tensor) -> None:
         if self.data is not None:
             self.data = selected(self.data, index, self.home)
+
+    def damaged(self, compare: bool) -> bool:
+        return checked(self.home) and lost([self.data])
 
     @property
     def nbytes(self) -> int:
@@ -258,8 +266,8 @@ class PagedRows:
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
         self.changes = 0  # number of changes of the list of pages
-        self._adopted = 0  # the first pages, which are mapped from files or another store's
         self._fixed = 0  # the first rows, which never change, because other stores may read them
+        self._digests = Digests(smallest) if checked(home) else None
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
@@ -268,7 +276,7 @@ class PagedRows:
             page = self.pages[-1]
             page.narrow(-2, page.shape[-2] - free, count).copy_(rows)
             self.length += count
-            return
+            return self._completed()
         stop = self.length + count
         while stop > self._allocated:
             size = self._page_size(stop - self._allocated)
@@ -280,10 +288,10 @@ class PagedRows:
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+        return self._completed()
 
     def adopt(self, rows: Tensor) -> None:
-        """Make ``rows``, which never change and take no memory of their own (:attr:`lends`), the next page if this
-        store :meth:`holds` them; otherwise append them."""
+        """Make ``rows``, which never change, the next page if this store :meth:`holds` them; otherwise append them."""
         if not self.holds(rows):
             return self.append(rows)
         self._make_space()
@@ -291,8 +299,13 @@ class PagedRows:
         self.pages.append(rows)
         self.length += rows.shape[-2]
         self.changes += 1
-        self._adopted, self._fixed = len(self.pages), self.length
-        return None
+        self._fixed = self.length
+        return self._completed()
+
+    def _completed(self) -> None:
+        """Make the digests of complete blocks."""
+        if self._digests is not None:
+            self._digests.add(self.pages, self.starts, self.length)
 
     def _page_size(self, missing: int) -> int:
         """Return the rows of the next page, given ``missing`` rows."""
@@ -325,6 +338,8 @@ class PagedRows:
 
     def advance(self) -> None:
         self.length += 1
+        if not self.length % self.smallest:
+            self._completed()
 
     @property
     def _allocated(self) -> int:
@@ -344,6 +359,7 @@ class PagedRows:
         each lane, counted from 0. ``size`` divides the smallest page, so a block lies in one page."""
         device = self.pages[0].device
         numbers = numbers.to(device)
+        self.compare((numbers.unique() * size).tolist())
         starts = torch.tensor(self.starts, device=device).div_(size, rounding_mode="floor")
         page = torch.bucketize(numbers.contiguous(), starts, right=True) - 1
         inside = numbers - starts[page]
@@ -355,9 +371,22 @@ class PagedRows:
             found[here] = by_block[lanes[here], inside[here]]
         return found
 
+    def compare(self, rows: Sequence[int]) -> None:
+        """Raise EntriesLost if pages on disk that have ``rows`` are not as they were written."""
+        if self._digests is not None and self._digests.differ(self.pages, self.starts, rows):
+            raise EntriesLost(LOST)
+
+    def damaged(self, compare: bool) -> bool:
+        if self._digests is None:
+            return False
+        return lost(self.pages) or (compare and self._digests.differ(self.pages, self.starts))
+
     def truncate(self, length: int) -> None:
         """Remove the rows from slot ``length`` on, and free the empty pages."""
-        self.length = min(self.length, length)
+        if length < self.length:
+            self.length = length
+            if self._digests is not None:
+                self._digests.keep(self.first, length)
         while self.pages and self.starts[-1] >= self.length:
             self.pages.pop()
             self.starts.pop()
@@ -367,8 +396,6 @@ class PagedRows:
                 page = self.pages[-1]
                 self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
                 self.changes += 1
-                self._adopted = min(self._adopted, len(self.pages) - 1)
-            self._adopted = min(self._adopted, len(self.pages))
             self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 
     def select(self, index: Tensor) -> None:
@@ -377,16 +404,14 @@ class PagedRows:
             for start, page in zip(self.starts, self.pages, strict=True)
         ]
         self.changes += 1
-        self._adopted = self._fixed = 0
+        self._fixed = 0
+        if self._digests is not None:
+            self._digests.keep(0, 0)
+            self._completed()
 
     @property
     def nbytes(self) -> int:
-        return sum(page.nbytes for page in self.pages[self._adopted :])
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of pages that are mapped from files or another store's."""
-        return sum(page.nbytes for page in self.pages[: self._adopted])
+        return sum(page.nbytes for page in self.pages)
 
 
 class JoinedRows:

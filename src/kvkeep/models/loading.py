@@ -13,14 +13,15 @@ import torch
 
 from kvkeep.errors import ModelError, ModelTooLarge, UnsupportedModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.config_files import check_config, check_index, check_sizes
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
-from kvkeep.models.gguf.facts import MAX_LAYERS
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
+from kvkeep.models.tokenizer_files import check_folder, check_ids, check_tokenizer
 from kvkeep.models.weight_memory import (
     GgufTensors,
     Weights,
@@ -256,10 +257,15 @@ def _tokenizer(source: Source) -> Any:
         return source.gguf.tokenizer
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    file = Path(source.place) / "tokenizer.json"
+    if (folder := Path(source.place)).is_dir():
+        check_folder(folder)
+        check_index(folder, source.name)
+    file = folder / "tokenizer.json"
     if file.is_file() and not has_room(TOKENIZER_BYTES * file.stat().st_size + (32 << 20)):
         raise out_of_memory("the tokenizer")  # the library itself would end the process
-    return AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    made = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    check_tokenizer(made, source.name)
+    return made
 
 
 def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
@@ -288,8 +294,12 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
 
             form["quantization_config"] = Packing(made.bits)
         model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
+    check_ids(model.generation_config, source.name)
     model.kvkeep_weights = needed
     if made.packed:
+        if next(decoder_of(model).parameters(), None) is None:  # OLMo has no norms, and its matrices are packed
+            empty = torch.nn.Parameter(torch.empty(0, dtype=made.dtype), requires_grad=False)
+            decoder_of(model).register_parameter("kvkeep_dtype", empty)
         fuse(model, layers_of(decoder_of(model)))
     return model
 
@@ -326,9 +336,11 @@ def _read_config(source: Source) -> Any:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.models.auto.configuration_auto import AutoConfig
 
+    if (folder := Path(source.place)).is_dir():
+        check_sizes(folder, source.name)
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     _refuse_unknown(stated.get("model_type"), source.name)
-    _refuse_sizes(stated, source.name)
+    check_config(stated, source.name)
     # Otherwise transformers prompts on the terminal to run code of the model.
     config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     _refuse_others(config, source.name)
@@ -341,19 +353,9 @@ def _refuse_unknown(family: str | None, name: str) -> None:
 
     if family is not None and family not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep never "
-            "runs code from a model's repository."
+            f"'{name}' is a '{family[:60]}' model, a family that transformers {__version__} does not have; kvkeep "
+            "never runs code from a model's repository."
         )
-
-
-def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
-    """Raise ModelError for an absurd number of layers, which transformers would allocate."""
-    for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
-        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
-                raise ModelError(
-                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MAX_LAYERS}."
-                )
 
 
 def _refuse_others(config: Any, name: str) -> None:

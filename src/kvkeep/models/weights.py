@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
+
+from torch import Tensor
 
 from kvkeep.errors import ModelError
 
 
 def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **options: Any) -> Any:
-    """Return ``kind.from_pretrained(source, **options)``, refusing incomplete files.
+    """Return ``kind.from_pretrained(source, **options)``, refusing incomplete files. Weights on the CPU are in memory of
+    this process: what transformers returns lies in mapped files, and changes or ends the process with them.
 
     transformers initialises missing weights at random, and only logs that. Raises ModelError, with ``name``, when a
     weight is missing, or its shape differs from config.json.
@@ -18,6 +22,9 @@ def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **
     # Wrong shapes are reported below, because transformers only logs them.
     model, report = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     refuse_incomplete(name, report["missing_keys"], [entry[0] for entry in report["mismatched_keys"]])
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and type(tensor.data) is Tensor:
+            tensor.data = tensor.data.clone()
     return model
 
 

@@ -259,6 +259,21 @@ KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* s
                            int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
                            const uint16_t* sin, uint16_t* x);
 
+/* ---- files in memory --------------------------------------------------------------------------------------------- */
+
+/* Maps a file, whose first `bytes` bytes are reserved on its disk, for reading and writing; null where the system maps
+ * no more. Where the file cannot be read later, its memory becomes zeros, and kvkeep_is_lost says so. */
+void* kvkeep_map_file(int descriptor, int64_t bytes);
+/* Ends a mapping that began at `start`. */
+void kvkeep_unmap_file(void* start);
+/* Returns how many mapped files could not be read so far, in the whole process. */
+int64_t kvkeep_lost_files(void);
+/* Returns whether the mapped file that has `address` could not be read. */
+int kvkeep_is_lost(const void* address);
+/* Writes a digest of each block of rows: digests (lanes, blocks). block_bytes is a multiple of 8. */
+void kvkeep_digests(const void* rows, int64_t lanes, int64_t lane_bytes, int64_t blocks, int64_t block_bytes,
+                    uint64_t* digests);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

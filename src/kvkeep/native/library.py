@@ -8,11 +8,13 @@ variable ``KVKEEP_CPU`` names the path to use (``plain``, ``avx2``, ...), or ``t
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,11 @@ _SIGNATURES = {
     "kvkeep_insert": "plpp",
     "kvkeep_attend_sessions": "plpppllifpp:e",
     "kvkeep_run_layers": "ppplplppp:e",
+    "kvkeep_map_file": "il:p",
+    "kvkeep_unmap_file": "p",
+    "kvkeep_lost_files": ":l",
+    "kvkeep_is_lost": "p:i",
+    "kvkeep_digests": "pllllp",
 }
 """Arguments of each function, and behind a colon the result, as kvkeep.h declares them: ``p`` a pointer, ``l`` and
 ``i`` integers of 64 and 32 bits, ``f`` a float, ``s`` a string, ``e`` a status, which raises OutOfMemory."""
@@ -190,6 +197,32 @@ def _places(structure: type[ctypes.Structure]) -> dict[str, str]:
 
 def _place(offset: int, size: int) -> str:
     return f"{size} bytes at {offset}"
+
+
+def map_file(descriptor: int, size: int) -> Any | None:
+    """Return the first ``size`` bytes of an open file as a writable buffer, which is mapped until its last reference
+    goes; None without the library. Where the disk refuses a read later, the buffer is zeros (:func:`is_lost`). Raises
+    OSError where the system maps no more files."""
+    loaded = library()
+    if loaded is None:
+        return None
+    start = loaded.kvkeep_map_file(descriptor, size)
+    if not start:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    buffer = (ctypes.c_ubyte * size).from_address(start)
+    weakref.finalize(buffer, loaded.kvkeep_unmap_file, start).atexit = False
+    return buffer
+
+
+def lost_files() -> int:
+    """Return how many mapped files could not be read so far."""
+    loaded = library()
+    return 0 if loaded is None else int(loaded.kvkeep_lost_files())
+
+
+def is_lost(address: int) -> bool:
+    """Return whether the mapped file that has ``address`` could not be read."""
+    return bool(kernels().kvkeep_is_lost(address))
 
 
 def _share_threads(loaded: ctypes.CDLL) -> None:

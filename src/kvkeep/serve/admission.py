@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
+from kvkeep.errors import EntriesLost
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
@@ -205,7 +206,12 @@ class Admission:
         for one in way:
             self.sessions.park(one)
         if giver is not None and prefix is not None:
-            session.past = giver.past if giver in way else prefix.past()
+            try:
+                session.past = giver.past if giver in way else prefix.past()
+            except EntriesLost:  # the next step finds another beginning; a giver that is busy fails then
+                if not giver.busy:
+                    self.sessions.leave(giver, stay=False)
+                return False
             self.sessions.use(giver)
         if not session.away:
             session.past.align(job.ask.prompt)

@@ -110,7 +110,7 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
         method=cache.method.name,
         exactness=str(cache.exactness),
         budget=cache.entries,
-        where=None if cache.checkpoint is None else cache.checkpoint.where,
+        where=None if cache.checkpoint is None else cache.checkpoint.home.name,
         running=job is not None,
         prompt=None if job is None or job.writes else len(job.ask.prompt),
         ids=([*session.past.ids] if job is None else job.known)[:known],

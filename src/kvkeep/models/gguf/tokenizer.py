@@ -26,6 +26,7 @@ from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.templates import templates_of
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
+from kvkeep.models.tokenizer_files import check_names
 from kvkeep.native.room import has_room
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
@@ -53,7 +54,9 @@ def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokeniz
         raise out_of_memory(f"a tokenizer of {count:,} tokens")
     splits = vocabulary.kind.pre
     built = _with_merges(keys, vocabulary, splits) if splits else _with_scores(keys, vocabulary)
-    built.add_tokens(list(_added(keys, vocabulary)))
+    added = list(_added(keys, vocabulary))
+    check_names((one.content for one in added), keys.file)
+    built.add_tokens(added)
     built.post_processor = _template(vocabulary)
     return _wrapped(built, vocabulary, templates_of(keys))
 

@@ -13,12 +13,14 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from kvkeep.errors import (
     BudgetError,
+    EntriesLost,
     KvkeepError,
     OutOfMemory,
     SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
+    StoreError,
     UsageError,
     ran_out_of_memory,
 )
@@ -90,6 +92,10 @@ def api_error(error: Exception) -> APIError:
         return APIError(503, "The store of sessions cannot be used now; retry later.", "store_unavailable")
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged):
         return APIError(409, str(error), "session")  # the session has another model, tokenizer or version
+    if isinstance(error, EntriesLost):
+        return APIError(503, f"{str(error).partition(' Check')[0]} Send the request again.", "entries_lost")
+    if isinstance(error, StoreError):  # its message may name a path
+        return APIError(503, "The server's disk cannot be used now; retry later.", "store_unavailable")
     if isinstance(error, KvkeepError):
         return APIError(500, str(error), FAILED)
     return APIError(500, f"The request failed with an internal error ({type(error).__name__}).", FAILED)

@@ -44,7 +44,7 @@ class EntryCheckpoint(Checkpoint):
         page: int,
         beginning: bool = False,
     ) -> None:
-        self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
+        self.spec, self.home, self.capacity = spec, home, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
         self._rows = {layer: (rows_of(home, spec, beginning), rows_of(home, spec, beginning)) for layer in layers}

@@ -43,7 +43,7 @@ class ResidualCheckpoint(Checkpoint):
         page: int,
         all_heads: bool,
     ) -> None:
-        self.where, self.capacity = spec.where, spec.capacity
+        self.home, self.capacity = home, spec.capacity
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
@@ -52,7 +52,7 @@ class ResidualCheckpoint(Checkpoint):
         # ones.
         self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
-        self._home, self.spec = home, spec
+        self.spec = spec
         self._windows = [layer.window for layer in geometry.layers]
         self._rows: dict[int, Rows] = {layer: rows_of(home, spec) for layer in self.anchors if layer > 0}
         self._replay: Replay | None = None
@@ -70,7 +70,7 @@ class ResidualCheckpoint(Checkpoint):
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
-        self._rows[0] = rows = rows_of(self._home, self.spec)
+        self._rows[0] = rows = rows_of(self.home, self.spec)
         for low in range(0, known, self.page):
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
 
@@ -182,4 +182,4 @@ class ResidualCheckpoint(Checkpoint):
     def expect(self, names: set[str]) -> None:
         """Open the store of layer 0, which exists only where tokens came as embeddings."""
         if "residual.0" in names:
-            self._rows[0] = rows_of(self._home, self.spec)
+            self._rows[0] = rows_of(self.home, self.spec)

@@ -1,0 +1,78 @@
+"""What a config.json may state, before transformers allocates and computes by it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import ModelError
+from kvkeep.models.gguf.facts import MAX_LAYERS
+
+MAX_ITEMS, MAX_NUMBER = 65_536, 1 << 53
+"""Items of a list (factors, types of layers), and the largest whole number."""
+MAX_FILE, MAX_TOKENIZER = 1 << 26, 1 << 29
+"""Bytes of a file of settings, and of one with a vocabulary."""
+_READ = (".json", ".jinja", ".txt", ".model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_UNBOUNDED = ("time_step_limit", "time_step_max")
+"""Keys whose numbers may be infinite."""
+
+
+def check_config(stated: dict[str, Any], name: str) -> None:
+    """Raise ModelError for absurd numbers in the config of the model ``name``: of layers, which transformers would
+    allocate, of items, or not finite."""
+    for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
+        for key in _LAYERS:
+            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
+                raise _damaged(name, key, count, f"not 1 to {MAX_LAYERS}")
+        if isinstance(window := part.get("sliding_window"), int) and window < 0:
+            raise _damaged(name, "sliding_window", window, "fewer than no tokens")
+    _check(stated, "", name)
+
+
+def check_sizes(folder: Path, name: str) -> None:
+    """Raise ModelError if a file of settings or of text in ``folder``, which is read into memory, is too large."""
+    for path in folder.iterdir():
+        largest = MAX_TOKENIZER if path.name in ("tokenizer.json", "tokenizer.model") else MAX_FILE
+        if path.suffix in _READ and path.is_file() and (found := path.stat().st_size) > largest:
+            raise ModelError(
+                f"The model '{name}' is damaged: its {path.name[:60]} has {found:,} bytes, and kvkeep reads at most "
+                f"{largest:,}."
+            )
+
+
+def check_index(folder: Path, name: str) -> None:
+    """Raise ModelError if an index of weights in ``folder`` names a file elsewhere, or one that is missing. An index
+    that cannot be read is left to transformers."""
+    for path in folder.glob("*.index.json"):
+        try:
+            parts = {*json.loads(path.read_bytes())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+        for part in parts:
+            if not isinstance(part, str) or not part or Path(part).name != part or not (folder / part).is_file():
+                raise ModelError(
+                    f"The model '{name}' is damaged or incomplete: its {path.name} names {str(part)[:60]!r}, which is "
+                    "no file beside it; get its files again."
+                )
+
+
+def _check(value: Any, key: str, name: str) -> None:
+    if isinstance(value, dict):
+        for inner, one in value.items():
+            _check(one, inner, name)
+    elif isinstance(value, list):
+        if len(value) > MAX_ITEMS:
+            raise _damaged(name, key, f"a list of {len(value):,}", f"and no model has more than {MAX_ITEMS:,}")
+        for one in value:
+            _check(one, key, name)
+    elif isinstance(value, float) and not math.isfinite(value) and key not in _UNBOUNDED:
+        raise _damaged(name, key, value, "not a finite number")
+    elif isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise _damaged(name, key, value, "too large for any model")
+
+
+def _damaged(name: str, key: str, value: Any, why: str) -> ModelError:
+    return ModelError(f"The config of '{name}' is damaged: its {key[:60]} is {str(value)[:40]}, {why}.")
