@@ -271,6 +271,8 @@ class StoredSession(Reference):
             folder.use([*names, self.block(about["state"])])
             self._fill(cache, about, ids, blocks, state)
         except (StoreError, ShapeError) as error:
+            if ran_out_of_memory(error):  # reading the text again may give a lossy cache other entries
+                raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
         except KvkeepError:
             raise
