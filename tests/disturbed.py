@@ -429,7 +429,9 @@ DISTURBANCES: dict[str, tuple[float, Callable[[World], bool]]] = {
 def world(model: Path, folder: Path, seed: int, count: int = 8, turns: int = 5) -> Iterator[World]:
     """A server with conversations whose undisturbed answers are known."""
     dice = random.Random(seed)
-    made = World(model, folder, scripts(dice, count, turns), dice, ("--memory", "3MB", "-x", "full", "--weights", "bfloat16"))
+    made = World(
+        model, folder, scripts(dice, count, turns), dice, ("--memory", "3MB", "-x", "full", "--weights", "bfloat16")
+    )
     made.references()
     try:
         yield made

@@ -13,8 +13,8 @@ from kvkeep.errors import ModelError
 
 
 def read_weights(kind: Any, source: str | os.PathLike[str] | None, name: str, **options: Any) -> Any:
-    """Return ``kind.from_pretrained(source, **options)``, refusing incomplete files. Weights on the CPU are in memory of
-    this process: what transformers returns lies in mapped files, and changes or ends the process with them.
+    """Return ``kind.from_pretrained(source, **options)``, refusing incomplete files. Weights on the CPU are in memory
+    of this process: those that transformers returns lie in mapped files, and change with them.
 
     transformers initialises missing weights at random, and only logs that. Raises ModelError, with ``name``, when a
     weight is missing, or its shape differs from config.json.
