@@ -69,14 +69,16 @@ class Reference:
         if self._closed:
             return
         self._closed = True
-        with suppress(OSError):
-            if self.writing and not generations(self.folder):
-                for path in self.folder.iterdir():
-                    if path.name == LOCK or path.suffix == _SHARED:
-                        path.unlink(missing_ok=True)
-                self.folder.rmdir()
-        if self._lock is not None:
-            os.close(self._lock)
+        try:
+            with suppress(OSError, MemoryError):
+                if self.writing and not generations(self.folder):
+                    for path in self.folder.iterdir():
+                        if path.name == LOCK or path.suffix == _SHARED:
+                            path.unlink(missing_ok=True)
+                    self.folder.rmdir()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
@@ -94,7 +96,12 @@ class Reference:
             with suppress(OSError):
                 target.unlink()
             raise self._followed()
-        self._take(self.saves + 1, data)
+        try:
+            self._take(self.saves + 1, data)
+        except MemoryError:  # a generation that this program does not know would look like another program's
+            with suppress(OSError):
+                target.unlink()
+            raise
         with suppress(OSError):
             for number in generations(self.folder):
                 if number < self.saves:

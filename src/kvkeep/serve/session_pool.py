@@ -128,10 +128,10 @@ class SessionPool:
                     note = f"{session.unsaved} It was lost when the session was evicted from memory."
                     self.storage.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
-        self.released_bytes += session.counted[0]
-        if session.stored is not None:
+        if session.stored is not None:  # closed first: no error may leave it locked
             self.parked += not session.away
             self.storage.close(session.stored)
+        self.released_bytes += session.counted[0]
 
     def drop(self, name: Name) -> bool:
         """Remove a session that will be removed from the store; return whether it was in memory. Raises SessionBusy."""
