@@ -1,5 +1,10 @@
 """``python -m kvkeep``: the command line."""
 
-from kvkeep.cli import program
+import sys
+
+try:
+    from kvkeep.cli import program
+except MemoryError:
+    sys.exit("kvkeep: There is not enough memory to start.")
 
 program()

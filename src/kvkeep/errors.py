@@ -6,8 +6,10 @@ subclass.
 
 from __future__ import annotations
 
+import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -27,8 +29,17 @@ class ModelError(KvkeepError):
     """A model could not be found, read or trusted."""
 
 
+class ModelTooLarge(ModelError, MemoryError):
+    """There was not enough memory to load a model."""
+
+
 class UnsupportedModelError(ModelError):
     """The method does not support the model's architecture."""
+
+
+class OutOfMemory(KvkeepError, MemoryError):
+    """There was not enough memory, or no further thread could be started. A cache is then as it was before the pass,
+    where its method allows that (:meth:`~kvkeep.stream.CacheStream.roll_back`)."""
 
 
 class EmptyText(UsageError):
@@ -116,3 +127,62 @@ def place_of(error: BaseException) -> str:
 def reason_of(error: Exception) -> str:
     """Return an error of the system as a part of a sentence, such as "no space left on device"."""
     return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+_SAID = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad alloc", "failed to map segment",
+         "start new thread", "os error 12", "threadpoolbuilderror")  # fmt: skip
+"""What libraries say, in lower case, if they find no memory or cannot start a thread. torch has no class for it."""
+_RUST = ("SafetensorError", "PanicException")
+"""Errors of libraries written in Rust; the second is no Exception."""
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether ``error``, or an error that it was raised from, says that memory of the process or of a device is
+    exhausted, or that no further thread can be started, which takes memory as well."""
+    for _ in range(16):
+        if error is None:
+            return False
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if getattr(error, "errno", None) == errno.ENOMEM or _says_so(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    """Return whether an error's words are about memory. Those of other kinds may quote a path or a text."""
+    quotes = isinstance(error, OSError) and error.errno is not None
+    known = isinstance(error, RuntimeError | ImportError | OSError | SystemError)
+    if quotes or not (known or type(error).__name__ in _RUST):
+        return False
+    said = str(error).lower()
+    return any(one in said for one in _SAID)
+
+
+def release(error: BaseException | None) -> None:
+    """Free what the frames of a handled error hold, such as the activations of a failed pass."""
+    for _ in range(16):
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+
+def out_of_memory(doing: str, error: BaseException | None = None) -> OutOfMemory:
+    """Return the error for memory that ran out during ``doing`` ("reading 512 tokens"). error: its cause."""
+    found = OutOfMemory(f"There was not enough memory for {doing}; use a smaller budget, text or model.")
+    found.__cause__ = error
+    return found
+
+
+@contextmanager
+def naming_memory(doing: str) -> Iterator[None]:
+    """Within the block, or the function that it decorates, an error for lack of memory becomes OutOfMemory. doing: as
+    in :func:`out_of_memory`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not ran_out_of_memory(error):
+            raise
+        release(error)
+        raise out_of_memory(doing, error) from error

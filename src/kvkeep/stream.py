@@ -61,6 +61,8 @@ class CacheStream:
     """A pass is in progress or unfinished."""
     plain = True
     """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+    undone = False
+    """Whether a pass was undone. Entries that it had evicted for good are then missing."""
     block_ends: dict[int, dict[str, Tensor]]
     """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
     blocks: list[str]
@@ -406,7 +408,7 @@ class CacheStream:
             self.open = False
             self.round.retract()
             return
-        self.open = False
+        self.open, self.undone = False, True
         for layer in self.bounded:
             layer.truncate(self._known)
         self.forget_from(self._known)

@@ -221,7 +221,7 @@ def test_constants_equal_those_of_the_header() -> None:
 
 
 def test_signatures_equal_those_of_the_header() -> None:
-    letters = {"int64_t": "l", "int": "i", "float": "f", "void": ""}
+    letters = {"int64_t": "l", "int": "i", "float": "f", "void": "", "KvStatus": "e"}
     declared = {}
     for result, name, arguments in re.findall(
         r"^([\w ]+?[ *]+)(kvkeep_\w+)\((.*?)\);", DECLARED, re.MULTILINE | re.DOTALL
@@ -313,7 +313,7 @@ def test_no_other_module_imports_ctypes() -> None:
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             if any(name and name.partition(".")[0] == "ctypes" for name in names):
                 found.add(source.relative_to(SOURCES).as_posix())
-    assert found == {"native/library.py", "native/structures.py"}
+    assert found == {"native/library.py", "native/room.py", "native/structures.py"}
 
 
 @pytest.mark.usefixtures("kernels")

@@ -121,10 +121,15 @@ class Program:
 
 @contextmanager
 def program(
-    *options: str, keys: list[str] = KEYS, fork: bool = False, before: Callable[[], None] = lambda: None
+    *options: str,
+    keys: list[str] = KEYS,
+    fork: bool = False,
+    before: Callable[[], None] = lambda: None,
+    limit: Callable[[], None] | None = None,
 ) -> Iterator[Program]:
     """``kvkeep serve`` with these options, once it is ready; it is killed at the end. fork: it begins in an interpreter
-    that has imported what it needs, in a second instead of ten. before: what a forked one does first."""
+    that has imported what it needs, in a second instead of ten. before: what a forked one does first. limit: what
+    another one does."""
     port = _free_port()
     arguments = ["serve", *options, "--port", str(port)]
     environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(keys)}
@@ -135,7 +140,7 @@ def program(
             process = forked.started(lambda: (before(), serve()), env=environment, stderr=errors)
         else:
             command = [sys.executable, "-m", "kvkeep", *arguments]
-            process = subprocess.Popen(command, env=environment, stderr=errors)
+            process = subprocess.Popen(command, env=environment, stderr=errors, preexec_fn=limit)
         running = Program(process, address, "", errors)
         try:
             while not _ready(address):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.engine.batch import Read, forward
+from kvkeep.errors import OutOfMemory
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
@@ -213,9 +214,9 @@ def test_a_pass_that_breaks_off_is_undone(where: str, tmp_path: Path, passes: li
 
     handle = model.model.get_submodule(where).register_forward_pre_hook(broken)
     errors = forward(model, [Read(cache, [7]) for cache in pairs[0]])
-    assert all("processed 3 sessions at once failed (there was not enough memory)" in str(error) for error in errors)
+    assert all(isinstance(error, OutOfMemory) and "memory" in str(error) for error in errors)
     handle.remove()
-    assert len(passes) - before == (where == "norm")
+    assert len(passes) - before == (3 if where == "norm" else 0)  # the exact ones were read again, each alone
     assert [cache.get_seq_length() for cache in pairs[0]] == [39] * 3
     found = read(model, pairs[0], [[text[-1]] for text in texts])
     for logits, own, text in list(zip(found, pairs[1], texts, strict=True))[:2]:  # the exact ones

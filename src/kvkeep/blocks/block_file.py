@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BlockDamaged, BlockVersion
+from kvkeep.errors import BlockDamaged, BlockVersion, ran_out_of_memory
 from kvkeep.memory.places import Place
 
 MAGIC = b"kvblock3"
@@ -101,6 +101,8 @@ def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
     try:
         return _described(data, about, name, start)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if ran_out_of_memory(error):
+            raise
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 

@@ -88,14 +88,16 @@ class Reference:
         if self._closed:
             return
         self._closed = True
-        with suppress(OSError):
-            if self.writing and self._in_place and not generations(self.folder):
-                for path in self.folder.iterdir():
-                    if path.name == LOCK or path.suffix == _SHARED:
-                        path.unlink(missing_ok=True)
-                self.folder.rmdir()
-        if self._lock is not None:
-            os.close(self._lock)
+        try:
+            with suppress(OSError, MemoryError):
+                if self.writing and self._in_place and not generations(self.folder):
+                    for path in self.folder.iterdir():
+                        if path.name == LOCK or path.suffix == _SHARED:
+                            path.unlink(missing_ok=True)
+                    self.folder.rmdir()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
     def commit(self, about: dict[str, Any]) -> None:
         """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
@@ -120,7 +122,12 @@ class Reference:
             with suppress(OSError):
                 target.unlink()
             raise self._followed()
-        self._take(number, data)
+        try:
+            self._take(number, data)
+        except MemoryError:  # a generation that this program does not know would look like another program's
+            with suppress(OSError):
+                target.unlink()
+            raise
         with suppress(OSError):
             for earlier in generations(self.folder):
                 if earlier < number:

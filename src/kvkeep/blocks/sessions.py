@@ -46,6 +46,9 @@ from kvkeep.errors import (
     SessionVersion,
     StoreError,
     UsageError,
+    naming_memory,
+    out_of_memory,
+    ran_out_of_memory,
 )
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
@@ -116,6 +119,7 @@ class StoredSession(Reference):
 
     # -- saving -------------------------------------------------------------------------------------------
 
+    @naming_memory("saving a session")
     def save(self, session: Session, forget: bool = False) -> bool:
         """Save the state of ``session`` as a turn; ``forget`` as in :func:`save_session`. If the session's folder was
         removed or replaced since the last save, the session is saved as a whole. Return whether it was. Raises
@@ -324,6 +328,8 @@ class StoredSession(Reference):
             folder.use([*names, self.block(about["state"])])
             self._fill(cache, about, ids, blocks, state)
         except (StoreError, ShapeError) as error:
+            if ran_out_of_memory(error):  # reading the text again may give a lossy cache other entries
+                raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = str(error) if isinstance(error, StoreError) else f"It is not as kvkeep writes it ({error})."
             if isinstance(error, BlockVersion) and past.get("plain") is not True:
                 raise SessionVersion(
@@ -332,6 +338,8 @@ class StoredSession(Reference):
         except KvkeepError:
             raise
         except Exception as error:  # restoring malformed tensors may raise anything
+            if ran_out_of_memory(error):
+                raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
         else:
             cache.stream.blocks = [""] * _first_block(about) + about["blocks"]
@@ -416,6 +424,7 @@ def save_session(where: Where, session: Session, *, forget: bool = False) -> Non
         stored.save(session, forget)
 
 
+@naming_memory("restoring a session")
 def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
     """Return the saved session, ready to continue with ``model``. tokenizer: the required fingerprint of the ids'
     tokenizer; None: any. cache: an empty cache of the right kind to fill; None: a new one is made. What blocks do not

@@ -9,11 +9,7 @@ import atexit
 import os
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import NoReturn
-
-from kvkeep.errors import KvkeepError, reason_of
-from kvkeep.native.library import check_environment
 
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, within a cache budget."),
@@ -38,6 +34,7 @@ COMMANDS = {
 """Commands by name: the location (``module:function``, or a Typer application) and the line in ``kvkeep --help``."""
 
 
+_NO_MEMORY = "There is not enough memory ({}); use a smaller budget, text or model, or allow the process more memory."
 LAB = (
     "verify",
     "prove",
@@ -84,12 +81,28 @@ def _end(codes: list[int]) -> None:
 
 def main() -> None:
     """Run the command line. An error is one sentence on standard error, without a traceback."""
+    try:
+        _main()
+    except (MemoryError, ImportError) as error:  # of the modules that the command line itself needs
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
+        _fail(_NO_MEMORY.format(str(error) or "MemoryError"), 1)
+
+
+def _main() -> None:
+    from importlib.util import find_spec
+
     from kvkeep.cli import standard_streams
+    from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
+    from kvkeep.native.library import check_environment
+    from kvkeep.native.room import address_space_left, share_heap
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
     from kvkeep.cli.lazy import application
 
+    if address_space_left() is not None:
+        share_heap()  # before there are threads
     try:
         standard_streams.prepare()
         check_environment()
@@ -99,26 +112,23 @@ def main() -> None:
             sys.stdout.flush()
             raise
     except KvkeepError as error:
+        if not isinstance(error, MemoryError) and ran_out_of_memory(error):  # it was taken for something else
+            _fail(_NO_MEMORY.format("the data could not be read"), 1)
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
         standard_streams.discard(sys.stdout)
         sys.exit(1)
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a library written in Rust raises no Exception
         if (failure := standard_streams.output_error()) is not None:
             _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
-        if not out_of_memory(error):
+        if not ran_out_of_memory(error):
             raise
-        first = str(error).strip().partition("\n")[0] or "MemoryError"
-        _fail(f"There is not enough memory ({first}); use a smaller budget, text or model.", 1)
+        _fail(_NO_MEMORY.format(str(error).strip().partition("\n")[0] or "MemoryError"), 1)
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
     with suppress(OSError, AttributeError):
         print(f"kvkeep: {sentence}", file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that host or device memory is exhausted. torch has no common class for it."""
-    said = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 
 from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import loading
+from kvkeep.errors import OutOfMemory
+from kvkeep.native.room import address_space_left
+from kvkeep.units import size
+
+OTHER_LIBRARIES_BYTES = 330_000_000
+"""The address space of what is imported beside torch's own libraries (numpy, transformers, tokenizers; measured: 250
+MB), and of the stack and the heap of a thread."""
 
 
 @contextmanager
@@ -18,20 +28,38 @@ def startup(model: str | None = None) -> Iterator[None]:
     Garbage collection is off during the block and ignores the objects made in it afterwards. Imported modules stay in
     memory, and repeated scans of a million objects take a tenth of the start.
     """
+    _check_address_space()
     if model is not None:
         fetch_model(model)
     with nullcontext() if model is None else loading(model):
         # Imported here, so that the terminal shows the message before the slow import.
         from kvkeep.models.imports import import_transformers
         from kvkeep.native.library import trim_memory
+        from kvkeep.native.threads import limit_threads
 
         enabled = gc.isenabled()
         gc.disable()
         try:
             import_transformers()
+            limit_threads()  # before torch starts any
             yield
         finally:
             if enabled:
                 gc.freeze()
                 gc.enable()
             trim_memory()
+
+
+def _check_address_space() -> None:
+    """Raise OutOfMemory if the process may not map what it is about to import: some of these libraries end the process
+    where they find no memory."""
+    left, torch = address_space_left(), find_spec("torch")
+    if left is None or "torch" in sys.modules or torch is None or torch.origin is None:
+        return
+    files = Path(torch.origin).with_name("lib").glob("*.so*")
+    needed = OTHER_LIBRARIES_BYTES + sum(file.stat().st_size for file in files)
+    if left < needed:
+        raise OutOfMemory(
+            f"There is not enough memory: kvkeep needs {size(needed)} of address space for its libraries alone, and "
+            f"{size(left)} are left to this process; raise its limit (ulimit -v)."
+        )

@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
-from kvkeep.errors import ModelError
+from kvkeep.errors import KvkeepError, ModelError, out_of_memory, ran_out_of_memory
+from kvkeep.native.room import has_room
 
 _CHARACTERS_PER_TOKEN = (1, 4, 16)
 """The lengths of beginnings, by the number of tokens that are looked for."""
@@ -24,6 +26,11 @@ _BESIDE_A_CUT = 256
 """More tokens than a cut adds to a text."""
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
+BYTES_PER_BYTE = 640
+"""Memory that encoding takes at most for a byte of text. Measured with 1 MB of words, digits, CJK, emoji, punctuation,
+names of special tokens and random letters: 100 to 534 bytes with SmolLM2's tokenizer, 67 to 146 with Gemma 3's."""
+LEAST_BYTES = 16 << 20
+"""Memory that encoding takes for a text of any length, with some to spare for what other threads do meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,11 @@ class PromptText:
     def ids(self, tokenizer: Any) -> list[int]:
         """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
         names that are data, are encoded by a tokenizer that knows no special tokens.
-        Raises ModelError for a text that the tokenizer cannot read."""
+        Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
+        with encoding(self.text):
+            return self._ids(tokenizer)
+
+    def _ids(self, tokenizer: Any) -> list[int]:
         if self.data and getattr(tokenizer, "backend_tokenizer", None) is None:
             return self._ids_in_parts(tokenizer)
         details = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if self.data else {}
@@ -76,6 +87,26 @@ class PromptText:
             options = {"add_special_tokens": self.begins and not number, "split_special_tokens": number % 2 == 1}
             ids += tokenizer(self.text[start:stop], **options).input_ids
         return ids
+
+
+@contextmanager
+def encoding(text: str) -> Iterator[None]:
+    """Within the block ``text`` is encoded. Raises OutOfMemory if there is not enough memory for that: the tokenizer
+    itself would end the process. Other errors of the tokenizer that are no Exception become KvkeepError."""
+    size = len(text) if text.isascii() else len(text.encode(errors="replace"))
+    doing = f"encoding a text of {size:,} bytes"
+    if not has_room(LEAST_BYTES + BYTES_PER_BYTE * size):
+        raise out_of_memory(doing)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+        if isinstance(error, Exception) and ran_out_of_memory(error):
+            raise out_of_memory(doing, error) from error
+        raise
+    except BaseException as error:  # a panic of the tokenizer's library, whose words may be those of the text
+        if ran_out_of_memory(error):
+            raise out_of_memory(doing, error) from error
+        raise KvkeepError(f"The tokenizer failed on this text ({type(error).__name__}); change the text.") from error
 
 
 def as_data(tokenizer: Any, text: str) -> PromptText:
@@ -211,7 +242,8 @@ def least_tokens(tokenizer: Any, text: str) -> int:
         text = "".join(text.split())  # such tokens take any number of spaces
     texts, normalizer = [text], tokenizer.backend_tokenizer.normalizer
     if normalizer is not None and not (text.isascii() and _keeps_ascii(normalizer)):
-        texts.append(normalizer.normalize_str(text).replace(SPACE, " "))  # shorter, or with a space before it
+        with encoding(text):
+            texts.append(normalizer.normalize_str(text).replace(SPACE, " "))  # shorter, or with a space before it
     return -(-min(len(one.encode().translate(None, lost)) for one in texts) // table.longest)
 
 

@@ -12,6 +12,7 @@ from unicodedata import normalize
 
 import regex
 
+from kvkeep.decode.encoding import encoding
 from kvkeep.errors import UsageError
 
 CHUNK_TOKENS = 128
@@ -35,9 +36,10 @@ class Excerpted(NamedTuple):
 def excerpt(tokenizer: Any, text: str, question: str, limit: int) -> Excerpted:
     """Return about ``limit`` tokens of ``text``: the chunks that match ``question`` best, or all of
     a shorter text. Raises UsageError if the text has no word of the question."""
-    encoded = tokenizer(
-        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
-    )
+    with encoding(text):
+        encoded = tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+        )
     ids, places = encoded.input_ids, encoded.offset_mapping
     if len(ids) <= limit:
         return Excerpted(text, len(ids), len(ids))

@@ -29,7 +29,7 @@ from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.pieces import Pieces, pieces_of
 from kvkeep.engine.sampling import SMALLEST, Sampler, Sampling
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.binding import check_text, digest_text
@@ -185,6 +185,7 @@ class GenerateOptions(TypedDict, total=False):
     copies: int | None
 
 
+@naming_memory("an answer")
 def generate(
     model: Any,
     tokenizer: Any,

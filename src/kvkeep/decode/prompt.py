@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from kvkeep.decode.encoding import PromptText, as_data, special_names
+from kvkeep.decode.encoding import PromptText, as_data, encoding, special_names
 from kvkeep.decode.template import Messages, fill
 from kvkeep.errors import EmptyText, UsageError, reason_of
 
@@ -53,7 +53,8 @@ def check_text(text: str, name: str) -> str:
 
 def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
     """Return the first ``limit`` tokens of ``text`` as text, and the number of tokens of the whole text."""
-    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
+    with encoding(text):
+        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
     count = len(encoded.input_ids)
     return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import filled
 from kvkeep.models.template_costs import TemplateTooCostly
 
@@ -34,6 +34,8 @@ def fill(tokenizer: Any, messages: Messages) -> str:
     except TemplateTooCostly:
         raise
     except Exception as error:  # a template is the model's code and may raise anything
+        if ran_out_of_memory(error):
+            raise out_of_memory("a chat template", error) from error
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         system = any(message["role"] == "system" for message in messages)
         remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
@@ -58,7 +60,9 @@ def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
             text = _filled(tokenizer, marked, parts)
         except TemplateTooCostly:
             raise
-        except Exception:  # the conversation itself tells whether the template takes it
+        except Exception as error:  # the conversation itself tells whether the template takes it
+            if ran_out_of_memory(error):
+                raise
             continue
         found = {int(number) for number in re.findall(r"kept(\d+)q", text)}
         missing = (role for number, role in enumerate(roles) if number not in found)

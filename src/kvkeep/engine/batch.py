@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError, UnsupportedModelError
+from kvkeep.errors import KvkeepError, OutOfMemory, UnsupportedModelError, out_of_memory, ran_out_of_memory, release
 from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
+from kvkeep.native.library import trim_memory
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""
@@ -93,17 +94,44 @@ def can_pack(cache: KeepCache) -> bool:
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
     """Run the model once over all ``reads``; return the logits (keep, vocabulary) of each read's last tokens.
 
-    A failed read returns its exception, and its cache is restored. If the model itself runs out of memory or raises
-    another RuntimeError, every read fails. Other errors of the model are raised; torch.AcceleratorError is always
-    raised, because the device is lost.
+    A failed read returns its exception, and its cache is restored. If the model itself raises a RuntimeError, every
+    read fails. A read for which there was not enough memory is tried once more, in a pass of its own, if its cache is
+    what it was before; otherwise it returns OutOfMemory. Other errors of the model are raised; torch.AcceleratorError
+    is always raised, because the device is lost.
     """
+    found = _forward(model, reads)
+    for number, (read, result) in enumerate(zip(reads, found, strict=True)):
+        if isinstance(result, Exception) and ran_out_of_memory(result):
+            release(result)
+            trim_memory()
+            again = _restored(read.cache) and len(reads) > 1
+            (result,) = _forward(model, [read]) if again else (result,)
+            found[number] = _without_memory(read, result)
+    return found
+
+
+def _restored(cache: KeepCache) -> bool:
+    """Return whether a cache was as before its pass once that was undone: no entry was evicted for good, no round of
+    drafts was ended, and no window moved."""
+    return cache.crops and cache.round is None and not cache.stream.moving
+
+
+def _without_memory(read: Read, result: Tensor | Exception) -> Tensor | Exception:
+    """Return the result of a read, as OutOfMemory if it failed for lack of memory."""
+    if not isinstance(result, Exception) or isinstance(result, OutOfMemory) or not ran_out_of_memory(result):
+        return result
+    return out_of_memory(f"reading {len(read.ids)} tokens after {read.cache.get_seq_length()}", result)
+
+
+def _forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
+    """Run the model once over all ``reads``, as :func:`forward` does."""
     bind(model)
     batch = Batch(reads)
-    ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
     pairs = list(zip(batch.sessions, reads, strict=True))
     kept = [number for one, read in pairs for number in range(one.span.stop - read.keep, one.span.stop)]
-    rows = torch.tensor(kept or [0], device=ids.device)
     try:
+        ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
+        rows = torch.tensor(kept or [0], device=ids.device)
         logits = model(input_ids=ids, cache=batch, use_cache=True, logits_to_keep=rows).logits[0]
     except NoSessionLeft:
         return [session.error or RuntimeError("no attention") for session in batch.sessions]
@@ -118,11 +146,11 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 
 def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     """Return the error for each of the ``sessions`` whose shared pass failed with ``error``."""
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
-    why = "there was not enough memory" if short else type(error).__name__  # a message may contain text of a prompt
-    shared = KvkeepError(
-        f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry."
-    )
+    if sessions == 1 and ran_out_of_memory(error):
+        return out_of_memory("reading the next tokens", error)
+    kind = OutOfMemory if ran_out_of_memory(error) else KvkeepError
+    why = "there was not enough memory" if kind is OutOfMemory else type(error).__name__  # no message: it may quote
+    shared = kind(f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry.")
     shared.__cause__ = error
     return shared
 
@@ -131,12 +159,13 @@ def _shared_error(error: Exception, sessions: int) -> KvkeepError:
 def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
     Raises only torch.AcceleratorError."""
-    cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
-    first = cache.get_seq_length() if read.first is None else read.first
-    positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
+    cache = read.cache
     cache.stream.cut = read.cut
     try:
+        ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
+        first = cache.get_seq_length() if read.first is None else read.first
+        positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+        given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
         if not read.keep and (decoder := decoder_of(model)) is model.base_model:
             decoder(**given)
             return positions.new_empty(0)
@@ -145,7 +174,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        return error
+        return _without_memory(read, error)
     finally:
         cache.stream.cut = False
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, ran_out_of_memory
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.forward import attending, probing, set_attender
 
@@ -188,7 +188,9 @@ class Adapter:
             hidden, positions = self._sample(4)
             plain = self._project_plain(layer_idx, hidden, positions)
             by_layer = self._project_by_layer(layer_idx, hidden, positions)
-        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError):
+        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError) as error:
+            if ran_out_of_memory(error):
+                raise
             return False
         return all(a.shape == b.shape and _close(a, b) for a, b in zip(plain, by_layer, strict=True))
 
@@ -211,6 +213,8 @@ class Adapter:
             try:
                 self._checked[capability] = self._compare(capability, layers)
             except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+                if ran_out_of_memory(error):
+                    raise
                 log.debug("%s: %s", self.family, error)
                 rotated = "their keys cannot be rotated to other positions"
                 others = "their layers need more than a residual and its positions"

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvkeep.errors import ran_out_of_memory
 from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.rotary import Rotary, replace_rotary
 from kvkeep.native.library import kernels, library, trim_memory
@@ -359,6 +360,8 @@ def _agrees(fused: FusedLayer) -> bool:
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
         wanted, found = fused.plain(x, **given), fused(x, **given)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
         log.debug("a layer cannot be compared: %s", error)
         return False
     finally:

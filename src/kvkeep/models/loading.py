@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
+from kvkeep.errors import ModelError, ModelTooLarge, UnsupportedModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.config_files import check_config, check_index, check_sizes
 from kvkeep.models.embedded import EMBEDDED, gguf_path
@@ -21,11 +22,22 @@ from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
 from kvkeep.models.tokenizer_files import check_folder, check_ids, check_tokenizer
-from kvkeep.models.weight_memory import GgufTensors, Weights, WeightTensor, bits_of_file, check_memory, weight_memory
+from kvkeep.models.weight_memory import (
+    GgufTensors,
+    Weights,
+    WeightTensor,
+    bits_of_file,
+    check_memory,
+    too_large,
+    weight_memory,
+)
 from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
+from kvkeep.native.room import has_room
 
 DEFAULT = "smollm2"
+TOKENIZER_BYTES = 20
+"""Memory that reading a tokenizer takes for a byte of tokenizer.json (measured: 17.8)."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +117,31 @@ def load(
     """
     text = os.fspath(name) if name is not None else DEFAULT
     requested, target = checked_format(weights), _device(device)
-    source = _source(text, revision, progress or (lambda line: None), pre)
-    model, tokenizer = _read(source, requested, target)
-    model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
+    with _naming_memory(text):
+        source = _source(text, revision, progress or (lambda line: None), pre)
+        model, tokenizer = _read(source, requested, target)
+        model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
+        try:
+            return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
+        except torch.OutOfMemoryError as error:
+            raise ModelTooLarge(
+                f"The model '{text}' does not fit into the memory of {target}; load it with smaller weights or on the "
+                "cpu."
+            ) from error
+
+
+@contextmanager
+def _naming_memory(name: str) -> Iterator[None]:
+    """Within the block, an error for lack of memory becomes ModelTooLarge, whatever it was taken for."""
     try:
-        return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"The model '{text}' does not fit into the memory of {target}; load it with smaller weights or on the cpu."
-        ) from error
+        yield
+    except (ModelTooLarge, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizer's library raises no Exception
+        if not ran_out_of_memory(error):
+            raise
+        place = str(gguf_path(EMBEDDED[name])) if name in EMBEDDED else name
+        raise too_large(name, place, error) from error
 
 
 def weights_of(loaded: Loaded) -> str:
@@ -137,6 +165,19 @@ def describe(
     the path of a config.json. device: it may be missing on this machine. Raises the errors of :func:`load`."""
     text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
+    with _naming_memory(text):
+        return _described(text, path, requested, device, revision, pre, progress)
+
+
+def _described(
+    text: str,
+    path: Path,
+    requested: str,
+    device: str,
+    revision: str | None,
+    pre: str | None,
+    progress: Callable[[str], None] | None,
+) -> ModelDescription:
     if path.is_file() and path.suffix == ".json":
         source = Source(text, str(path))
     else:
@@ -219,6 +260,9 @@ def _tokenizer(source: Source) -> Any:
     if (folder := Path(source.place)).is_dir():
         check_folder(folder)
         check_index(folder, source.name)
+    file = folder / "tokenizer.json"
+    if file.is_file() and not has_room(TOKENIZER_BYTES * file.stat().st_size + (32 << 20)):
+        raise out_of_memory("the tokenizer")  # the library itself would end the process
     made = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     check_tokenizer(made, source.name)
     return made

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvkeep.errors import ModelError
+from kvkeep.errors import ModelError, ModelTooLarge
 from kvkeep.models.blocks import GROUP, KINDS, Kind
 from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
+from kvkeep.native.room import address_space_left
 from kvkeep.units import size
 
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
@@ -106,10 +108,31 @@ def check_memory(name: str, config: Any, needed: Weights, device: torch.device, 
     )
 
 
+def too_large(name: str, place: str, error: BaseException) -> ModelTooLarge:
+    """Return the error for memory that ran out while the model ``name`` was being loaded. place: its file, or the
+    folder of its files."""
+    path, taken = Path(place), ""
+    with suppress(OSError, MemoryError):
+        files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+        taken = f"its files have {size(sum(one.stat().st_size for one in files))}, and " if files else ""
+    found = ModelTooLarge(
+        f"There is not enough memory to load the model '{name}': {taken}{size(free_memory(torch.device('cpu')))} of "
+        "memory are free; use a smaller model or smaller weights (--weights int4), or allow the process more memory."
+    )
+    found.__cause__ = error
+    return found
+
+
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a device; on the CPU, with the memory that the system can reclaim."""
+    """Return the free bytes of a device; on the CPU, with the memory that the system can reclaim, and within the limit
+    of the process (``ulimit -v``)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    left = address_space_left()
+    return _free_of_system() if left is None else min(_free_of_system(), left)
+
+
+def _free_of_system() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -113,7 +113,7 @@ static size_t bytes_by_blocks(const AttentionJob& job) {
 static void attend_blocks(const AttentionJob& job, int64_t first, int64_t last) {
   const KvAttention& a = *job.attention;
   const int64_t rows = job.rows(), dim = a.value_dim, blocks = last - first + 1, all = a.lanes * rows;
-  float* mixes = (float*)kv_scratch(KV_SCRATCH_MIXES, bytes_by_blocks(job));
+  float* mixes = (float*)kv_scratch(KV_SCRATCH_BLOCKS, bytes_by_blocks(job));
   Softmax* found = (Softmax*)(mixes + all * blocks * dim);
   for (int64_t i = 0; i < all * blocks; i++) found[i] = {MINUS_INFINITY, 0.0f};
   run_tasks(a.lanes * blocks, job.products(), [&](int64_t task) {
@@ -144,32 +144,53 @@ struct PartTask {
   int64_t first, last, lane, part;
 };
 
-// Runs some attentions. Tasks are parts of the rows of a lane, or blocks where these are too few for all threads.
-static void attend_jobs(const AttentionJob* jobs, int64_t count) {
-  int64_t total = 0, blocks = 1, products = 0;
-  bool few = true;
-  for (int64_t j = 0; j < count; j++) {
-    const AttentionJob& job = jobs[j];
-    const int64_t rows = job.attention->lanes * job.rows();
-    total += job.attention->lanes * job.parts();
+// Sums of some attentions, which say how their work is shared and what they need.
+struct Work {
+  int64_t parts = 0, blocks = 1, products = 0;  // `blocks`: of the longest
+  size_t mixes = 0;                             // bytes of the mixes of blocks, of the largest
+  Needs& needs;
+
+  explicit Work(Needs& needs) : needs(needs) {}
+  void add(const AttentionJob& job) {
+    const KvAttention& a = *job.attention;
+    parts += a.lanes * job.parts();
     products += job.products();
     blocks = max64(blocks, job.last_block() - job.first_block() + 1);
-    few &= bytes_by_blocks(job) <= MAX_MIXES_BYTES;
-    if (job.state && !job.resume)
-      for (int64_t r = 0; r < rows; r++) job.softmax_so_far()[r] = {MINUS_INFINITY, 0.0f};
+    mixes = size_t(max64(int64_t(mixes), int64_t(bytes_by_blocks(job))));
+    add_needs(a, needs);
+    needs.add(KV_SCRATCH_MIXES, min64(PART_ROWS, job.rows()) * a.value_dim * 4);
   }
-  if (few && total < 4 * kv_threads() && blocks > 1) {
+  // Whether tasks are blocks, because parts of the rows of a lane are too few for all threads.
+  bool by_blocks() const { return mixes <= size_t(MAX_MIXES_BYTES) && parts < 4 * kv_threads() && blocks > 1; }
+  void end() const {
+    if (by_blocks()) needs.add(KV_SCRATCH_BLOCKS, int64_t(mixes));
+    else needs.add(KV_SCRATCH_TASKS, parts * int64_t(sizeof(PartTask)));
+  }
+};
+
+// Runs some attentions, whose needs are reserved.
+static void attend_jobs(const AttentionJob* jobs, int64_t count) {
+  Needs needs;
+  Work work(needs);
+  for (int64_t j = 0; j < count; j++) {
+    const AttentionJob& job = jobs[j];
+    work.add(job);
+    if (job.state && !job.resume)
+      for (int64_t r = 0; r < job.attention->lanes * job.rows(); r++)
+        job.softmax_so_far()[r] = {MINUS_INFINITY, 0.0f};
+  }
+  if (work.by_blocks()) {
     for (int64_t j = 0; j < count; j++) attend_blocks(jobs[j], jobs[j].first_block(), jobs[j].last_block());
     return;
   }
-  PartTask* tasks = (PartTask*)kv_scratch(KV_SCRATCH_TASKS, size_t(total) * sizeof(PartTask));
+  PartTask* tasks = (PartTask*)kv_scratch(KV_SCRATCH_TASKS, size_t(work.parts) * sizeof(PartTask));
   PartTask* task = tasks;
   for (int64_t j = 0; j < count; j++) {
     const int64_t first = jobs[j].first_block(), last = jobs[j].last_block();
     for (int64_t lane = 0; lane < jobs[j].attention->lanes; lane++)
       for (int64_t part = 0; part < jobs[j].parts(); part++) *task++ = {jobs + j, first, last, lane, part};
   }
-  run_tasks(total, products, [&](int64_t t) {
+  run_tasks(work.parts, work.products, [&](int64_t t) {
     attend_part(*tasks[t].job, tasks[t].first, tasks[t].last, tasks[t].lane, tasks[t].part);
   });
 }
@@ -194,27 +215,52 @@ static void receive_block(const KvAttention& a, const float* lse, int64_t last, 
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static void attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
+static KvStatus attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
   const AttentionJob job{a, out, float_out, lse, state, resume};
+  Needs needs;
+  Work work(needs);
+  work.add(job);
+  work.end();
+  if (!needs.reserve()) return KV_NO_MEMORY;
   attend_jobs(&job, 1);
+  return KV_DONE;
 }
 
-static void received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
+static KvStatus received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
+  Needs needs;
+  add_needs(*a, needs);
+  if (!needs.reserve()) return KV_NO_MEMORY;
   const int64_t blocks = (a->entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
   run_tasks(a->lanes * blocks, a->lanes * a->groups * a->queries * a->entries * a->dim, [&](int64_t task) {
     receive_block(*a, lse, last, reduce_max != 0, out, task / blocks, task % blocks);
   });
+  return KV_DONE;
 }
 
-static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
-                            int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
+static int64_t lanes_of_token(const KvStep& step) {
+  return step.token_lanes ? step.token_lanes : step.attention.lanes;
+}
+
+// Adds what the steps of a layer need; it writes their groups.
+static void add_needs(KvStep* const* steps, int64_t count, int64_t heads, Needs& needs) {
+  needs.add(KV_SCRATCH_JOBS, count * int64_t(sizeof(AttentionJob)));
+  Work work(needs);
+  for (int64_t i = 0; i < count; i++) {
+    KvAttention& a = steps[i]->attention;
+    a.groups = heads / lanes_of_token(*steps[i]);
+    work.add({&a, nullptr, 0, nullptr, nullptr, 0});
+  }
+  work.end();
+}
+
+// Runs the steps of a layer, whose needs are reserved.
+static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
+                      int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
   int64_t wanted = 0;  // the largest number of lanes of a step whose received attention is wanted
   for (int64_t i = 0; i < count; i++) {
     KvAttention& a = steps[i]->attention;
-    const int64_t token = steps[i]->token, first = steps[i]->first_lane;
-    const int64_t lanes = steps[i]->token_lanes ? steps[i]->token_lanes : a.lanes;
-    a.groups = heads / lanes;
+    const int64_t token = steps[i]->token, first = steps[i]->first_lane, lanes = lanes_of_token(*steps[i]);
     const int64_t row = token * heads + first * a.groups;
     a.query = query + row * a.dim;
     a.scaling = scaling;
@@ -237,6 +283,16 @@ static void attend_sessions(KvStep* const* steps, int64_t count, const bf16* que
     for (int64_t block = 0; block < blocks; block++)
       receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, step.received, lane, block);
   });
+}
+
+static KvStatus attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key,
+                                const bf16* value, int64_t tokens, int64_t heads, int by_token, float scaling,
+                                bf16* out, float* lse) {
+  Needs needs;
+  add_needs(steps, count, heads, needs);
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  run_steps(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+  return KV_DONE;
 }
 
 }  // namespace

@@ -93,6 +93,16 @@ static bool all_bfloat16(const KvAttention& a) {
   return true;
 }
 
+// What BlockAttention needs for any rows of a lane.
+static void add_needs(const KvAttention& a, Needs& needs) {
+  const int64_t rows = min64(PART_ROWS, a.groups * a.queries), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t stride = padded(a.value_dim);
+  needs.add(KV_SCRATCH_KEYS, TILE_ENTRIES * (a.dim + 1) / 2 * 4);
+  needs.add(KV_SCRATCH_VALUES, VALUE_TILE_ENTRIES * stride * 4);
+  needs.add(KV_SCRATCH_SCORES, (rows * (SCORE_ROW + stride) + tiles * QUERY_ROW * a.dim) * 4);
+  needs.add(KV_SCRATCH_ROWS, VALUES_IN_PLACE_ENTRIES * max64(a.dim, a.value_dim) * 2);
+}
+
 // Attention of some rows of a lane over one block. The keys of 32 entries are written out as a tile, which all tiles of
 // rows read while it is in the nearest cache. So are values, unless there is one tile of rows: it reads them in place.
 class BlockAttention {

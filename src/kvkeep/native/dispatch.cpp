@@ -116,10 +116,10 @@ const char* kvkeep_path(void) { return chosen()->name; }
 
 // ---- kernels, in the floating-point mode that they expect -----------------------------------------------------------
 
-void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
-                    int64_t y_stride) {
+KvStatus kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
+                        int64_t y_stride) {
   FloatMode mode;
-  chosen()->product(matrix, x, rows, bias, y, y_stride);
+  return chosen()->product(matrix, x, rows, bias, y, y_stride);
 }
 
 void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
@@ -133,27 +133,28 @@ void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequen
   chosen()->angles(positions, count, frequencies, half, scaling, cos, sin);
 }
 
-void kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
-                             const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
-                             uint16_t* key, uint16_t* value) {
+KvStatus kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
+                                 const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
+                                 uint16_t* key, uint16_t* value) {
   FloatMode mode;
-  chosen()->before_attention(layer, x, batch, tokens, cos, sin, shared_angles, query, key, value);
+  return chosen()->before_attention(layer, x, batch, tokens, cos, sin, shared_angles, query, key, value);
 }
 
-void kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
-                            uint16_t* y) {
+KvStatus kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
+                                uint16_t* y) {
   FloatMode mode;
-  chosen()->after_attention(layer, attended, residual, rows, y);
+  return chosen()->after_attention(layer, attended, residual, rows, y);
 }
 
-void kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume) {
+KvStatus kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume) {
   FloatMode mode;
-  chosen()->attend(attention, out, float_out, lse, state, resume);
+  return chosen()->attend(attention, out, float_out, lse, state, resume);
 }
 
-void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max, float* received) {
+KvStatus kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max,
+                         float* received) {
   FloatMode mode;
-  chosen()->received(attention, lse, last, reduce_max, received);
+  return chosen()->received(attention, lse, last, reduce_max, received);
 }
 
 void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
@@ -161,16 +162,16 @@ void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, 
   chosen()->insert(insert, lanes, new_keys, new_values);
 }
 
-void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
-                            const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                            uint16_t* out, float* lse) {
+KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
+                                const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
+                                uint16_t* out, float* lse) {
   FloatMode mode;
-  chosen()->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+  return chosen()->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
 }
 
-void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                       const int64_t* step_counts, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
-                       uint16_t* x) {
+KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
+                           const uint16_t* sin, uint16_t* x) {
   FloatMode mode;
-  chosen()->run_layers(layers, steps, scaling, count, step_counts, tokens, cos, sin, x);
+  return chosen()->run_layers(layers, steps, scaling, count, step_counts, tokens, cos, sin, x);
 }

@@ -57,12 +57,16 @@ struct InputRows {
   int rows_of(int64_t tile) const { return int(min64(ROW_TILE, rows - tile * ROW_TILE)); }
   const InputGroup* tile(int64_t t) const { return (const InputGroup*)data + t * ROW_TILE * groups(); }
 
+  static int64_t bytes_of(bool round, int64_t rows, int64_t inputs) {
+    return round ? rows * (inputs / 32) * int64_t(sizeof(InputGroup)) : rows * inputs * 4;
+  }
+  static KvScratch kind_of(bool round) { return round ? KV_SCRATCH_INPUTS : KV_SCRATCH_FLOATS; }
+
   // Once for all matrices, one after the other, that want the same form.
   void prepare(bool round) {
     if (data && is_rounded == round) return;
     is_rounded = round;
-    size_t bytes = round ? size_t(rows) * groups() * sizeof(InputGroup) : size_t(rows) * inputs * 4;
-    data = kv_scratch(round ? KV_SCRATCH_INPUTS : KV_SCRATCH_FLOATS, bytes);
+    data = kv_scratch(kind_of(round), size_t(bytes_of(round, rows, inputs)));
     auto prepare_tile = [&](int64_t t) {
       int count = rows_of(t);
       for (int r = 0; r < count; r++) {

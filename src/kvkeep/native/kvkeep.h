@@ -2,8 +2,9 @@
  *
  * Every pointer is to memory of the caller: it must outlive the call, and the library keeps none of them. Tensors are
  * row-major; bfloat16 and float16 are uint16_t. A stride counts elements, or bytes where the comment says so. A lane is
- * one key/value head of one sequence; a group is one of the query heads that share a lane. Functions return nothing
- * unless they say so, and report no errors: the caller checks shapes. Kernels may run in several threads at once. */
+ * one key/value head of one sequence; a group is one of the query heads that share a lane. Kernels that return a
+ * KvStatus need scratch memory; one that finds none has written nothing. Other errors are not reported: the caller
+ * checks shapes. Kernels may run in several threads at once. */
 #ifndef KVKEEP_H
 #define KVKEEP_H
 
@@ -32,6 +33,11 @@ enum KvActivation { /* of a gated MLP */
   KV_SILU,
   KV_GELU_TANH /* the approximation by tanh */
 };
+
+typedef enum KvStatus { /* how a kernel ended */
+  KV_DONE,
+  KV_NO_MEMORY /* there was no memory for it to work in, and it has written nothing */
+} KvStatus;
 
 /* ---- matrices and layers ----------------------------------------------------------------------------------------- */
 
@@ -203,8 +209,8 @@ void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes);
  * kind. */
 void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows);
 /* Writes y = x W^T + bias. x: (rows, inputs). bias: (outputs) or null. y: (rows, outputs), rows y_stride apart. */
-void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
-                    int64_t y_stride);
+KvStatus kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
+                        int64_t y_stride);
 
 /* ---- layers without attention ------------------------------------------------------------------------------------ */
 
@@ -217,13 +223,13 @@ void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequen
 /* Runs a layer up to its attention: norm, projections, rotary embedding. x: (batch * tokens, hidden). cos, sin: (batch,
  * tokens, dim), or (tokens, dim) for all with `shared_angles`. query, key, value: (batch, heads, tokens, dim),
  * written. */
-void kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
-                             const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
-                             uint16_t* key, uint16_t* value);
+KvStatus kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
+                                 const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
+                                 uint16_t* key, uint16_t* value);
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (rows, heads * dim).
  * residual, y: (rows, hidden); they may be the same. */
-void kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
-                            uint16_t* y);
+KvStatus kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
+                                uint16_t* y);
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
@@ -231,11 +237,11 @@ void kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, cons
  * the scores, (lanes, groups, queries); -inf, and zeros in out, for a query that sees nothing. An attention may take
  * several calls, each of the next whole blocks: `state` is then (lanes * groups * queries * (2 + value_dim)) floats,
  * which every call but the first resumes with `resume`; out and lse are null in every call but the last. */
-void kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume);
+KvStatus kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume);
 /* Writes the attention that entries received from the last `last` queries: exp(score - lse), summed over the queries
  * and averaged over the groups; with `reduce_max` the maximum over both. lse: as kvkeep_attend wrote it, perhaps over
  * more entries. received: (lanes, entries). */
-void kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max, float* received);
+KvStatus kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max, float* received);
 /* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of
  * insert->key_bytes and insert->value_bytes. */
 void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values);
@@ -243,15 +249,15 @@ void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, 
  * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
  * tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens, heads, value_dim) and lse: (tokens, heads):
  * the rows of these sessions' tokens are written, and no others. */
-void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
-                            const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                            uint16_t* out, float* lse);
+KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
+                                const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
+                                uint16_t* out, float* lse);
 /* Runs `count` layers of the same shapes, one after the other, for the tokens of some sessions. layers: (count). steps:
  * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim). x: (tokens,
  * hidden), read and written. */
-void kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                       const int64_t* step_counts, int64_t tokens, const uint16_t* cos, const uint16_t* sin,
-                       uint16_t* x);
+KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
+                           const uint16_t* sin, uint16_t* x);
 
 /* ---- files in memory --------------------------------------------------------------------------------------------- */
 

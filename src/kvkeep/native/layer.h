@@ -64,30 +64,59 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
   });
 }
 
+static void add_needs_before(const KvLayer& l, int64_t rows, Needs& needs) {
+  for (const KvMatrix& one : l.qkv) add_needs(one, rows, needs);
+}
+static void add_needs_after(const KvLayer& l, int64_t rows, Needs& needs) {
+  add_needs(l.out, rows, needs);
+  for (const KvMatrix& one : l.gates) add_needs(one, rows, needs);
+  add_needs(l.down, rows, needs);
+}
+
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static void before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
-                             const bf16* sin, int shared_angles, bf16* query, bf16* key, bf16* value) {
-  const int64_t rows = batch * tokens;
-  bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, rows * elements_before_attention(*l) * 2);
+static KvStatus before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
+                                 const bf16* sin, int shared_angles, bf16* query, bf16* key, bf16* value) {
+  const int64_t rows = batch * tokens, bytes = rows * elements_before_attention(*l) * 2;
+  Needs needs;
+  add_needs_before(*l, rows, needs);
+  needs.add(KV_SCRATCH_LAYER, bytes);
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, size_t(bytes));
   with_team(rows <= MAX_DIRECT_ROWS, [&] {
     run_before_attention(*l, x, batch, tokens, cos, sin, shared_angles != 0, query, key, value, scratch);
   });
+  return KV_DONE;
 }
 
-static void after_attention(const KvLayer* l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y) {
-  bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, rows * elements_after_attention(*l) * 2);
+static KvStatus after_attention(const KvLayer* l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y) {
+  const int64_t bytes = rows * elements_after_attention(*l) * 2;
+  Needs needs;
+  add_needs_after(*l, rows, needs);
+  needs.add(KV_SCRATCH_LAYER, bytes);
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, size_t(bytes));
   with_team(rows <= MAX_DIRECT_ROWS, [&] { run_after_attention(*l, attended, residual, rows, y, scratch); });
+  return KV_DONE;
 }
 
-static void run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling, int64_t count,
-                       const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
+static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
+                           int64_t count, const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin,
+                           bf16* x) {
   const KvLayer& l = *layers[0];
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
   const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));
   const int64_t row_bytes = (inside + 2 * queries + 2 * keys) * 2 + l.heads * 4;
-  float* lse = (float*)kv_scratch(KV_SCRATCH_LAYER, tokens * row_bytes);  // (tokens, heads)
-  bf16* query = (bf16*)(lse + tokens * l.heads);                          // (tokens, heads * dim)
+  Needs needs;  // of all layers: an entry that was written cannot be taken back
+  needs.add(KV_SCRATCH_LAYER, tokens * row_bytes);
+  for (int64_t i = 0; i < count; i++) {
+    add_needs_before(*layers[i], tokens, needs);
+    add_needs(steps[i], step_counts[i], l.heads, needs);
+    add_needs_after(*layers[i], tokens, needs);
+  }
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  float* lse = (float*)kv_scratch(KV_SCRATCH_LAYER, size_t(tokens * row_bytes));  // (tokens, heads)
+  bf16* query = (bf16*)(lse + tokens * l.heads);                                  // (tokens, heads * dim)
   bf16* attended = query + tokens * queries;                              // (tokens, heads * dim)
   bf16* key = attended + tokens * queries;                                // (tokens, kv_heads * dim)
   bf16* value = key + tokens * keys;                                      // (tokens, kv_heads * dim)
@@ -95,10 +124,11 @@ static void run_layers(const KvLayer* const* layers, KvStep* const* const* steps
   with_team(tokens <= MAX_DIRECT_ROWS, [&] {
     for (int64_t i = 0; i < count; i++) {
       run_before_attention(*layers[i], x, tokens, 1, cos, sin, false, query, key, value, scratch);
-      attend_sessions(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
+      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
       run_after_attention(*layers[i], attended, x, tokens, x, scratch);
     }
   });
+  return KV_DONE;
 }
 
 }  // namespace

@@ -18,8 +18,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.native.structures import CONSTANTS, STRUCTURES, KvField, KvNumber, Table
+from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, out_of_memory, ran_out_of_memory
+from kvkeep.native.structures import CONSTANTS, NO_MEMORY, STRUCTURES, KvField, KvNumber, Table
+from kvkeep.native.threads import limit_threads
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ TORCH = "torch"
 
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.c_char_p}
+_RESULTS = {**_TYPES, "e": ctypes.c_int, "": None}
 _SIGNATURES = {
     "kvkeep_fields": "p:p",
     "kvkeep_constants": "p:p",
@@ -46,16 +48,16 @@ _SIGNATURES = {
     "kvkeep_pack": "lllplp:i",
     "kvkeep_unpack": "ppl",
     "kvkeep_rows": "pplp",
-    "kvkeep_product": "pplppl",
+    "kvkeep_product": "pplppl:e",
     "kvkeep_norm": "ppfllp",
     "kvkeep_angles": "plplfpp",
-    "kvkeep_before_attention": "ppllppippp",
-    "kvkeep_after_attention": "ppplp",
-    "kvkeep_attend": "ppippi",
-    "kvkeep_received": "pplip",
+    "kvkeep_before_attention": "ppllppippp:e",
+    "kvkeep_after_attention": "ppplp:e",
+    "kvkeep_attend": "ppippi:e",
+    "kvkeep_received": "pplip:e",
     "kvkeep_insert": "plpp",
-    "kvkeep_attend_sessions": "plpppllifpp",
-    "kvkeep_run_layers": "ppplplppp",
+    "kvkeep_attend_sessions": "plpppllifpp:e",
+    "kvkeep_run_layers": "ppplplppp:e",
     "kvkeep_map_file": "il:p",
     "kvkeep_unmap_file": "p",
     "kvkeep_lost_files": ":l",
@@ -63,7 +65,7 @@ _SIGNATURES = {
     "kvkeep_digests": "pllllp",
 }
 """Arguments of each function, and behind a colon the result, as kvkeep.h declares them: ``p`` a pointer, ``l`` and
-``i`` integers of 64 and 32 bits, ``f`` a float, ``s`` a string."""
+``i`` integers of 64 and 32 bits, ``f`` a float, ``s`` a string, ``e`` a status, which raises OutOfMemory."""
 
 
 @functools.cache
@@ -130,15 +132,26 @@ def _loaded() -> ctypes.CDLL | None:
             arguments, _, result = signature.partition(":")
             function = getattr(loaded, name)
             function.argtypes = [_TYPES[kind] for kind in arguments]
-            function.restype = _TYPES[result] if result else None
+            function.restype = _RESULTS[result]
+            if result == "e":
+                function.errcheck = _check_status
         _check_version(loaded)
     except (OSError, AttributeError, KvkeepError) as error:
+        if ran_out_of_memory(error):  # without the library, bits would be others
+            raise out_of_memory("the native library", error) from error
         if FILE.is_file():
             log.warning("The native library cannot be used (%s). kvkeep computes with torch, %s.", error, SLOWDOWN)
         else:
             log.warning("The native library was not built. kvkeep computes with torch, %s.", SLOWDOWN)
         return None
     return loaded
+
+
+def _check_status(status: int, function: Any, arguments: Any) -> int:
+    """Raise OutOfMemory where a kernel found no memory to work in; it has then written nothing."""
+    if status == NO_MEMORY:
+        raise OutOfMemory("There was no memory for the native library to work in; use a smaller budget, text or model.")
+    return status
 
 
 def _check_digest() -> None:
@@ -217,6 +230,7 @@ def _share_threads(loaded: ctypes.CDLL) -> None:
     compete for the same cores."""
     import torch
 
+    limit_threads()
     loaded.kvkeep_set_threads(torch.get_num_threads())
     runtime = _openmp(Path(torch.__file__).parent)
     if runtime is not None:

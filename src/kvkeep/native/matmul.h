@@ -248,9 +248,18 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
   parallel_for(tasks, task);
 }
 
-static void product(const KvMatrix* m, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t y_stride) {
+static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {
+  const bool round = m.kind != KV_BF16;
+  if (m.outputs) needs.add(InputRows::kind_of(round), InputRows::bytes_of(round, rows, m.inputs));
+}
+
+static KvStatus product(const KvMatrix* m, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t y_stride) {
+  Needs needs;
+  add_needs(*m, rows, needs);
+  if (!needs.reserve()) return KV_NO_MEMORY;
   InputRows inputs{x, rows, m->inputs, m->inputs};
   with_team(rows <= MAX_DIRECT_ROWS, [&] { multiply(*m, inputs, bias, y, y_stride); });
+  return KV_DONE;
 }
 
 }  // namespace

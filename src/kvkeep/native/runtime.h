@@ -17,21 +17,30 @@ void kv_with_team(KvTask call, const void* context);
 // Returns how many threads work on a loop.
 int kv_threads(void);
 
+// Scratch memory of a thread. Every thread that works on a call has the kinds before KV_SCRATCH_CALLER, the calling
+// thread has all of them.
 enum KvScratch {
-  KV_SCRATCH_INPUTS,  // inputs of a product, rounded to 8 bits
-  KV_SCRATCH_FLOATS,  // inputs of a product with bfloat16 weights
   KV_SCRATCH_KEYS,    // a tile of keys
   KV_SCRATCH_VALUES,  // a tile of values
   KV_SCRATCH_SCORES,  // scores, mixes and queries of some rows
-  KV_SCRATCH_MIXES,   // mixes of rows, or of their blocks, before they are combined
+  KV_SCRATCH_MIXES,   // mixes of rows before they are combined
   KV_SCRATCH_ROWS,    // entries that are decoded on their way to a tile
-  KV_SCRATCH_TASKS,   // tasks of attention
-  KV_SCRATCH_JOBS,    // attentions of several sessions
-  KV_SCRATCH_LAYER,   // what lies between the products of a layer
+  KV_SCRATCH_CALLER,
+  KV_SCRATCH_INPUTS = KV_SCRATCH_CALLER,  // inputs of a product, rounded to 8 bits
+  KV_SCRATCH_FLOATS,                      // inputs of a product with bfloat16 weights
+  KV_SCRATCH_BLOCKS,                      // mixes of the blocks of rows before they are combined
+  KV_SCRATCH_TASKS,                       // tasks of attention
+  KV_SCRATCH_JOBS,                        // attentions of several sessions
+  KV_SCRATCH_LAYER,                       // what lies between the products of a layer
   KV_SCRATCH_COUNT
 };
-// Returns scratch memory of this thread, aligned to 64 bytes. It stays until the thread asks for more of its kind, and
-// is then lost with what it held.
+struct KvNeeds {  // the most that a call needs of each kind, in bytes
+  size_t bytes[KV_SCRATCH_COUNT];
+};
+// Takes scratch memory for a call of this thread; returns whether there is enough. A call asks before it writes
+// anything, so one that fails has changed nothing. Threads that find no memory for their own do not help with it.
+bool kv_reserve(const KvNeeds* needs);
+// Returns scratch memory of this thread, aligned to 64 bytes: at most as much as was reserved.
 void* kv_scratch(KvScratch kind, size_t bytes);
 
 }  // extern "C"
@@ -40,6 +49,15 @@ void* kv_scratch(KvScratch kind, size_t bytes);
 namespace {
 
 constexpr int64_t MAX_DIRECT_ROWS = 16;  // of a call whose loops take microseconds: they need a team
+
+// Collects what a call needs.
+struct Needs : KvNeeds {
+  Needs() : KvNeeds{} {}
+  void add(KvScratch kind, int64_t wanted) {
+    if (size_t(wanted) > bytes[kind]) bytes[kind] = size_t(wanted);
+  }
+  bool reserve() const { return kv_reserve(this); }
+};
 
 template <class F> inline void parallel_for(int64_t count, const F& body) {
   kv_parallel_for(count, [](const void* context, int64_t task) { (*(const F*)context)(task); }, &body);

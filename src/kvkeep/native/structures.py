@@ -28,6 +28,8 @@ KIND_NUMBERS = {"BF16": 0, "Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = 0, 1
 """KvActivation: the activation of a gated MLP."""
+DONE, NO_MEMORY = 0, 1
+"""KvStatus: how a kernel ended."""
 CONSTANTS = {
     "KV_NUMERICS": NUMERICS_VERSION,
     "KV_PANEL_OUTPUTS": PANEL_OUTPUTS,
@@ -36,6 +38,8 @@ CONSTANTS = {
     "KV_MAX_DIM": MAX_DIM,
     "KV_SILU": SILU,
     "KV_GELU_TANH": GELU_TANH,
+    "KV_DONE": DONE,
+    "KV_NO_MEMORY": NO_MEMORY,
     **{f"KV_{kind}": number for kind, number in KIND_NUMBERS.items()},
 }
 """All constants, by their names in kvkeep.h."""

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 
 #include <pthread.h>
 #include <sched.h>
@@ -103,7 +104,8 @@ struct Regions {
   // Runs region(data) in `threads` threads, the calling one among them.
   void open(Region region, void* data, int threads) {
     if (gomp_parallel) gomp_parallel(region, data, unsigned(threads), 0);
-    else shared_pool().run(region, data, threads - 1);
+    else if (Pool* shared = shared_pool()) shared->run(region, data, threads - 1);
+    else region(data);  // there is no memory for other threads
   }
 
   // A child of fork has one thread. OpenMP's runtime and the pool would wait forever for threads that only the parent
@@ -114,13 +116,13 @@ struct Regions {
   }
 
  private:
-  Pool& shared_pool() {
+  Pool* shared_pool() {
     Pool* found = pool.load(std::memory_order_acquire);
-    if (found) return *found;
-    Pool* made = new Pool;
-    if (pool.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
+    if (found) return found;
+    Pool* made = new (std::nothrow) Pool;
+    if (!made || pool.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return made;
     delete made;
-    return *found;
+    return found;
   }
 };
 Regions regions;
@@ -172,16 +174,52 @@ class Team {
 thread_local Team* team = nullptr;  // of the call that this thread runs
 thread_local bool in_task = false;  // a loop within a task runs in this thread
 
+// ---- scratch --------------------------------------------------------------------------------------------------------
+
+struct Scratch {
+  void* data[KV_SCRATCH_COUNT] = {};
+  size_t size[KV_SCRATCH_COUNT] = {};
+  KvNeeds needs{};  // of the call that this thread runs
+
+  // Has `kinds` kinds of scratch that a call needs; returns false where there is no memory for one.
+  bool reserve(const KvNeeds& wanted, int kinds) {
+    for (int kind = 0; kind < kinds; kind++)
+      if (size[kind] < wanted.bytes[kind] && !grow(kind, wanted.bytes[kind])) return false;
+    return true;
+  }
+  ~Scratch() { for (void* one : data) free(one); }
+
+ private:
+  bool grow(int kind, size_t wanted) {
+    free(data[kind]);
+    data[kind] = nullptr;
+    size[kind] = 0;
+    wanted = (wanted + wanted / 8 + 4095) / 4096 * 4096;  // an eighth more: attention grows with every token
+    if (posix_memalign(&data[kind], 64, wanted)) {
+      data[kind] = nullptr;
+      return false;
+    }
+    size[kind] = wanted;
+    return true;
+  }
+};
+thread_local Scratch scratch;
+
+// ---- regions --------------------------------------------------------------------------------------------------------
+
 struct Tasks {  // of a loop that has a region
   int64_t count;
   KvTask task;
   const void* context;
+  const void* caller;    // the address of `scratch` in the calling thread
+  const KvNeeds& needs;  // of its call
   std::atomic<int64_t> begun{0};
 };
 
 void run_tasks(void* data) {
   FloatMode mode;
   Tasks& tasks = *(Tasks*)data;
+  if (&scratch != tasks.caller && !scratch.reserve(tasks.needs, KV_SCRATCH_CALLER)) return;
   const bool nested = in_task;
   in_task = true;
   for (int64_t task; (task = tasks.begun.fetch_add(1, std::memory_order_relaxed)) < tasks.count;)
@@ -192,7 +230,8 @@ void run_tasks(void* data) {
 struct TeamCall {
   KvTask call;
   const void* context;
-  const void* caller;  // the address of `team` in the calling thread
+  const void* caller;    // the address of `team` in the calling thread
+  const KvNeeds& needs;  // of its call
   Team team;
 };
 
@@ -206,19 +245,11 @@ void run_team(void* data) {
     shared.team.end();
     return;
   }
+  if (!scratch.reserve(shared.needs, KV_SCRATCH_CALLER)) return;
   in_task = true;
   shared.team.help();
   in_task = false;
 }
-
-// ---- scratch --------------------------------------------------------------------------------------------------------
-
-struct Scratch {
-  void* data[KV_SCRATCH_COUNT] = {};
-  size_t size[KV_SCRATCH_COUNT] = {};
-  ~Scratch() { for (void* one : data) free(one); }
-};
-thread_local Scratch scratch;
 
 }  // namespace
 
@@ -234,7 +265,7 @@ void kv_parallel_for(int64_t count, KvTask task, const void* context) {
       in_task = false;
       return;
     }
-    Tasks tasks{count, task, context};
+    Tasks tasks{count, task, context, &scratch, scratch.needs};
     regions.open(run_tasks, &tasks, count < threads ? int(count) : threads);
     return;
   }
@@ -244,23 +275,21 @@ void kv_parallel_for(int64_t count, KvTask task, const void* context) {
 void kv_with_team(KvTask call, const void* context) {
   const int threads = kv_threads();
   if (team || in_task || threads < 2) { call(context, 0); return; }
-  TeamCall shared{call, context, &team};
+  TeamCall shared{call, context, &team, scratch.needs};
   regions.open(run_team, &shared, threads);
 }
 
 int kv_threads(void) { return regions.threads(); }
 
+bool kv_reserve(const KvNeeds* needs) {
+  scratch.needs = *needs;
+  return scratch.reserve(*needs, KV_SCRATCH_COUNT);
+}
+
 void* kv_scratch(KvScratch kind, size_t bytes) {
   if (scratch.size[kind] >= bytes) return scratch.data[kind];
-  free(scratch.data[kind]);
-  const size_t wanted = (bytes + bytes / 8 + 4095) / 4096 * 4096;  // an eighth more: attention grows with every token
-  scratch.size[kind] = 0;
-  if (posix_memalign(&scratch.data[kind], 64, wanted)) {
-    fprintf(stderr, "kvkeep: there is no memory for %zu bytes that a kernel needs.\n", wanted);
-    abort();
-  }
-  scratch.size[kind] = wanted;
-  return scratch.data[kind];
+  fprintf(stderr, "kvkeep: a kernel uses more memory than it has reserved (%zu bytes of kind %d).\n", bytes, int(kind));
+  abort();
 }
 
 void kvkeep_use_openmp(void* parallel, void* max_threads) {

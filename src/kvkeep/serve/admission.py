@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import EntriesLost, KvkeepError, place_of
+from kvkeep.errors import EntriesLost
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
@@ -21,8 +20,6 @@ from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, PromptTooLong,
 from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.session import Name, OpenSession
 from kvkeep.serve.session_pool import SessionPool
-
-log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -101,7 +98,7 @@ class Admission:
             except Exception as error:
                 if job.name is not None and job.name in self.sessions.memory:
                     self.sessions.leave(self.sessions.memory[job.name])
-                job.end(error if isinstance(error, KvkeepError) else failed(error))
+                job.end(job.failure(error))
             if job.name is not None:
                 busy.add(job.name)
             if job.disk is None or job.session is not None:  # else it is being opened
@@ -246,12 +243,3 @@ class Admission:
             gone.append(idle.pop(0))
             del others[gone[-1]]
         return gone
-
-
-def failed(error: Exception) -> KvkeepError:
-    """Return the error that clients get for an unexpected one: the type only, never the message, which may quote a
-    prompt or a path. The original error is the ``__cause__``; the log has its place."""
-    log.error("An answer failed: %s", place_of(error))
-    found = KvkeepError(f"The answer failed with an internal error ({type(error).__name__}).")
-    found.__cause__ = error
-    return found

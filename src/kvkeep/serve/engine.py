@@ -5,8 +5,9 @@ The thread owns the model, and every session its cache. With the same sampling, 
 other sessions, blocks are stored after their answers (:mod:`~kvkeep.serve.session_storage`).
 
 **Faults.** If a session's cache, sampling or listener raises, its answer ends with an error, and the session
-continues from its last complete step. If a packed pass runs out of memory or raises another RuntimeError of torch, the
-answers in it end. Any other error ends the thread, and with it the server's process: a lost device
+continues from its last complete step. If a packed pass raises a RuntimeError of torch, the answers in it end; if it
+runs out of memory, those end that cannot be read in a pass of their own. If memory runs out outside of a pass, all
+running answers end. Any other error ends the thread, and with it the server's process: a lost device
 (``torch.AcceleratorError``), other errors of the model in a packed pass, and errors of the engine itself.
 """
 
@@ -20,20 +21,25 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
+from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of, ran_out_of_memory, release
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
+from kvkeep.native.library import trim_memory
+from kvkeep.native.room import has_room
+from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
-from kvkeep.serve.admission import Admission, failed
+from kvkeep.serve.admission import Admission
 from kvkeep.serve.arbiter import Arbiter, peak_bytes
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
@@ -49,8 +55,14 @@ WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
 UNDECIDED = 64
 """The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
+ROOM_BYTES = 16 << 20
+"""The memory that the process can still get when a step begins."""
 WARM_UP_TOKENS = 8
 """The number of tokens of the prompt and of the answer that are made before the first request."""
+
+
+_DONE: Future[None] = Future()
+_DONE.set_result(None)
 
 
 class Watch:
@@ -257,7 +269,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self.step(wait=True):
+            limit_threads()
+            while self._survived_step():
                 pass
         except BaseException as error:
             self.fault = error
@@ -275,6 +288,29 @@ class Engine:
             self._report_saved()
 
     # -- in the engine's thread -----------------------------------------------------------------------
+
+    def _survived_step(self) -> bool:
+        """Take a step. If memory runs out outside of any answer, end all running ones: some may have read tokens that
+        they do not know of."""
+        try:
+            return self.step(wait=True)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            release(error)
+            trim_memory()
+            for job in [job for job in self.running if job.answer is not None]:
+                try:
+                    self._fail(job, job.failure(error))
+                except MemoryError:  # again: nothing of the answer is kept
+                    self.running.remove(job)
+                    assert job.session is not None
+                    job.session.past.cache.reset()
+                    self.sessions.leave(job.session, stay=False)
+                    job.end(job.failure(error))
+            return True
 
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
@@ -339,10 +375,11 @@ class Engine:
             except Exception as error:
                 self.running.remove(job)
                 self.sessions.leave(job.session, stay=False)
-                job.end(error if isinstance(error, KvkeepError) else failed(error))
+                job.end(job.failure(error))
 
     def _read(self) -> None:
         """Run a step of the scheduler, and pass each answer its result."""
+        self._keep_room()
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
@@ -353,14 +390,26 @@ class Engine:
             written = len(answer.tokens)
             try:
                 complete = result.scheduled.give(result.logits)
-            except KvkeepError as error:
-                self._fail(job, error)
             except Exception as error:
-                self._fail(job, failed(error))
+                self._fail(job, job.failure(error))
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
             self._wrote(job, len(answer.tokens) - written, not written)
+
+    def _keep_room(self) -> None:
+        """If the process has next to no memory left, evict idle sessions, and end the answer that began last: small
+        allocations that fail would end the process within libraries."""
+        if has_room(ROOM_BYTES):
+            return
+        trim_memory()
+        for session in self.sessions.idle():
+            if has_room(ROOM_BYTES):
+                return
+            self.sessions.park(session)
+        answered = [job for job in self.running if job.answer is not None]
+        if answered and not has_room(ROOM_BYTES):
+            self._fail(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
 
     def _wrote(self, job: Job, tokens: int, first: bool) -> None:
         """Report the new tokens of an answer to the watch."""
@@ -374,8 +423,12 @@ class Engine:
         tokens, fresh = tuple(answer.tokens), len(job.ask.prompt) - answer.known
         assert job.session is not None
         cache = job.session.cache
-        counts = answer.known, fresh, len(tokens), cache.exact_part, cache.lost_tokens
-        self._save(job, Finished(reason, answer.text, tokens, *counts))
+        try:
+            counts = answer.known, fresh, len(tokens), cache.exact_part, cache.lost_tokens
+            last: Event = Finished(reason, answer.text, tokens, *counts)
+        except MemoryError as error:
+            last = job.failure(error)
+        self._save(job, last)
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a failed job, and restore its session as far as possible."""
@@ -384,8 +437,9 @@ class Engine:
 
     def _halted(self, job: Job) -> Answer:
         """Remove a job from the running ones, and restore its session to the last complete step."""
-        self.running.remove(job)
-        return job.halt(self.scheduler)
+        answer = job.halt(self.scheduler)
+        self.running.remove(job)  # afterwards: a job in neither list would never end
+        return answer
 
     def _save(self, job: Job, last: Event) -> None:
         """Report the last event of a job; of a named session, after its turn is saved."""
@@ -394,12 +448,19 @@ class Engine:
         if session.name is None:
             reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            if reusable and self.sessions.storage.stores_beginnings(session):
-                self.sessions.keep(session)
-            else:
-                self.sessions.leave(session, stay=reusable and can_share(session))
+            try:
+                if reusable and self.sessions.storage.stores_beginnings(session):
+                    self.sessions.keep(session)
+                else:
+                    self.sessions.leave(session, stay=reusable and can_share(session))
+            except MemoryError:
+                self.sessions.leave(session, stay=False)
             return
-        job.last, job.disk = last, self.sessions.storage.save(session)
+        try:
+            job.last, job.disk = last, self.sessions.storage.save(session)
+        except MemoryError:
+            session.unsaved = "The last turn is not saved: there was not enough memory."
+            job.disk = _DONE
         self._saving.append(job)
         self._report_saved()
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvkeep.blocks.folder import BlockName
 from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, place_of, ran_out_of_memory
 from kvkeep.serve.session import Name, OpenSession
 
 log = logging.getLogger(__name__)
@@ -137,19 +137,43 @@ class Job:
         return [*self.ask.prompt, *self.answer.tokens][: self.session.cache.get_seq_length()]
 
     def halt(self, scheduler: Scheduler) -> Answer:
-        """Remove the answer from the scheduler, restore the session to the last complete step, and return the
-        answer."""
+        """Remove the answer from the scheduler, restore the session to the last complete step, and return the answer.
+        A lossy session in whose step an error occurred is reset: its text is read again."""
         assert self.session is not None and self.scheduled is not None
         past, answer = self.session.past, self.scheduled.answer
         try:
             with suppress(KvkeepError):  # a session that cannot be restored is reset below
                 scheduler.remove(self.scheduled)
             past.recover(answer.known)
+            if self.session.cache.stream.undone and not self.session.cache.crops:  # entries may be missing
+                past.cache.reset()
+                self.session.emptied = True
+            self.session.cache.stream.undone = False
         except Exception as error:  # the session then reads its text again
             log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
             past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
+
+    def failure(self, error: Exception) -> KvkeepError:
+        """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
+        message, which may quote a prompt or a path; the log has its place."""
+        if ran_out_of_memory(error):
+            tokens = len(self.ask.prompt)
+            doing = "answering" if self.answer is not None and self.answer.tokens else "reading the prompt"
+            found: KvkeepError = OutOfMemory(
+                f"The server ran out of memory while {doing} ({tokens} tokens of prompt); retry later, or start it "
+                "with a smaller --memory."
+            )
+        elif isinstance(error, KvkeepError):
+            return error
+        else:
+            found = KvkeepError(f"The answer failed with an internal error ({type(error).__name__}).")
+        found.__cause__ = error
+        while error.__cause__ is not None:
+            error = error.__cause__  # type: ignore[assignment] # no KeyboardInterrupt is a cause
+        log.error("An answer failed: %s", place_of(error))
+        return found
 
     def tell(self, event: Event) -> None:
         """Call the listener. If it raises, cancel the answer and stop calling it."""

@@ -53,6 +53,8 @@ class OpenSession:
     """A note to the client."""
     unsaved: str | None = None
     """The reason why its last turn is not saved; the next save tries again."""
+    emptied: bool = False
+    """Whether its cache was reset after an error. It then keeps its method, although it has read nothing."""
     followed: bool = False
     """Whether another program has continued the session."""
     used: float = field(default_factory=time.time)

@@ -88,11 +88,12 @@ class SessionPool:
             self.memory.move_to_end(session.key)
 
     def leave(self, session: OpenSession, stay: bool = True) -> None:
-        """Mark a session as idle; remove it if it has read nothing."""
+        """Mark a session as idle; remove it if it has read nothing, unless it had before an error."""
+        stay = stay and (session.away or session.emptied or session.past.cache.get_seq_length() > 0)
         session.busy = session.wanted = False
         session.current = session.stored is None or not self.storage.shared
         session.recount()
-        if not (stay and (session.away or session.past.cache.get_seq_length())):
+        if not stay:
             self.park(session)
 
     def keep(self, session: OpenSession) -> None:
@@ -127,10 +128,10 @@ class SessionPool:
                     note = f"{session.unsaved} It was lost when the session was evicted from memory."
                     self.storage.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
-        self.released_bytes += session.counted[0]
-        if session.stored is not None:
+        if session.stored is not None:  # closed first: no error may leave it locked
             self.parked += not session.away
             self.storage.close(session.stored)
+        self.released_bytes += session.counted[0]
 
     def drop(self, name: Name) -> bool:
         """Remove a session that will be removed from the store; return whether it was in memory. Raises SessionBusy."""

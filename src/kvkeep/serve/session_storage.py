@@ -36,9 +36,11 @@ from kvkeep.errors import (
     SessionUnwritable,
     SessionVersion,
     place_of,
+    ran_out_of_memory,
 )
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
+from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
@@ -74,6 +76,9 @@ class SessionStorage:
         self._writer, self._reader = (
             None if store is None else ThreadPoolExecutor(1, f"kvkeep-store-{name}") for name in ("writer", "reader")
         )
+        for thread in (self._writer, self._reader):
+            if thread is not None:
+                thread.submit(begin_thread).result()
         self._futures: list[Future[Any]] = []
         self._close_lock = threading.Lock()
         self._problem: str | None = None  # why blocks were not stored last time
@@ -133,6 +138,7 @@ class SessionStorage:
             assert session.name is not None
             session.followed = isinstance(error, SessionBusy)
             known = self._without_path(session.name, error) if isinstance(error, KvkeepError) else type(error).__name__
+            known = "there was not enough memory." if ran_out_of_memory(error) else known
             session.unsaved = f"The last turn is not saved: {known}"
             log.warning("The last turn is not saved: %s", error)
         else:
@@ -211,7 +217,10 @@ class SessionStorage:
     def _queue(self, thread: ThreadPoolExecutor | None, work: Callable[[], T]) -> Future[T]:
         if thread is None:
             return _done(work)
-        future = thread.submit(work)
+        try:
+            future = thread.submit(work)
+        except (MemoryError, RuntimeError):  # its thread cannot be started
+            return _done(work)
         self._futures = [*filter(lambda one: not one.done(), self._futures), future]
         future.add_done_callback(lambda _: self.wake())  # after completion, so that the waking thread finds it done
         return future

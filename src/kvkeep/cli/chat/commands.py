@@ -13,6 +13,7 @@ from kvkeep.cli.chat import answering, context_limit
 from kvkeep.cli.chat.saving import transcript
 from kvkeep.cli.chat.state import Attachment, Chat, Leave
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
+from kvkeep.decode.encoding import encoding
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, reason_of, unknown
 from kvkeep.policies.methods import STOCK, names
@@ -81,7 +82,8 @@ def _file(chat: Chat, rest: str) -> None:
         return
     path, question = _path_and_question(rest)
     text = read_text(path)
-    tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    with encoding(text):
+        tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if question:
         answering.ask(chat, question, Attachment(path, text))
         return

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvkeep.cli import out_of_memory
 from kvkeep.cli.chat import answering, commands
 from kvkeep.cli.chat.state import Chat, Leave
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, ran_out_of_memory
 
 _NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."
 
@@ -44,10 +43,10 @@ def _line(chat: Chat) -> bool:
         return False
     except KeyboardInterrupt:
         chat.screen.note("Ctrl-D or /exit leaves.")
-    except (KvkeepError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, KvkeepError) and not out_of_memory(error):
+    except Exception as error:
+        if not isinstance(error, KvkeepError) and not ran_out_of_memory(error):
             raise
-        sentence = str(error) if isinstance(error, KvkeepError) else _NO_MEMORY
+        sentence = _NO_MEMORY if ran_out_of_memory(error) else str(error)
         chat.screen.note(sentence)
         chat.fail(line, sentence)
     return True

@@ -79,13 +79,17 @@ def _stop_on_signals(server: HTTPServer, engine: Engine, grace: float) -> None:
         engine.join()
         server.should_exit = True
 
+    requested = threading.Event()
+
     def stop_engine() -> None:
+        requested.wait()
         note(f"stopping: running answers have {grace:g} s to finish")
         engine.stop(grace)
 
     def handle(*_: Any) -> None:
-        threading.Thread(target=stop_engine, daemon=True).start()
+        requested.set()
 
+    for wait in (stop_server, stop_engine):  # started now: later there may be no memory for a thread
+        threading.Thread(target=wait, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    threading.Thread(target=stop_server, daemon=True).start()

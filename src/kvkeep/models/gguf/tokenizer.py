@@ -20,17 +20,20 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, out_of_memory
 from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.merges import listed_merges, merges_by_score
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.templates import templates_of
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
 from kvkeep.models.tokenizer_files import check_names
+from kvkeep.native.room import has_room
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
 
 _SPACE = "▁"
+_TOKEN_BYTES, _LEAST_BYTES = 1600, 32 << 20
+"""Memory that building a tokenizer takes at most: for each token (measured: 1,200 with 262,144 tokens), and beyond."""
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 """Types of tokens whose names are text where special tokens are not parsed."""
 
@@ -46,6 +49,9 @@ def tokenizer_of(keys: FileKeys, pre: str | None = None) -> PreTrainedTokenizerF
 
 def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a file whose vocabulary was read."""
+    count = len(vocabulary.ids)
+    if not has_room(_LEAST_BYTES + _TOKEN_BYTES * count):  # the library itself would end the process
+        raise out_of_memory(f"a tokenizer of {count:,} tokens")
     splits = vocabulary.kind.pre
     built = _with_merges(keys, vocabulary, splits) if splits else _with_scores(keys, vocabulary)
     added = list(_added(keys, vocabulary))

@@ -15,12 +15,14 @@ from kvkeep.errors import (
     BudgetError,
     EntriesLost,
     KvkeepError,
+    OutOfMemory,
     SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
     StoreError,
     UsageError,
+    ran_out_of_memory,
 )
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import EngineStopping, PromptTooLong, QueueFull, SessionMismatch
@@ -28,6 +30,7 @@ from kvkeep.serve.job import EngineStopping, PromptTooLong, QueueFull, SessionMi
 FAILED = "failed"
 """The code of an error that the client did not cause."""
 
+_NO_MEMORY = "The server ran out of memory while reading the request; retry later, or send a shorter one."
 _TYPES = ("str", "int")
 _OBJECTS = {"dict_type", "model_type", "model_attributes_type"}
 _EXPECTED = dict.fromkeys(_OBJECTS, "an object") | {
@@ -62,6 +65,9 @@ def api_error(error: Exception) -> APIError:
     """Return the client's error for any exception."""
     if isinstance(error, APIError):
         return error
+    if ran_out_of_memory(error):
+        sentence = str(error) if isinstance(error, OutOfMemory) else _NO_MEMORY
+        return APIError(503, sentence, "out_of_memory")
     if isinstance(error, AnyHTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return APIError(error.status_code, f"{error.detail}.", code, headers=error.headers)

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
+from kvkeep.native.room import has_room
 from kvkeep.serve.http.body import check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
@@ -21,6 +22,10 @@ from kvkeep.serve.http.request_memory import RequestMemory
 PUBLIC_PATHS = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE_PREFIX = "/page/"
 """The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
+
+ROOM_BYTES = 32 << 20
+"""The memory that the process can still get when a request is read: parsing a body of the largest size takes no more,
+and the library that does it ends the process where memory is short."""
 
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("kvkeep.requests")
@@ -61,6 +66,8 @@ class RequestMiddleware:
         try:
             self._authorize(scope)
             check_headers(scope)
+            if scope["path"] not in PUBLIC_PATHS and not has_room(ROOM_BYTES):
+                raise MemoryError
             await self.app(scope, limit_body(receive, hold), send_with_id)
         except Exception as error:
             if not isinstance(error, APIError):
