@@ -15,7 +15,6 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -33,8 +32,6 @@ SUFFIX = ".block"
 LEDGER = "bytes"
 """Name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
-THREADS = 4
-"""Threads that read blocks."""
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 SKEW_NS = 86400 * 10**9
@@ -131,15 +128,13 @@ class BlockFolder:
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
-        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one.
-        Several threads read, and compare checksums."""
+        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one."""
         blocks: list[dict[str, Tensor]] = []
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            for future in [threads.submit(self.read, name, home) for name in names]:
-                try:
-                    blocks.append(future.result())
-                except StoreError as error:
-                    return blocks, error
+        for name in names:
+            try:
+                blocks.append(self.read(name, home))
+            except StoreError as error:
+                return blocks, error
         return blocks, None
 
     def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:

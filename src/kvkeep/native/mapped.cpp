@@ -32,7 +32,7 @@ std::atomic<int64_t> used{0};  // places that were ever in use
 std::atomic<int64_t> lost_files{0};
 std::mutex changes;
 struct sigaction before;
-bool handling = false;
+std::atomic<bool> passed_on{false};
 
 File* file_of(uintptr_t address) {
   for (int64_t i = 0; i < used.load(); ++i) {
@@ -52,20 +52,25 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
       return;
     }
   }
-  if (before.sa_flags & SA_SIGINFO) before.sa_sigaction(number, info, context);
-  else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) before.sa_handler(number);
+  const bool again = passed_on.exchange(true);  // the other handler may lead back here
+  if (!again && before.sa_flags & SA_SIGINFO) before.sa_sigaction(number, info, context);
+  else if (!again && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) before.sa_handler(number);
   else {
-    sigaction(SIGBUS, &before, nullptr);
+    signal(SIGBUS, SIG_DFL);
     if (info->si_code <= 0) raise(SIGBUS);  // sent by a process; a read is repeated, and ends this one
   }
 }
 
+// Installs the handler, also where another library has installed its own since.
 bool handle() {
-  struct sigaction action = {};
+  struct sigaction action = {}, present = {};
+  if (sigaction(SIGBUS, nullptr, &present)) return false;
+  if (present.sa_flags & SA_SIGINFO && present.sa_sigaction == on_bus_error) return true;
   action.sa_sigaction = on_bus_error;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
   sigemptyset(&action.sa_mask);
-  return handling || (handling = !sigaction(SIGBUS, &action, &before));
+  before = present;
+  return !sigaction(SIGBUS, &action, nullptr);
 }
 
 constexpr int64_t COLUMNS = 8;

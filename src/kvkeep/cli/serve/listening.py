@@ -15,6 +15,7 @@ from kvkeep.cli.serve.address import Address
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.http.connection import uvicorn_config
 from kvkeep.serve.http.starting import StartingApp
+from kvkeep.serve.http.workers import start_workers
 
 POLL_S = 0.01
 """Seconds between checks whether the server listens."""
@@ -37,6 +38,11 @@ class HTTPServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Install no handlers: the command handles signals, so that answers end before connections."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the worker threads, and listen."""
+        start_workers()
+        await super().startup(sockets)
 
     def start(self) -> None:
         """Start the thread; return when the server accepts requests. Raises KvkeepError if that fails."""

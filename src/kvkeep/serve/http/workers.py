@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -12,7 +13,21 @@ from kvkeep.native.library import trim_memory
 T = TypeVar("T")
 LARGE_BYTES = 64_000
 """Bytes of a body from which on it counts as large."""
+WORKERS = 6
+"""Threads for all other work."""
 _LARGE = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-large")
+
+
+def start_workers() -> None:
+    """Start all worker threads of the running event loop. Later, when memory is short, a thread may end before it has
+    begun, and Python waits for it without end."""
+    others = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvkeep-worker")
+    for pool, count in ((_LARGE, 1), (others, WORKERS)):
+        all_there = threading.Barrier(count + 1)
+        for _ in range(count):
+            pool.submit(all_there.wait)
+        all_there.wait()
+    asyncio.get_running_loop().set_default_executor(others)
 
 
 async def in_worker(size: int, call: Callable[..., T], *given: Any) -> T:
