@@ -156,6 +156,7 @@ def copied(cache: Any) -> Any:
                 copies[name].adopt(block)
         for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
             copies[name].append(piece)
+    cache.stream.disk.check()
     return twin
 
 
@@ -188,6 +189,7 @@ def begun(cache: Any, length: int) -> Any:
     for other in _copy_windows(cache, twin):
         if surplus:
             other.crop(-surplus)
+    cache.stream.disk.check()
     return twin
 
 

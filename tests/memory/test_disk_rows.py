@@ -19,7 +19,7 @@ from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost
 from kvkeep.memory import places
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import PagedRows
+from kvkeep.memory.rows import Buffer, PagedRows, Ring
 from kvkeep.native import library
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -150,6 +150,28 @@ def test_a_disk_that_fails_within_a_pass_fails_the_pass_and_all_after_it(
     cache.reset()
     step(model(), cache, IDS[:, :530])
     assert torch.equal(next_logits(cache), next_logits(filled(method, tmp_path)))
+
+
+@pytest.mark.parametrize("act", ["grow", "crop", "select", "ring"])
+def test_rows_that_are_copied_from_a_lost_file_are_not_taken_for_good(
+    act: str, tmp_path: Path, opened: list[int]
+) -> None:
+    """After the copy the file is freed, and nobody would know of it."""
+    home = Disk(tmp_path)
+    rows: Any = {"grow": Buffer(4, home=home), "ring": Ring(64, home, 4)}.get(act) or PagedRows(home, 4, 8)
+    rows.append(torch.randn(2, 22, 6))
+    if act == "crop":
+        rows.freeze(20)
+    for descriptor in opened:
+        cut_short(descriptor)
+    with pytest.raises(EntriesLost):
+        if act == "crop":
+            rows.truncate(17)
+        elif act == "select":
+            rows.select(torch.tensor([1]))
+        else:
+            rows.append(torch.randn(2, 30, 6))
+    assert rows.damaged(compare=False)
 
 
 def test_every_changed_word_of_a_complete_block_is_noticed(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, entry_forms, forms
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
-from kvkeep.errors import StoreError
+from kvkeep.errors import EntriesLost, StoreError
+from kvkeep.memory.disk_rows import check_read
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK
 
@@ -87,6 +88,11 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
             break
     state = _last_state(folder, names, blocks) if cache.stream.moving else {}
     fill(cache, blocks, state)
+    try:
+        check_read(*(tensor for block in blocks for tensor in block.values()))
+    except EntriesLost as error:
+        log.warning("A prompt is read from its first token on: %s", error)
+        cache.reset()
     return cache.get_seq_length()
 
 

@@ -50,6 +50,7 @@ from kvkeep.errors import (
     out_of_memory,
     ran_out_of_memory,
 )
+from kvkeep.memory.disk_rows import check_read
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
@@ -327,6 +328,7 @@ class StoredSession(Reference):
             state = folder.read(self.block(about["state"]))
             folder.use([*names, self.block(about["state"])])
             self._fill(cache, about, ids, blocks, state)
+            check_read(*(tensor for block in blocks for tensor in block.values()))
         except (StoreError, ShapeError) as error:
             if ran_out_of_memory(error):  # reading the text again may give a lossy cache other entries
                 raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error

@@ -72,6 +72,12 @@ def lost(tensors: Iterable[Tensor | None]) -> bool:
     return any(tensor is not None and library.is_lost(tensor.data_ptr()) for tensor in tensors)
 
 
+def check_read(*tensors: Tensor | None) -> None:
+    """Raise EntriesLost if one of ``tensors``, which were just copied and may be freed now, could not be read."""
+    if library.lost_files() and lost(tensors):
+        raise EntriesLost(LOST)
+
+
 class DiskRows(Protocol):
     """Rows that may lie on disk."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvkeep.memory.disk_rows import check_read
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS, PagedRows
 
@@ -38,6 +39,7 @@ class RecentPages(PagedRows):
         while self._allocated - self.first > self.capacity - self.smallest - self._unit:
             if not self.first:
                 self.beginning.append(self.pages[0][..., : self.smallest, :])
+                check_read(self.pages[0])
             self.first += self._unit
             while self.starts[0] < self.first:
                 del self.pages[0], self.starts[0]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import EntriesLost
-from kvkeep.memory.disk_rows import LOST, Digests, checked, lost
+from kvkeep.memory.disk_rows import LOST, Digests, check_read, checked, lost
 from kvkeep.memory.places import Place
 
 BLOCK = 256
@@ -70,6 +70,7 @@ def selected(data: Tensor, index: Tensor, home: Place | None = None, writable: b
     """Pick ``index`` along the batch: in place where the shape still fits and the tensor is ``writable``, else in
     new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
+    check_read(data)
     if writable and data.shape == picked.shape:
         return data.copy_(picked)
     return picked if home is None else home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
@@ -142,6 +143,7 @@ class Buffer(_OneTensor):
             grown = rows.new_empty(shape) if self.home is None else self.home.allocate(shape, rows.dtype)
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
+            check_read(self.data)
         self.data = grown
 
     def advance(self) -> None:
@@ -203,6 +205,7 @@ class Ring(_OneTensor):
         grown = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
         if self.data is not None:
             grown[..., :allocated, :] = self.data
+            check_read(self.data)
         self.data = grown
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -394,7 +397,9 @@ class PagedRows:
         if self.length < self._fixed:
             if self.length < self._allocated:  # other stores read the last page, and this one will write to it
                 page = self.pages[-1]
-                self.pages[-1] = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
+                own = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
+                check_read(page)
+                self.pages[-1] = own
                 self.changes += 1
             self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 
