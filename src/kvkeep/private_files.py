@@ -7,10 +7,12 @@ that names its kind: it is neither followed nor opened nor waited for. So is a l
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from kvkeep.files import lock
 
@@ -112,9 +114,18 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return handle
 
 
+def as_file(handle: int, mode: str) -> IO[bytes]:
+    """Return the unbuffered file of a descriptor, which is closed with it, also where this raises OSError."""
+    try:
+        return io.FileIO(handle, mode)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
 def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
     """Return the content of a file. Raises OSError, also for one of more than ``limit`` bytes, which is not read."""
-    with os.fdopen(open_file(path), "rb") as file:
+    with as_file(open_file(path), "r") as file:
         content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
     if content is None or len(content) > limit:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))

@@ -26,7 +26,7 @@ from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
 from kvkeep.files import is_temporary, sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
+from kvkeep.private_files import as_file, check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
 
 SUFFIX = ".block"
 LEDGER = "bytes"
@@ -117,7 +117,7 @@ class BlockFolder:
 
     def content(self, name: BlockName) -> bytearray:
         """Return the bytes of a block's file. Raises OSError."""
-        with os.fdopen(open_file(self.path(name)), "rb") as file:
+        with as_file(open_file(self.path(name)), "r") as file:
             return bytearray(file.read())
 
     def check(self, name: BlockName) -> int:
@@ -293,7 +293,7 @@ class BlockFolder:
     @contextmanager
     def _ledger(self) -> Iterator[IO[bytes]]:
         """Lock the folder and yield the file with the total."""
-        with os.fdopen(wait_for_lock(self.folder / LEDGER), "r+b", buffering=0) as file:
+        with as_file(wait_for_lock(self.folder / LEDGER), "r+") as file:
             yield file
 
 
