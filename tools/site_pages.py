@@ -37,6 +37,7 @@ EXPORTED = {
     "Parts of a method": ("register", "Preset", "Selector", "Fate", "EvictedStore", "EntryState", "Recall", "Reader"),
     "Errors": (
         "KvkeepError", "UsageError", "BudgetError", "ModelError", "UnsupportedModelError", "SessionError", "StoreError",
+        "OutOfMemory",
     ),
 }  # fmt: skip
 """The sections of the page of the Python interface, in the order in which one needs them."""

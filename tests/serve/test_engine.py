@@ -337,7 +337,7 @@ def test_nothing_is_drawn_from_logits_that_are_not_numbers() -> None:
     logits = torch.zeros(1, 9)
     assert 0 <= sampler.next(torch.tensor([[1]]), logits) < 9
     logits[0, 3] = torch.nan
-    with pytest.raises(KvkeepError, match="no token can be drawn"):
+    with pytest.raises(KvkeepError, match="no token can be chosen"):
         sampler.next(torch.tensor([[1]]), logits)
 
 

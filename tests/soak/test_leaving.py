@@ -100,7 +100,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
             return any(job.writes for job in engine.running)
 
         def waiting() -> bool:  # unless the first had its whole answer meanwhile
-            return engine.waiting == 1 or not writing()
+            return bool(engine._admission.waiting) or not writing()
 
         for number in range(cycles):  # an answer may end before its client leaves
             if left.places.total() >= cycles:
