@@ -305,7 +305,8 @@ class Engine:
                 try:
                     self._fail(job, job.failure(error))
                 except MemoryError:  # again: nothing of the answer is kept
-                    self.running.remove(job)
+                    if job in self.running:
+                        self.running.remove(job)
                     assert job.session is not None
                     job.session.past.cache.reset()
                     self.sessions.leave(job.session, stay=False)
