@@ -96,6 +96,11 @@ def answer(running: Program, turn: Turn, session: str | None, stream: bool, leav
     return text, tuple(logprobs)
 
 
+def begins(whole: Any, part: Any) -> bool:
+    """Return whether an answer is the first part of another, to the bits of its log-probabilities."""
+    return bool(whole[0].startswith(part[0].rstrip("\ufffd")) and whole[1][: len(part[1])] == part[1])
+
+
 @dataclass
 class World:
     """A server that is disturbed, and what came of it."""
@@ -195,6 +200,9 @@ class World:
             self._asking[number] -= 1
         if found is None:
             self.ended["left by the client"] += 1
+            return False
+        if found != turn.wanted and not self._going.is_set() and begins(turn.wanted, found):
+            self.ended["cut by SIGTERM"] += 1
             return False
         self.ended["right" if found == turn.wanted else "wrong"] += 1
         if found != turn.wanted:
