@@ -302,15 +302,22 @@ class Engine:
             release(error)
             trim_memory()
             for job in [job for job in self.running if job.answer is not None]:
-                try:
-                    self._fail(job, job.failure(error))
-                except MemoryError:  # again: nothing of the answer is kept
-                    self.running.remove(job)
-                    assert job.session is not None
-                    job.session.past.cache.reset()
-                    self.sessions.leave(job.session, stay=False)
-                    job.end(job.failure(error))
+                self._fail_anyway(job, job.failure(error))
             return True
+
+    def _fail_anyway(self, job: Job, error: KvkeepError) -> None:
+        """End a failed job. If memory runs out again meanwhile, nothing of its session is kept."""
+        try:
+            self._fail(job, error)
+        except Exception as again:
+            if not ran_out_of_memory(again):
+                raise
+            if job in self.running:  # else it has ended, or is being saved
+                self.running.remove(job)
+                assert job.session is not None
+                job.session.past.cache.reset()
+                self.sessions.leave(job.session, stay=False)
+                job.end(error)
 
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
@@ -456,8 +463,9 @@ class Engine:
             except MemoryError:
                 self.sessions.leave(session, stay=False)
             return
+        job.last = last
         try:
-            job.last, job.disk = last, self.sessions.storage.save(session)
+            job.disk = self.sessions.storage.save(session)
         except MemoryError:
             session.unsaved = "The last turn is not saved: there was not enough memory."
             job.disk = _DONE
@@ -468,5 +476,7 @@ class Engine:
         for job in [job for job in self._saving if not job.disk_busy]:
             assert job.session is not None and job.last is not None
             self._saving.remove(job)
-            self.sessions.leave(job.session, stay=not job.session.followed)
-            job.end(job.last)
+            try:
+                self.sessions.leave(job.session, stay=not job.session.followed)
+            finally:  # a job in neither list would never end
+                job.end(job.last)
