@@ -379,12 +379,13 @@ def failing_times(count: int, real: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+@pytest.mark.parametrize(("place", "count"), [("step", 2), ("add", 1)])
 def test_memory_that_runs_out_again_while_answers_end_does_not_end_the_engine(
-    started: Engine, monkeypatch: pytest.MonkeyPatch
+    place: str, count: int, started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = waited(Client(started, text(40, 1), 12))
-    monkeypatch.setattr(started.sessions, "leave", failing_times(2, started.sessions.leave))
-    monkeypatch.setattr(started.scheduler, "step", failing_times(1, started.scheduler.step))
+    monkeypatch.setattr(started.sessions, "leave", failing_times(count, started.sessions.leave))
+    monkeypatch.setattr(started.scheduler, place, failing_times(1, getattr(started.scheduler, place)))
     client = Client(started, text(40, 1), 12)
     assert isinstance(waited(client), OutOfMemory)
     assert waited(Client(started, text(40, 1), 12)).tokens == expected.tokens and started.fault is None

@@ -316,8 +316,7 @@ class Engine:
                 self.running.remove(job)
                 assert job.session is not None
                 job.session.past.cache.reset()
-                self.sessions.leave(job.session, stay=False)
-                job.end(error)
+                self._leave(job, error, stay=False)
 
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
@@ -381,8 +380,7 @@ class Engine:
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:
                 self.running.remove(job)
-                self.sessions.leave(job.session, stay=False)
-                job.end(job.failure(error))
+                self._leave(job, job.failure(error), stay=False)
 
     def _read(self) -> None:
         """Run a step of the scheduler, and pass each answer its result."""
@@ -476,7 +474,12 @@ class Engine:
         for job in [job for job in self._saving if not job.disk_busy]:
             assert job.session is not None and job.last is not None
             self._saving.remove(job)
-            try:
-                self.sessions.leave(job.session, stay=not job.session.followed)
-            finally:  # a job in neither list would never end
-                job.end(job.last)
+            self._leave(job, job.last, stay=not job.session.followed)
+
+    def _leave(self, job: Job, last: Event, stay: bool) -> None:
+        """Mark the session of a job as idle, and report the job's last event, also if memory runs out meanwhile."""
+        assert job.session is not None
+        try:
+            self.sessions.leave(job.session, stay)
+        finally:  # a job in no list would never end
+            job.end(last)
