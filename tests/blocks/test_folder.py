@@ -252,6 +252,15 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
     assert same(folder.read(name(0)), block(0))
 
 
+def test_a_folder_that_is_removed_keeps_a_link_with_the_name_of_a_block(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 10, 2)
+    link = folder.path(name(7))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    folder.remove_folder()
+    assert link.is_symlink() and not folder.has(name(0)) and not (folder.folder / LEDGER).exists()
+
+
 def test_a_description_of_infinite_length_is_damage(tmp_path: Path) -> None:
     folder = filled(tmp_path, 10, 1)
     description = b'{"bytes": Infinity}'
