@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from forked import started
 from torch import Tensor
 
 from kvkeep.blocks import block_file
-from kvkeep.blocks.block_file import encode
+from kvkeep.blocks.block_file import HEADER, MAGIC, encode
 from kvkeep.blocks.folder import LEDGER, BlockFolder, BlockName
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
 from kvkeep.memory.places import Device, place
@@ -249,6 +250,24 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
         with pytest.raises(BlockMissing, match="input/output error"):
             folder.read(name(0))
     assert same(folder.read(name(0)), block(0))
+
+
+def test_a_folder_that_is_removed_keeps_a_link_with_the_name_of_a_block(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 10, 2)
+    link = folder.path(name(7))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    folder.remove_folder()
+    assert link.is_symlink() and not folder.has(name(0)) and not (folder.folder / LEDGER).exists()
+
+
+def test_a_description_of_infinite_length_is_damage(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 10, 1)
+    description = b'{"bytes": Infinity}'
+    header = HEADER.pack(MAGIC, len(description), zlib.crc32(description))
+    folder.path(name(0)).write_bytes(header + description)
+    with pytest.raises(BlockDamaged, match="another description"):
+        folder.read(name(0))
 
 
 def test_it_needs_no_transformers() -> None:

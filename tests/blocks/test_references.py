@@ -181,3 +181,20 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeyp
             Reference(tmp_path / "s", writing=True)
         first.commit({"turn": 1})
     assert content(tmp_path / "s") == {"turn": 1}
+
+
+def test_a_save_that_finds_no_memory_as_it_is_compared_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reference(tmp_path / "talk", writing=True) as reference:
+        with monkeypatch.context() as patch:
+
+            def failing(*_: object) -> bool:
+                raise MemoryError
+
+            patch.setattr(Reference, "_overtaken", failing)
+            with pytest.raises(MemoryError):
+                reference.commit({"turn": 1})
+        reference.commit({"turn": 2})
+    with Reference(tmp_path / "talk") as reference:
+        assert reference.about == {"turn": 2}

@@ -18,6 +18,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost
 from kvkeep.memory import places
+from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.places import Disk
 from kvkeep.memory.rows import Buffer, PagedRows, Ring
 from kvkeep.native import library
@@ -196,3 +197,23 @@ def test_every_changed_word_of_a_complete_block_is_noticed(tmp_path: Path) -> No
             page.copy_(changed[number])
     rows.select(torch.tensor([1, 1, 0]))
     assert not rows.damaged(compare=True)
+
+
+def test_a_check_for_which_there_is_no_memory_is_made_again(tmp_path: Path, opened: list[int]) -> None:
+    rows = PagedRows(Disk(tmp_path), 4, 8)
+    rows.append(torch.randn(2, 8, 6))
+    found: list[Any] = [MemoryError, [rows]]
+
+    def given() -> Any:
+        one = found.pop(0)
+        if one is MemoryError:
+            raise one
+        return one
+
+    checks = DiskChecks(given)
+    cut_short(opened[0])
+    float(rows.pages[0].sum())
+    with pytest.raises(MemoryError):
+        checks.check()
+    with pytest.raises(EntriesLost):
+        checks.check()

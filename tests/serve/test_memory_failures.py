@@ -35,6 +35,7 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.native import room, threads
 from kvkeep.serve import engine as serving
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http import workers
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.job import Finished
 
@@ -363,6 +364,61 @@ def test_memory_that_runs_out_anywhere_in_a_step_does_not_end_the_engine(
     assert isinstance(found, OutOfMemory) and re.search("ran out of memory while .*40 tokens of prompt", str(found))
     again = waited(Client(started, text(40, 1), 12))
     assert isinstance(again, Finished) and again.tokens == expected.tokens and started.fault is None
+
+
+def failing_times(count: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """``real``, whose first ``count`` calls find no memory."""
+    left = [None] * count
+
+    def called(*given: Any, **named: Any) -> Any:
+        if left:
+            left.pop()
+            raise MemoryError
+        return real(*given, **named)
+
+    return called
+
+
+@pytest.mark.parametrize(("place", "count"), [("step", 2), ("add", 1)])
+def test_memory_that_runs_out_again_while_answers_end_does_not_end_the_engine(
+    place: str, count: int, started: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = waited(Client(started, text(40, 1), 12))
+    monkeypatch.setattr(started.sessions, "leave", failing_times(count, started.sessions.leave))
+    monkeypatch.setattr(started.scheduler, place, failing_times(1, getattr(started.scheduler, place)))
+    client = Client(started, text(40, 1), 12)
+    assert isinstance(waited(client), OutOfMemory)
+    assert waited(Client(started, text(40, 1), 12)).tokens == expected.tokens and started.fault is None
+    assert len([event for event in client.events if isinstance(event, OutOfMemory)]) == 1
+
+
+@pytest.mark.parametrize("place", ["storage.save", "leave"])
+def test_an_answer_whose_save_finds_no_memory_ends(
+    place: str, started: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = started.sessions.storage if place == "storage.save" else started.sessions
+    name = place.rpartition(".")[2]
+    monkeypatch.setattr(owner, name, failing_times(1, getattr(owner, name)))
+    assert isinstance(waited(Client(started, text(40, 1), 12, name=("me", "talk"))), Finished)
+    assert isinstance(waited(Client(started, text(40, 1), 12)), Finished) and started.fault is None
+
+
+def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end, the process would wait for them."""
+    before, start, started = threading.active_count(), threading.Thread.start, list[threading.Thread]()
+
+    def limited_start(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        workers.start_workers()
+    for thread in started[1:]:  # the first one is kept for large bodies
+        thread.join(10)
+    assert threading.active_count() <= before + 1
 
 
 def test_with_next_to_no_memory_the_newest_answer_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:

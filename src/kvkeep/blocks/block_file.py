@@ -112,7 +112,7 @@ def length_of(file: BinaryIO) -> int:
     about, start = _description(file.read(HEADER.size), file.read)
     try:
         return start + int(about["bytes"])
-    except (LookupError, ValueError, TypeError) as error:
+    except (LookupError, ValueError, TypeError, OverflowError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 

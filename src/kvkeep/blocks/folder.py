@@ -201,10 +201,9 @@ class BlockFolder:
 
     def remove_folder(self) -> None:
         """Remove all blocks, and the folder unless it has other files. Raises OSError."""
-        for path in [*self._paths()]:
-            os.unlink(path)
-        if is_file(self.folder / LEDGER):
-            (self.folder / LEDGER).unlink()
+        for path in [*map(Path, self._paths()), self.folder / LEDGER]:
+            if is_file(path):  # and no link, which is another's
+                path.unlink(missing_ok=True)
         for folder, _, _ in [*os.walk(self.folder, topdown=False)]:
             with suppress(OSError):  # it has other files
                 os.rmdir(folder)

@@ -118,13 +118,11 @@ class Reference:
             raise self._followed() from error
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        if self._overtaken(number):
-            with suppress(OSError):
-                target.unlink()
-            raise self._followed()
         try:
+            if self._overtaken(number):
+                raise self._followed()
             self._take(number, data)
-        except MemoryError:  # a generation that this program does not know would look like another program's
+        except (SessionBusy, MemoryError):  # a generation that this program does not know would look like another's
             with suppress(OSError):
                 target.unlink()
             raise
@@ -184,11 +182,12 @@ class Reference:
 
     def _open(self) -> None:
         try:
-            self._make_folder()
+            if self._shared:
+                return self._make_folder()
             for _ in range(100):
-                if self._shared or self._lock is not None:
-                    return
                 self._lock = self._locked()
+                if self._lock is not None:
+                    return None
             raise OSError(errno.EAGAIN, "it changes all the time")
         except OSError as error:
             raise unwritable(self.folder, error) from error

@@ -98,8 +98,8 @@ class DiskChecks:
         then raised always."""
         files = library.lost_files()
         if (compare or files != self._seen) and not self._lost:
-            self._seen = files
             self._lost = any(rows.damaged(compare) for rows in self._rows())
+            self._seen = files
         if self._lost:
             raise EntriesLost(LOST)
 

@@ -100,7 +100,7 @@ class Disk:
         except FileNotFoundError:  # someone has removed the folder
             if self.folder != cache_folder() / "checkpoints":
                 raise
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             return tempfile.TemporaryFile(dir=self.folder)
 
     def _mapped(self, file: IO[bytes], size: int, dtype: torch.dtype) -> Tensor:

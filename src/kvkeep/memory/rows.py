@@ -397,9 +397,9 @@ class PagedRows:
         if self.length < self._fixed:
             if self.length < self._allocated:  # other stores read the last page, and this one will write to it
                 page = self.pages[-1]
-                own = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
+                copied = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
                 check_read(page)
-                self.pages[-1] = own
+                self.pages[-1] = copied
                 self.changes += 1
             self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 

@@ -163,8 +163,8 @@ struct Work {
   // Whether tasks are blocks, because parts of the rows of a lane are too few for all threads.
   bool by_blocks() const { return mixes <= size_t(MAX_MIXES_BYTES) && parts < 4 * kv_threads() && blocks > 1; }
   void end() const {
+    needs.add(KV_SCRATCH_TASKS, parts * int64_t(sizeof(PartTask)));  // always: in a team, there may be fewer threads
     if (by_blocks()) needs.add(KV_SCRATCH_BLOCKS, int64_t(mixes));
-    else needs.add(KV_SCRATCH_TASKS, parts * int64_t(sizeof(PartTask)));
   }
 };
 

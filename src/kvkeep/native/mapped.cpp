@@ -47,10 +47,8 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
   if (file) {
     void* start = (void*)file->start.load();
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-    if (mmap(start, file->bytes.load(), PROT_READ | PROT_WRITE, flags, -1, 0) == start) {
-      if (!file->lost.exchange(1)) lost_files.fetch_add(1);
-      return;
-    }
+    if (!file->lost.exchange(1)) lost_files.fetch_add(1);  // before another thread can read the zeros
+    if (mmap(start, file->bytes.load(), PROT_READ | PROT_WRITE, flags, -1, 0) == start) return;
   }
   const bool again = passed_on.exchange(true);  // the other handler may lead back here
   if (!again && before.sa_flags & SA_SIGINFO) before.sa_sigaction(number, info, context);
@@ -59,6 +57,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
     signal(SIGBUS, SIG_DFL);
     if (info->si_code <= 0) raise(SIGBUS);  // sent by a process; a read is repeated, and ends this one
   }
+  if (!again) passed_on.store(false);
 }
 
 // Installs the handler, also where another library has installed its own since.
@@ -119,8 +118,8 @@ void kvkeep_unmap_file(void* start) {
   std::lock_guard<std::mutex> lock(changes);
   for (int64_t i = 0; i < used.load(); ++i) {
     if (files[i].start.load() == (uintptr_t)start) {
+      files[i].start.store(0);  // first: another mapping may get this address at once
       munmap(start, files[i].bytes.load());
-      files[i].start.store(0);
       return;
     }
   }

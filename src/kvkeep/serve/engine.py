@@ -302,16 +302,21 @@ class Engine:
             release(error)
             trim_memory()
             for job in [job for job in self.running if job.answer is not None]:
-                try:
-                    self._fail(job, job.failure(error))
-                except MemoryError:  # again: nothing of the answer is kept
-                    if job in self.running:
-                        self.running.remove(job)
-                    assert job.session is not None
-                    job.session.past.cache.reset()
-                    self.sessions.leave(job.session, stay=False)
-                    job.end(job.failure(error))
+                self._fail_anyway(job, job.failure(error))
             return True
+
+    def _fail_anyway(self, job: Job, error: KvkeepError) -> None:
+        """End a failed job. If memory runs out again meanwhile, nothing of its session is kept."""
+        try:
+            self._fail(job, error)
+        except Exception as again:
+            if not ran_out_of_memory(again):
+                raise
+            if job in self.running:  # else it has ended, or is being saved
+                self.running.remove(job)
+                assert job.session is not None
+                job.session.past.cache.reset()
+                self._leave(job, error, stay=False)
 
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
@@ -375,8 +380,7 @@ class Engine:
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:
                 self.running.remove(job)
-                self.sessions.leave(job.session, stay=False)
-                job.end(job.failure(error))
+                self._leave(job, job.failure(error), stay=False)
 
     def _read(self) -> None:
         """Run a step of the scheduler, and pass each answer its result."""
@@ -457,8 +461,9 @@ class Engine:
             except MemoryError:
                 self.sessions.leave(session, stay=False)
             return
+        job.last = last
         try:
-            job.last, job.disk = last, self.sessions.storage.save(session)
+            job.disk = self.sessions.storage.save(session)
         except MemoryError:
             session.unsaved = "The last turn is not saved: there was not enough memory."
             job.disk = _DONE
@@ -469,5 +474,12 @@ class Engine:
         for job in [job for job in self._saving if not job.disk_busy]:
             assert job.session is not None and job.last is not None
             self._saving.remove(job)
-            self.sessions.leave(job.session, stay=not job.session.followed)
-            job.end(job.last)
+            self._leave(job, job.last, stay=not job.session.followed)
+
+    def _leave(self, job: Job, last: Event, stay: bool) -> None:
+        """Mark the session of a job as idle, and report the job's last event, also if memory runs out meanwhile."""
+        assert job.session is not None
+        try:
+            self.sessions.leave(job.session, stay)
+        finally:  # a job in no list would never end
+            job.end(last)

@@ -7,8 +7,8 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
-from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.request_memory import ALWAYS_BYTES, CLOSE, Hold
+from kvkeep.serve.http.errors import CLOSE, APIError
+from kvkeep.serve.http.request_memory import ALWAYS_BYTES, Hold
 
 MAX_BODY_BYTES = 8_000_000
 BODY_TIMEOUT_S = 60.0

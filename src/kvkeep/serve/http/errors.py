@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse
 
 RETRY_AFTER_S = 5
 """``Retry-After`` of 429 and 503."""
+CLOSE = {"Connection": "close"}
+"""The header of a response after which the server closes the connection."""
 MAX_SENTENCE, MAX_PARAM = 1000, 200
 """Characters of an error's sentence and field; they may quote what the client sent."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.errors import CLOSE, APIError
 
 MAX_REQUEST_BYTES = 256_000_000
 """Bytes of all requests together. A larger body than :data:`ALWAYS_BYTES` is refused beyond them."""
@@ -12,8 +12,6 @@ ALWAYS_BYTES = 64_000
 """Bytes of one request that are never refused, so that large bodies of some clients do not lock out the others."""
 BYTES_PER_TOKEN = 36
 """Bytes of a token id of a prompt: a Python integer and its place in a list."""
-CLOSE = {"Connection": "close"}
-"""The header of a response after which the server closes the connection."""
 
 
 class RequestMemory:

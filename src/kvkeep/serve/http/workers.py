@@ -24,8 +24,12 @@ def start_workers() -> None:
     others = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvkeep-worker")
     for pool, count in ((_LARGE, 1), (others, WORKERS)):
         all_there = threading.Barrier(count + 1)
-        for _ in range(count):
-            pool.submit(all_there.wait)
+        try:
+            for _ in range(count):
+                pool.submit(all_there.wait)
+        except BaseException:  # a thread cannot be started: at its end, the process waits for the others
+            all_there.abort()
+            raise
         all_there.wait()
     asyncio.get_running_loop().set_default_executor(others)
 
