@@ -23,6 +23,8 @@ import httpx
 from disk_faults import DiskFaults
 from running import TEXT, Program, bearer, program, raw, streamed
 
+from kvkeep.blocks.marked_folder import MARKER
+
 KINDS: tuple[dict[str, Any], ...] = (
     {"method": "full"},
     {"method": "kv-direct", "budget": 24},
@@ -133,6 +135,9 @@ class World:
 
     def start(self) -> None:
         """Start the server, while no thread of this process asks: it is forked."""
+        if self.folder.exists() and not (self.folder / MARKER).exists():  # a start refuses it beside a foreign file
+            self.done["store of which a removal left parts"] += 1
+            shutil.rmtree(self.folder, ignore_errors=True)
         options = ["--model", str(self.model), "--sessions", str(self.folder), *self.options]
         self.running = self._stack.enter_context(program(*options, fork=True, before=self.faults.install))
         self._going.set()
