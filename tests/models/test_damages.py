@@ -121,7 +121,7 @@ def test_long_special_names_are_read_as_data() -> None:
         ("rope_parameters", {"rope_type": "longrope", "short_factor": [1] * 10**6}, "a list of 1,000,000"),
         ("num_attention_heads", 2**63, "num_attention_heads is 9223372036854775808"),
         ("num_hidden_layers", 10**9, "not 1 to 10000"),
-        ("sliding_window", -1, "fewer than no tokens"),
+        ("sliding_window", -1, "a negative number of tokens"),
         ("rms_norm_eps", float("nan"), "not a finite number"),
     ],
 )

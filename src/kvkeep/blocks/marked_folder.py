@@ -115,8 +115,8 @@ class MarkedFolder:
             if self._marker not in (None, there):
                 self.replaced += 1
                 log.warning(
-                    "The store '%s' was removed or replaced while it was in use: what is saved from here on is saved "
-                    "in the folder that is there, and text that it lacks is read again.",
+                    "The store '%s' was removed or replaced while it was in use; kvkeep goes on saving to this path, "
+                    "and reads text again whose blocks are gone.",
                     self.folder,
                 )
             self._marker = there or self._marker

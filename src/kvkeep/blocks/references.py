@@ -257,8 +257,8 @@ class Reference:
             ) from error
         if about.pop(_FOLDER, None) is None:
             raise SessionVersion(
-                f"The session '{self.folder}' cannot be read: another version of kvkeep has saved it; use that one, or "
-                "name another session."
+                f"The session '{self.folder}' cannot be read: another version of kvkeep has saved it; use that "
+                "version, or name another session."
             )
         self.saves, self.about, self.mark = number, about, mark
         self._before = number, mark

@@ -258,7 +258,7 @@ def _say_foreign(found: Sequence[str]) -> None:
     if found:
         rest = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         names = f"{', '.join(found[:SHOWN])}{rest}"
-        note(f"The folder has what kvkeep did not write and leaves alone: {names}.")
+        note(f"The folder also holds what others wrote, which kvkeep leaves alone: {names}.")
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Digests:
         self._known: dict[int, Tensor] = {}  # (lanes, blocks) int64
 
     def add(self, pages: Sequence[Tensor], starts: Sequence[int], length: int) -> None:
-        """Make those of blocks that are complete since the last call. length: the end of the rows."""
+        """Make the digests of the blocks that were completed since the last call. length: the end of the rows."""
         for start, page in zip(reversed(starts), reversed(pages), strict=True):  # the last ones change
             count = min(length - start, page.shape[1]) // self.rows
             known = self._known.get(start)
@@ -41,7 +41,7 @@ class Digests:
                 break
 
     def keep(self, first: int, stop: int) -> None:
-        """Forget all but those of whole blocks within the rows ``first`` to ``stop``, where a page begins."""
+        """Forget all digests but those of whole blocks within the rows ``first`` to ``stop``, where a page begins."""
         kept = {start: (stop - start) // self.rows for start in self._known if first <= start < stop}
         self._known = {start: self._known[start][:, :count] for start, count in kept.items() if count}
 
@@ -94,8 +94,8 @@ class DiskChecks:
         self._lost = False
 
     def check(self, compare: bool = False) -> None:
-        """Raise EntriesLost if rows could not be read; with ``compare``, or have other bytes than were written. It is
-        then raised always."""
+        """Raise EntriesLost if rows could not be read; with ``compare``, or have other bytes than were written. Once
+        raised, it is raised by every later call."""
         files = library.lost_files()
         if (compare or files != self._seen) and not self._lost:
             self._lost = any(rows.damaged(compare) for rows in self._rows())

@@ -28,7 +28,7 @@ def check_config(stated: dict[str, Any], name: str) -> None:
             if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MAX_LAYERS):
                 raise _damaged(name, key, count, f"not 1 to {MAX_LAYERS}")
         if isinstance(window := part.get("sliding_window"), int) and window < 0:
-            raise _damaged(name, "sliding_window", window, "fewer than no tokens")
+            raise _damaged(name, "sliding_window", window, "a negative number of tokens")
     _check(stated, "", name)
 
 

@@ -36,8 +36,8 @@ class TemplateTooCostly(UsageError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"The model's chat template {what} for this conversation, and kvkeep stops it, because it is code of the "
-            "model; give a plain prompt (--raw) or take another model."
+            f"The model's chat template {what} for this conversation, and kvkeep stops it there; give a plain prompt "
+            "(--raw) or take another model."
         )
 
 

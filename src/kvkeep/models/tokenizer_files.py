@@ -23,12 +23,12 @@ def check_names(names: Iterable[str], place: object) -> None:
         if len(name) > MAX_NAME:
             raise ModelError(
                 f"'{place}' has an added token of {len(name):,} characters, {name[:20]!r}..., and kvkeep reads at most "
-                f"{MAX_NAME}; take it out of its tokenizer."
+                f"{MAX_NAME}; remove it from the tokenizer."
             )
         if total > MAX_NAMES:
             raise ModelError(
                 f"'{place}' has added tokens whose names have more than {MAX_NAMES:,} characters, and kvkeep reads no "
-                "more; take some out of its tokenizer."
+                "more; remove some from the tokenizer."
             )
 
 

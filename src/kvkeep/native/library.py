@@ -1,6 +1,6 @@
 """The native library as Python calls it: how it is found, which path it takes, and the signatures of its functions.
 
-Only this module and structures.py import ctypes. The library lies beside this file, made when the package is built. If
+Only this module and structures.py call it through ctypes. It lies beside this file, made when the package is built. If
 it is missing or cannot be loaded, callers use plain torch operations, and one sentence says so. The environment
 variable ``KVKEEP_CPU`` names the path to use (``plain``, ``avx2``, ...), or ``torch`` for no library at all.
 """

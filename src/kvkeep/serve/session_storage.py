@@ -146,7 +146,7 @@ class SessionStorage:
             self.saved += 1
             if renewed:
                 session.note = (
-                    "What was stored of it was removed or replaced meanwhile; the whole session is saved again."
+                    "Its stored files were removed or replaced while it was in use; the whole session is saved again."
                 )
 
     def close(self, stored: StoredSession) -> None:

@@ -86,7 +86,7 @@ class Completions:
         """Return the token ids of a text that no context limits. Raises APIError beyond the limit of a request."""
         if not begins_with(self._tokenizer, text, limit) and len(ids := text.ids(self._tokenizer)) <= limit:
             return ids
-        sentence = f"The prompt has more than {limit:,} tokens, the most of one request; shorten it."
+        sentence = f"The prompt has more than {limit:,} tokens, the most that a request may have; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
 
     def _checked(self, ids: list[int]) -> list[int]:

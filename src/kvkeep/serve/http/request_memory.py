@@ -37,8 +37,8 @@ class Hold:
         total = self._memory.bytes + count - self.bytes
         if count > max(self.bytes, ALWAYS_BYTES) and total > self._memory.limit:
             sentence = (
-                f"The requests under way take {self._memory.limit // 10**6} MB, the most that this server keeps; retry "
-                "in a moment."
+                f"The requests under way would take more than {self._memory.limit // 10**6} MB, the most that this "
+                "server keeps for them; retry in a moment."
             )
             raise APIError(503, sentence, "overloaded", headers=CLOSE)
         self._memory.bytes, self.bytes = total, count

@@ -21,7 +21,7 @@ MAX_VALUES = 1_200_000
 MAX_STRINGS = 400_000
 """Strings, names included."""
 SMALL_BYTES = 200_000
-"""Bytes that cannot exceed these numbers."""
+"""Bytes of a body that is read without counting: it is too short to have many more parts than allowed."""
 
 _LIMITS = (
     ("objects and lists", rb"[{", MAX_CONTAINERS),
