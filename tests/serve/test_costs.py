@@ -436,3 +436,12 @@ def test_the_documentation_states_the_limits_that_there_are() -> None:
         connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, event_buffer.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}
+
+
+def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MAX_PROMPT_TOKENS", 600)
+    kind = {"method": "streaming-llm", "budget": 64}
+    for count, status in ((600, 200), (601, 400)):
+        found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)
+        assert found.status_code == status, found.text
+    assert "more than 600 tokens" in found.json()["error"]["message"]

@@ -73,6 +73,8 @@ class Completions:
             check_characters(sum(len(one["content"]) for one in messages))
             text = prompt_text(self._tokenizer, messages, answer=answer)
         else:
+            if positions is None and len(given) > MAX_PROMPT_TOKENS:
+                raise _too_many_tokens(MAX_PROMPT_TOKENS)
             return self._checked([one for one in given if isinstance(one, int)])
         if positions is None:
             return self._within(text, MAX_PROMPT_TOKENS)
@@ -86,8 +88,7 @@ class Completions:
         """Return the token ids of a text that no context limits. Raises APIError beyond the limit of a request."""
         if not begins_with(self._tokenizer, text, limit) and len(ids := text.ids(self._tokenizer)) <= limit:
             return ids
-        sentence = f"The prompt has more than {limit:,} tokens, the most that a request may have; shorten it."
-        raise APIError(400, sentence, "context_length_exceeded")
+        raise _too_many_tokens(limit)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
@@ -187,6 +188,11 @@ def check_characters(count: int) -> None:
     if count > MAX_PROMPT_CHARACTERS:
         sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
+
+
+def _too_many_tokens(limit: int) -> APIError:
+    sentence = f"The prompt has more than {limit:,} tokens, the most that a request may have; shorten it."
+    return APIError(400, sentence, "context_length_exceeded")
 
 
 def check_logprobs(ask: Ask) -> None:
