@@ -26,7 +26,8 @@ def started(run: Callable[[], object], env: Mapping[str, str] | None = None, **g
         try:
             _others_closed()
             _streams()
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter begins
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_IGN)  # as an interpreter begins
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
             if env is not None:
                 os.environ.clear()
