@@ -279,6 +279,7 @@ class KeepCache(Cache):
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         self.stream.roll_back()
+        self.stream.disk.check(compare=True)  # digests are made anew of what is copied
         if self.stream.text is not None:
             length, digests = self.stream.text
             self.stream.text = length, [digests[row] for row in index.tolist()]

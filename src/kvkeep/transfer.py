@@ -142,7 +142,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
 def copied(cache: Any) -> Any:
     """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
     checkpoint on disk where they lie."""
-    cache.check_disk()  # the copy's digests are made of what it gets
+    cache.stream.disk.check(compare=True)  # the copy's digests are made of what it gets
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.recompose(shares)
@@ -175,7 +175,7 @@ def begun(cache: Any, length: int) -> Any:
     a sliding window has forgotten what would be needed.
     """
     cache.stream.roll_back()
-    cache.check_disk()
+    cache.stream.disk.check(compare=True)
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     twin.stream.plain = cache.stream.plain
@@ -300,6 +300,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
         raise NotCarried(method.name, reason)
     if not length:
         return twin
+    cache.stream.disk.check(compare=True)
     _copy_windows(cache, twin)
     if ids is None or cache.ledger.records:
         copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
@@ -311,6 +312,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):
             _append(twin.layers[layer.index], keys, values)
+    cache.stream.disk.check()
     if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin
