@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, raw, serving, streamed, within
+from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, program, raw, serving, streamed, within
 from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
 
 from kvkeep.decode.encoding import PromptText
@@ -445,3 +445,12 @@ def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monke
         found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)
         assert found.status_code == status, found.text
     assert "more than 600 tokens" in found.json()["error"]["message"]
+
+
+def test_a_forked_server_has_workers_of_its_own(model_folder: Path) -> None:
+    """Those of the server of this process are no threads of a fork."""
+    large = json.dumps({"model": "tiny", "prompt": "the " * 20_000, "max_tokens": 1}).encode()
+    with serving() as (address, _):
+        assert post(address, large, path=TEXT).status_code == 400
+    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", "--private", fork=True) as running:
+        assert post(running.address, large, path=TEXT).status_code in (400, 404)

@@ -15,14 +15,16 @@ LARGE_BYTES = 64_000
 """Bytes of a body from which on it counts as large."""
 WORKERS = 6
 """Threads for all other work."""
-_LARGE = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-large")
+_large = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-large")
 
 
 def start_workers() -> None:
     """Start all worker threads of the running event loop. Later, when memory is short, a thread may end before it has
     begun, and Python waits for it without end."""
+    global _large
+    _large = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-large")  # a forked process has no threads
     others = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvkeep-worker")
-    for pool, count in ((_LARGE, 1), (others, WORKERS)):
+    for pool, count in ((_large, 1), (others, WORKERS)):
         all_there = threading.Barrier(count + 1)
         try:
             for _ in range(count):
@@ -39,7 +41,7 @@ async def in_worker(size: int, call: Callable[..., T], *given: Any) -> T:
     bodies runs one at a time, so that it takes the memory of one, and small ones do not wait for it."""
     if size < LARGE_BYTES:
         return await asyncio.to_thread(call, *given)
-    return await asyncio.get_running_loop().run_in_executor(_LARGE, _trimmed, call, *given)
+    return await asyncio.get_running_loop().run_in_executor(_large, _trimmed, call, *given)
 
 
 def _trimmed(call: Callable[..., T], *given: Any) -> T:
