@@ -65,6 +65,13 @@ class StoreError(KvkeepError):
 class EntriesLost(StoreError):
     """Entries on disk cannot be read, or are not as they were written."""
 
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(
+            sentence
+            or "The disk does not return what was written to it, so entries of the text are lost, and the text has to "
+            "be read again. Check the disk, or keep the entries in memory (--where host)."
+        )
+
 
 class BlockMissing(StoreError):
     """There is no such block."""

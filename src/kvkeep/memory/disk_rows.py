@@ -15,11 +15,6 @@ from torch import Tensor
 from kvkeep.errors import EntriesLost
 from kvkeep.native import library
 
-LOST = (
-    "The disk does not return what was written to it, so entries of the text are lost, and the text has to be read "
-    "again. Check the disk, or keep the entries in memory (--where host)."
-)
-
 
 class Digests:
     """Digests of the whole blocks of ``rows`` rows in pages (lanes, n, width), by the first row of the page."""
@@ -75,7 +70,7 @@ def lost(tensors: Iterable[Tensor | None]) -> bool:
 def check_read(*tensors: Tensor | None) -> None:
     """Raise EntriesLost if one of ``tensors``, which were just copied and may be freed now, could not be read."""
     if library.lost_files() and lost(tensors):
-        raise EntriesLost(LOST)
+        raise EntriesLost
 
 
 class DiskRows(Protocol):
@@ -101,7 +96,7 @@ class DiskChecks:
             self._lost = any(rows.damaged(compare) for rows in self._rows())
             self._seen = files
         if self._lost:
-            raise EntriesLost(LOST)
+            raise EntriesLost
 
 
 def checked(home: Any) -> bool:

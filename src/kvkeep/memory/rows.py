@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import EntriesLost
-from kvkeep.memory.disk_rows import LOST, Digests, check_read, checked, lost
+from kvkeep.memory.disk_rows import Digests, check_read, checked, lost
 from kvkeep.memory.places import Place
 
 BLOCK = 256
@@ -377,7 +377,7 @@ class PagedRows:
     def compare(self, rows: Sequence[int]) -> None:
         """Raise EntriesLost if pages on disk that have ``rows`` are not as they were written."""
         if self._digests is not None and self._digests.differ(self.pages, self.starts, rows):
-            raise EntriesLost(LOST)
+            raise EntriesLost
 
     def damaged(self, compare: bool) -> bool:
         if self._digests is None:

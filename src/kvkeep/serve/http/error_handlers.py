@@ -90,7 +90,8 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged):
         return APIError(409, str(error), "session")  # the session has another model, tokenizer or version
     if isinstance(error, EntriesLost):
-        return APIError(503, f"{str(error).partition(' Check')[0]} Send the request again.", "entries_lost")
+        sentence = "The server's disk has lost entries of this conversation; send the request again, to read them anew."
+        return APIError(503, sentence, "entries_lost")
     if isinstance(error, StoreError):  # its message may name a path
         return APIError(503, "The server's disk cannot be used now; retry later.", "store_unavailable")
     if isinstance(error, KvkeepError):
