@@ -284,8 +284,10 @@ class Engine:
             with self._lock:
                 self._ended = True
             self._take_in(False)  # fails the waiting requests
-            self.close()
-            self._report_saved()
+            try:
+                self.close()
+            finally:
+                self._report_saved()
 
     # -- in the engine's thread -----------------------------------------------------------------------
 
