@@ -84,3 +84,13 @@ def test_store_pace_measures_engines_with_and_without_a_store(
     assert parts == ({"turn_s", "stored_s"} if together else {"first_s", "steps_s", "end_s", "stored_s"})
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in lines[3:]] == [f"| {name.partition(',')[0]}" for name in found]
+
+
+def test_store_restore_prints_a_line_for_each_method(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tool("store_restore")
+    monkeypatch.setattr(script, "METHODS", (("full", None), ("kv-direct", 64)))
+    script.main(str(model_folder), "300")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": 300 tokens restored in ")[0] for line in lines] == ["full", "kv-direct"]
