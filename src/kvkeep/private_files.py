@@ -139,7 +139,7 @@ def open_lock(path: Path) -> int:
 
 def holds(handle: int, path: Path) -> bool:
     """Return whether ``path`` is the name of the open file ``handle``: a lock on a file that was removed or replaced
-    keeps nobody out. Raises OSError."""
+    excludes no other program. Raises OSError."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except OSError as error:
