@@ -26,16 +26,11 @@ from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
 from kvkeep.policies.recalls.blocks import PromisingBlocks
-from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
-from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
-from kvkeep.policies.recalls.pages import Pages
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.adakv import AdaKV
-from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.keydiff import KeyDiff
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvzip import KVzip
@@ -53,14 +48,12 @@ SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
     "streaming-llm": StreamingLLM,
     "h2o": H2O,
-    "h2o-fisher": H2OFisher,
     "snapkv": SnapKV,
     "tova": Tova,
     "expected-attention": ExpectedAttention,
     "kvzip": KVzip,
     "pyramidkv": PyramidKV,
     "adakv": AdaKV,
-    "duo-attention": DuoAttention,
     "knorm": KNorm,
     "keydiff": KeyDiff,
     "random": Random,
@@ -80,9 +73,6 @@ FATES: dict[str, type[Fate]] = {
 
 RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
-    "pages": Pages,
-    "certified": Certified,
-    "fetch-on-miss": FetchOnMiss,
     "blocks": PromisingBlocks,
 }
 
@@ -115,20 +105,6 @@ PRESETS: dict[str, Preset] = {
         Kept,
         "All entries, in buffers that grow by blocks; a step copies one entry.",
         "kv-caching-tutorial, section 7",
-        closed=True,
-    ),
-    "static": Preset(
-        Nobody("static"),
-        Kept,
-        "All entries, in memory allocated once for the budget's entries.",
-        "kv-caching-tutorial, section 13",
-        closed=True,
-    ),
-    "paged": Preset(
-        Nobody("paged"),
-        Kept,
-        "All entries, in blocks of 32; rows and forks with the same beginning share them, copy-on-write.",
-        "arXiv:2309.06180, section 4",
         closed=True,
     ),
     "kv-direct": Preset(
@@ -175,26 +151,11 @@ PRESETS: dict[str, Preset] = {
         "KVReviver, Algorithms 1 to 4",
         {"swap": 1.1},
     ),
-    "kvreviver-fisher": Preset(
-        H2OFisher(),
-        Sketch,
-        "As kvreviver; the Fisher information of a layer's key and value weights sets its budget.",
-        "KVReviver, Algorithms 1 to 4 and appendix D",
-        {"swap": 1.1},
-    ),
     "kvslimmer": Preset(
         H2O(),
         KVSlimmer,
         "Merges the least attended neighbours into one entry, whose key follows from attention, values and output.",
         KVSlimmer.source,
-    ),
-    "kv-lru": Preset(
-        LRU(),
-        Checkpointed,
-        "Evicts the least recently used entries; after a step, up to 64 entries that it may have missed come back.",
-        LRU.source,
-        recall=FetchOnMiss(),
-        closed=True,
     ),
 }
 """Methods with a name. Every selector is a method, too: it drops the entries that it evicts."""

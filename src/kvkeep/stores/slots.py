@@ -36,11 +36,3 @@ def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> T
         index = slots.cpu().long()
         codes.scatter_(1, index.masked_fill((index < 0) | (index > length), length), int(code))
     return codes[:, :length]
-
-
-def without(slots: Tensor, gone: Tensor) -> Tensor:
-    """Return ``slots`` (lanes, n) with -1 in place of those among ``gone`` (lanes, m), -1 for none."""
-    length = int(torch.maximum(slots.max(), gone.max())) + 1 if slots.numel() and gone.numel() else 0
-    if not length:
-        return slots
-    return slots.masked_fill(flags_of(gone, length).gather(1, slots.clamp(min=0).long()) & (slots >= 0), -1)
