@@ -21,13 +21,6 @@ def compact(wanted: Tensor) -> Tensor:
     return slots
 
 
-def flags_of(slots: Tensor, length: int) -> Tensor:
-    """Return which of ``length`` slots are among ``slots`` (lanes, n), -1 for none: (lanes, ``length``) bool."""
-    flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
-    flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
-    return flags[:, :length]
-
-
 def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> Tensor:
     """Return int8 codes of ``length`` slots by lane, on the CPU. places: pairs of slots (lanes, n), -1 for none, and
     their code. All other slots have the code 0."""
