@@ -43,7 +43,7 @@ class KeepCache(Cache):
     default disk for a model on the CPU, and host for a model on an accelerator. capacity: maximum number of entries in
     the checkpoint. folder: folder of a checkpoint on disk. chunk: prompt tokens processed in one pass. page: rows
     rebuilt at a time. batch: rows of the batch that share a budget in bytes. recall: how evicted entries are read
-    ("verified", "pages:8"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
+    ("verified"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
     :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 
     A cache always continues the text that it has read. :meth:`reset` empties it for another text. The end of a ``with``
