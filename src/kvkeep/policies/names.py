@@ -37,7 +37,7 @@ LAB = (
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 
-INSTEAD = {"certified": "a step that reads every entry is faster: use SELECTOR+checkpoint"}
+INSTEAD = {"certified": "a step that reads every entry is faster; use SELECTOR+checkpoint"}
 """Names of stored sessions that no part has, with a reason and what to use."""
 
 
