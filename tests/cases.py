@@ -14,7 +14,6 @@ from families import FAMILIES, REFUSES, tiny
 import kvkeep
 from kvkeep import EntryState, KeepCache
 from kvkeep.policies.fates.base import GroupedFate
-from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.methods import Method, names, parts, resolve
 from kvkeep.policies.names import LAB
@@ -101,7 +100,7 @@ class Case:
     @property
     def waits(self) -> bool:
         """Whether what leaves waits as it is until it is a group."""
-        return isinstance(self.method.fate, GroupedFate | InTiers | Segments)
+        return isinstance(self.method.fate, GroupedFate | InTiers) or "segments" in self.method.fate.label
 
     @property
     def loses(self) -> bool:

@@ -190,7 +190,7 @@ class Work:
         """Return the seconds to recall and attend those of ``evicted`` entries that a step reads."""
         if evicted <= 0:
             return 0.0
-        stored = self.fate.read(int(min(evicted, self.size.stored)))
+        stored = int(min(evicted, self.size.stored))
         if self.recall.backed or self.fate.checkpoints:
             return self.everything(rows, evicted)
         return self.attended(rows, stored, full_only=True)

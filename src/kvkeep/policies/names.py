@@ -19,11 +19,11 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 
 METHODS = (
     "full", "kv-direct", "window", "streaming-llm", "h2o", "snapkv", "tova", "expected-attention", "kvzip", "pyramidkv",
-    "adakv", "knorm", "keydiff", "random", "lru", "endless", "quantized", "revive", "quest", "kvreviver", "kvslimmer",
+    "adakv", "knorm", "keydiff", "random", "lru", "endless", "quantized", "revive", "kvreviver", "kvslimmer",
     "snapkv+verified", STOCK,
 )  # fmt: skip
 
-FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
+FATES = ("drop", "checkpoint", "quantize", "tiers", "sketch", "merge", "kvslimmer")
 
 RECALLS = ("verified", "blocks")
 
@@ -31,7 +31,8 @@ KV_LRU = "kv-lru"
 """The lab's method that the options of llama.cpp's pull request choose."""
 
 LAB = (
-    "static", "paged", "h2o-fisher", "kvreviver-fisher", "duo-attention", "pages", "fetch-on-miss", KV_LRU,
+    "static", "paged", "h2o-fisher", "kvreviver-fisher", "duo-attention", "pages", "fetch-on-miss", KV_LRU, "quest",
+    "segments",
     "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
     "highest-attention", "epicache", "redecode", "kvpress",
 )  # fmt: skip

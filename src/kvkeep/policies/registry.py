@@ -21,7 +21,6 @@ from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.quantize import Quantize
-from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
@@ -65,7 +64,6 @@ FATES: dict[str, type[Fate]] = {
     "checkpoint": Checkpointed,
     "quantize": Quantize,
     "tiers": InTiers,
-    "segments": Segments,
     "sketch": Sketch,
     "merge": Merge,
     "kvslimmer": KVSlimmer,
@@ -136,13 +134,6 @@ PRESETS: dict[str, Preset] = {
         InTiers,
         "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by their current attention.",
         "kvkeep; codes after arXiv:2402.02750",
-    ),
-    "quest": Preset(
-        StreamingLLM(),
-        Segments,
-        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounds the work of a "
-        "step, not the memory.",
-        Segments.source,
     ),
     "kvreviver": Preset(
         H2O(),

@@ -23,6 +23,7 @@ from kvkeep_lab.published.kvslimmer_exact import KVSlimmerExact
 from kvkeep_lab.published.kvslimmer_published import KVSlimmerPublished
 from kvkeep_lab.published.lowrank import LowRank
 from kvkeep_lab.published.paged import InBlocks
+from kvkeep_lab.published.segments import Segments
 from kvkeep_lab.published.static import Preallocated
 
 
@@ -62,6 +63,13 @@ KV_LRU = Preset(
     recall=FetchOnMiss(),
     closed=True,
     planned=(),
+)
+QUEST = Preset(
+    StreamingLLM(),
+    Segments,
+    "Sinks, the newest, and for each query the highest-scoring segments of all others: bounds the work of a "
+    "step, not the memory.",
+    Segments.source,
 )
 LOWRANK = (
     LowRank,
