@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,8 +111,10 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _few_tokens_tell_what_layers_are_worth() -> Iterator[None]:
     """``h2o-fisher`` has a model write texts before it divides a budget: 127 steps of each family otherwise."""
-    from kvkeep.policies import fisher
-
+    fisher = find_spec("kvkeep_lab") and import_module("kvkeep_lab.published.fisher")
+    if not fisher:
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fisher, "TOKENS", 12)
         yield

@@ -89,7 +89,7 @@ def rotated() -> list[tuple[str, str]]:
 
 # The unbounded cache, and rounds over a checkpoint, meet every family.
 ANYWHERE = [(name, family) for name in ("full", "h2o+merge+verified") for family in EVEN]
-ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static")]  # others expand latents in the step
+ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static", "paged")]  # others expand latents in the step
 
 
 @pytest.mark.parametrize(("name", "family"), list(dict.fromkeys([*ANYWHERE, *rotated()])))
@@ -117,7 +117,7 @@ def test_no_other_cache_promises_bits(packed: Any) -> None:
     for name in others:
         if taken(name, "llama") and "fisher" not in name and not CASES[name].gradients:
             assert not any(report.same_bits for report in new_cache(model, name).describe()), name
-    for name in ("paged", "kv", "h2o+merge+verified"):
+    for name in ("kv", "h2o+merge+verified"):
         assert not any(report.same_bits for report in new_cache(packed("deepseek_v3"), name).describe()), name
     for other in (tiny("llama"), *map(packed, ("gpt2", "qwen3_moe")), copy.deepcopy(tiny("llama")).bfloat16()):
         assert not any(report.same_bits for report in KeepCache(other, "full").describe())
