@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,10 @@ from kvkeep.policies.methods import Method, names, parts, resolve
 from kvkeep.policies.names import LAB
 
 ALL = tuple(FAMILIES)
-TURN = int(os.environ.get("KVKEEP_TURN", "0"))
-"""Another number, another family for each method and property."""
+EVERY = os.environ.get("KVKEEP_TURN") == "every"
+"""Whether each property meets every case, and not a choice of them that has all parts."""
+TURN = 0 if EVERY else int(os.environ.get("KVKEEP_TURN", "0"))
+"""Another number, another family for each method and property, and another choice of cases."""
 RECURRENT = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
 """Families with recurrent states: gated delta nets, short convolutions, Mamba 2, and Mamba 2 beside attention."""
 ONE_WAY = tuple(family for family in RECURRENT if family != "lfm2")
@@ -373,13 +375,35 @@ def pairs(
 
     Where entries come back as they are, every family is told apart by how it projects them; else by what a cache sees.
     """
-    found = []
+    found, rest = [], []
     for row, (name, case) in enumerate(CASES.items()):
         families = [family for family in (ALL if case.equals else UNLIKE) if family not in without]
         own = [family for family in families if taken(name, family)]
-        own = own if name in everywhere else [own[(row + turn + TURN) % len(own)]]
-        found += [(name, family) for family in own if wanted(case)]
-    return found
+        if name in everywhere:
+            found += [(name, family) for family in own if wanted(case)]
+        elif wanted(case):
+            rest.append((name, own[(row + turn + TURN) % len(own)]))
+    return found + covering(rest, turn)
+
+
+def covering(made: Sequence[Pair], turn: int = 0) -> list[Pair]:
+    """Return a choice of cases that has every selector, fate, recall and family of all of them. It
+    begins at another case for each ``turn``, so that every case is in one."""
+    if EVERY or not made:
+        return [*made]
+    start, seen, found = (turn * 5 + TURN) % len(made), set[Any](), []
+    for pair in [*made[start:], *made[:start]]:
+        method = CASES[pair[0]].method
+        has = {type(method.selector), type(method.fate), type(method.recall), method.oneshot, pair[1]}
+        if not has <= seen:
+            seen |= has
+            found.append(pair)
+    return sorted(found, key=[*made].index)
+
+
+def covering_names(names: Iterable[str], turn: int = 0) -> list[str]:
+    """Return a choice of cases as :func:`covering` does, where each meets the families by itself."""
+    return [name for name, _ in covering([(name, "") for name in names], turn)]
 
 
 def new_cache(name: str, family: str, **options: Any) -> KeepCache:

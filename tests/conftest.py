@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TURN
+from cases import EVERY, TURN
 from families import tiny
 
 from kvkeep import plugins
@@ -86,16 +86,23 @@ class AsTheyHappen:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test function the first case, and every twelfth after it; from another one on for each KVKEEP_TURN."""
-    if not config.getoption("--quick"):
-        return
+    """Leave out cases that have another turn. With ``--quick``: of each test function the first case, and every twelfth
+    after it; from another one on for each KVKEEP_TURN."""
+    quick = config.getoption("--quick")
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"slow", "real"} & {mark.name for mark in item.iter_markers()}:
+        if not (quick and {"slow", "real"} & {mark.name for mark in item.iter_markers()}):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for own in cases.values() for item in own[TURN % min(len(own), SHARE) :: SHARE]}
+    kept = {item for own in cases.values() for item in _in_turn(own, SHARE if quick else None)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _in_turn(cases: list[pytest.Item], share: int | None) -> list[pytest.Item]:
+    """Of the cases of one test, return one of so many as ``share`` or its mark ``turns`` says."""
+    mark = cases[0].get_closest_marker("turns")
+    share = share or (mark.args[0] if mark is not None and not EVERY else 1)
+    return cases[TURN % min(len(cases), share) :: share]
 
 
 def pytest_collection_finish() -> None:

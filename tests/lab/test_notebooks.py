@@ -14,7 +14,7 @@ import pytest
 from kvkeep.errors import ModelError
 from kvkeep.models.loading import load
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TOOL = importlib.util.spec_from_file_location("notebooks", ROOT / "tools/notebooks.py")
 NUMBER = re.compile(r"\d+(\.\d+)?e[-+]\d+|\d+\.\d+| +")
