@@ -111,10 +111,6 @@ class Recall(ABC):
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision; 0 where no tokens wait."""
         return 0
 
-    def entries(self, away: int) -> int:
-        """Return the maximum number of a KV head's ``away`` evicted entries that come back for a step."""
-        return away
-
     def swapped(self, away: int) -> int:
         """Return the number of a KV head's ``away`` evicted entries that may replace resident ones after a step."""
         return 0

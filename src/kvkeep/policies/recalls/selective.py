@@ -34,6 +34,10 @@ class SelectiveRecall(Recall):
         """Return which pages each lane recalls: here none (:class:`kvkeep.stores.readers.selective.PageChoice`)."""
         return None
 
+    def entries(self, away: int) -> int:
+        """Return the maximum number of a KV head's ``away`` evicted entries that come back for a step."""
+        return away
+
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> PredictedBytes:
         """Return the bytes of the bounds of all pages, and of the recalled entries, which are gathered where they are
         less than half."""
