@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,13 +15,18 @@ from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.cli.startup import startup
-from kvkeep.errors import BudgetError
+from kvkeep.errors import KvkeepError
 from kvkeep.policies.names import check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.plan.fitting import Row
+
+QUALITY = (
+    "Bytes say nothing about quality: exact methods give the answers of 'full', and 'kvkeep compare' measures how far "
+    "from them each other method is on your text."
+)
 
 
 def plan(
@@ -70,7 +76,7 @@ def plan(
         from kvkeep.geometry import ModelGeometry
         from kvkeep.models.loading import describe
         from kvkeep.models.weight_memory import free_memory
-        from kvkeep.plan.fitting import choose, listed
+        from kvkeep.plan.fitting import Choice, choose, listed
         from kvkeep.plan.fitting import plan as run
         from kvkeep.policies.methods import resolve
 
@@ -87,31 +93,27 @@ def plan(
     rows, left_out = run(geometry, context, amount, budget, methods, device=kind, checkpoint=checkpoint, where=where)
     try:
         automatic = choose(geometry, context, amount, shared=kind == "cpu")
-        chosen, reason = automatic.options, automatic.reason
-    except BudgetError as error:
-        chosen, reason = {}, str(error)
+    except KvkeepError as error:
+        automatic = Choice({}, str(error))
     if json:
-        print_json(
-            {
-                "model": model,
-                "context": context,
-                "memory_bytes": amount,
-                "weight_bytes": described.weights.nbytes,
-                "rows": [row.as_dict() for row in rows],
-                "left_out": left_out,
-                "auto": {"options": chosen, "reason": reason},
-            }
-        )
+        found = {
+            "model": model,
+            "context": context,
+            "memory_bytes": amount,
+            "weight_bytes": described.weights.nbytes,
+            "rows": [row.as_dict() for row in rows],
+            "left_out": left_out,
+            "auto": asdict(automatic),
+        }
+        print_json(found)
         return
     note(f"{context:,} tokens, budget {budget}; the weights take {size(described.weights.nbytes)} in addition")
     show(_table(rows, amount))
-    out.print(f"With --budget auto: {reason}")
-    out.print(
-        "Bytes say nothing about answers: an exact method gives those of 'full', and 'kvkeep compare' measures how far "
-        "from them each other method is on your text."
-    )
-    for name, why in left_out.items():
-        note(f"'{name}' is left out: {why}")
+    out.print(f"With --budget auto: {automatic.reason}")
+    out.print(QUALITY)
+    for why in dict.fromkeys(left_out.values()):
+        names = ", ".join(name for name, other in left_out.items() if other == why)
+        note(f"left out ({names}): {why}")
 
 
 def _table(rows: Sequence[Row], memory: int) -> Table:

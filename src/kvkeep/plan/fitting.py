@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.errors import BudgetError, UsageError
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.sizes import Sizes, grant, sizes
 from kvkeep.plugins import first_line
@@ -148,14 +148,17 @@ def choose(geometry: ModelGeometry, tokens: int, memory: int, *, shared: bool) -
     """Return ``full``, if ``tokens`` tokens with all their entries fit in ``memory`` bytes of the device. Otherwise
     return ``kv-direct`` with the largest budget that fits; it keeps older entries as they are. Both are exact.
 
-    shared: entries in the host's memory count, too; older entries are then on disk. Raises BudgetError if neither fits
-    (with the smallest memory that would do), and UnsupportedModelError for layers that a budget cannot limit.
+    shared: entries in the host's memory count, too; older entries are then on disk. Raises BudgetError if neither fits,
+    with the smallest memory that would do, or if no budget can limit the model's layers.
     """
     full, direct = map(resolve, FIRST)
     needed = grant(geometry, full, None, tokens, shared=shared)
     if needed <= memory:
         return Choice({"method": "full"}, f"'full' is used: {tokens:,} tokens take at most {size(needed)}.")
-    Request.parse(direct.name, MIN_CHUNK).entries(geometry)  # refuses layers without keys and values
+    try:
+        Request.parse(direct.name, MIN_CHUNK).entries(geometry)
+    except KvkeepError as error:
+        raise BudgetError(f"'full' takes {size(needed, up=True)}, more than {size(memory)}, and: {error}") from error
     spec = CheckpointSpec("kv", "disk" if shared else "host")
 
     def peak(entries: int) -> int:

@@ -299,8 +299,6 @@ def _peak(
 ) -> int:
     """Return the bytes of entries, checkpoints, recall and tables at the peak."""
     layers = geometry.full_layers
-    if method.selector.layout == "static":  # allocated in full at the start
-        return (budget or 0) * geometry.full_bytes_per_token
     size = sizes(geometry, method, tokens, budget, spec, shared=shared, steps=1, model=model)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
