@@ -30,6 +30,7 @@ from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
 
 COMBINED = (
     "quantized:8",
+    "quantized:4",
     "quantized:2",
     "h2o+checkpoint",
     "h2o+quantize:4",
@@ -303,7 +304,8 @@ def cases(
 
 
 def _whole_run(length: int, budget: str, steps: int) -> list[TimingCase]:
-    lossy = [*(spec for spec in listed() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
+    named = [name for name in listed() if resolve(name).exactness is Exactness.LOSSY and name != "quantized"]
+    lossy = [*named, *COMBINED]
     places = ((kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk"))
     return [
         *(_case(name, length, budget, steps) for name in ("full", "static", "paged")),
