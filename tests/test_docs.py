@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
 """Commands that run here, on a tiny model; of plans there are tests in tests/cli."""
 DEAR = ("--fetch", "qwen", "auto", "kvpress", "peer-", "cuda", "gemma3")
-"""What needs another package, device or model, or half a minute of calibration."""
+"""What needs another package, device or model."""
 
 
 def read(page: Path) -> str:

@@ -8,8 +8,8 @@ from families import tiny
 from helpers import assert_near, bounded, expected, prompt, step
 
 from kvkeep import KeepCache, UsageError
-from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import sizes
+from kvkeep.policies.methods import resolve
 
 METHODS = (
     "h2o",
@@ -63,7 +63,7 @@ def test_heavy_hitters_of_a_prompt_read_at_once_are_those_of_its_whole_attention
 
 def test_the_planner_counts_the_whole_prompt() -> None:
     geometry = KeepCache(tiny("llama"), "h2o", BUDGET).geometry
-    whole, chunked = (sizes(geometry, Candidate.parse(name), LENGTH, BUDGET) for name in ("h2o+oneshot", "h2o"))
+    whole, chunked = (sizes(geometry, resolve(name), LENGTH, BUDGET) for name in ("h2o+oneshot", "h2o"))
     entry = geometry.full_bytes_per_token // len(geometry.layers)
     assert (whole.chunk_bytes, chunked.chunk_bytes) == (LENGTH * entry, BUDGET * entry)
     assert whole.resident == chunked.resident

@@ -21,8 +21,6 @@ from kvkeep.cli.chat.prompt import _history
 from kvkeep.cli.registry_cache import cached
 from kvkeep.memory.places import Disk
 from kvkeep.models.checksum import remembered_sha256
-from kvkeep.plan.estimate import estimated
-from kvkeep.plan.rates import only_one, rates_file, store
 from kvkeep.private_files import check_kind, holds, make_folder, open_file, open_lock, wait_for_lock
 from kvkeep.serve.http.keys import kept_key
 
@@ -64,9 +62,6 @@ def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.Monk
     archive.add(root / "talk.tar", named, "me/again")
     assert kept_key()[0] == kept_key()[0]
     _history(True)
-    path = rates_file("cpu", torch.float32)
-    with only_one(path.parent):
-        store(estimated("cpu", torch.float32), path)
     cached("table", lambda: {"one": 1})
     remembered_sha256(root / "talk.tar")
     Disk().allocate((3,), torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.units import size, three_digits
+from kvkeep.units import size
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,3 @@ from kvkeep.units import size, three_digits
 )
 def test_sizes_have_the_largest_unit_that_they_reach(count: int, text: str) -> None:
     assert size(count) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.01234, "0.0123"), (9.996, "10"), (342.4, "342"), (999.6, "1,000"), (2663.7, "2,664")]
-)
-def test_large_numbers_have_no_exponent(value: float, text: str) -> None:
-    assert three_digits(value) == text

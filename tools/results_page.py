@@ -42,8 +42,6 @@ from kvkeep_lab.store import ResultFile
 from kvkeep_lab.subject import at_once
 from kvkeep_lab.tables import markdown
 
-from kvkeep.cli.recommended import measured
-
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
@@ -335,10 +333,10 @@ def _needles(method: str, budget: str) -> Estimate | None:
 
 
 def _found(method: str, need: str) -> Estimate | None:
-    """Return the share of needles that a method finds at 25 %, as ``kvkeep methods --for`` prints it. If the question
-    is seen, a method reads the prompt in one pass."""
+    """Return the share of needles that a method finds at 25 % (``tools/which_method.py``). If the question is seen, a
+    method reads the prompt in one pass."""
     method = at_once(method) if need == "known-question" else method
-    for row in measured()["rows"]:
+    for row in json.loads((RESULTS / "which-method.json").read_text("utf-8"))["rows"]:
         if (row["need"], row["budget"], row["method"]) == (need, "25%", method):
             return Estimate(*row["match"], row["n"])
     return None

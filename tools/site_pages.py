@@ -33,7 +33,7 @@ FILES = ("CITATION.cff", "LICENSE", "deploy/Dockerfile", "deploy/kuberay.yaml", 
 EXPORTED = {
     "Models and caches": ("load", "KeepCache", "Budget", "Memory", "ModelGeometry"),
     "Answers": ("generate", "verified", "Conversation", "Session", "save_session", "load_session"),
-    "Choosing": ("methods", "Method", "Exactness", "recommend"),
+    "Choosing": ("methods", "Method", "Exactness"),
     "Parts of a method": ("register", "Preset", "Selector", "Fate", "EvictedStore", "EntryState", "Recall", "Reader"),
     "Errors": (
         "KvkeepError", "UsageError", "BudgetError", "ModelError", "UnsupportedModelError", "SessionError", "StoreError",

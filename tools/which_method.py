@@ -1,4 +1,4 @@
-"""Make what 'kvkeep methods --for' prints, and two figures of docs/results, from docs/results/lab-which-method.jsonl.
+"""Make the numbers and the two figures of the page "Which method?" from docs/results/lab-which-method.jsonl.
 
 Methods and budgets are compared on the same texts: for each way of asking, those that all methods have at all budgets,
 of the kinds of needles of which the full cache finds at least 80 %. A method with at most half of the others' texts is
@@ -21,7 +21,7 @@ from kvkeep_lab.subject import at_once
 
 ROOT = Path(__file__).parents[1]
 STORE = ROOT / "docs" / "results" / "lab-which-method.jsonl"
-TABLE = ROOT / "src" / "kvkeep" / "policies" / "measured.json"
+TABLE = STORE.with_name("which-method.json")
 NEEDS = {"unseen": "needles", "seen": "known-question"}
 LEAST = 0.8
 """The least share that the full cache finds of a kind of needles: below, the model fails and not the method."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvkeep.geometry import ModelGeometry
     from kvkeep.memory.meter import Memory
     from kvkeep.models.loading import load
-    from kvkeep.plan.planner import recommend
     from kvkeep.policies.methods import Method, methods
     from kvkeep.policies.registry import Preset, register
 
@@ -62,7 +61,6 @@ _HOMES = {
     "geometry": ("ModelGeometry",),
     "memory.meter": ("Memory",),
     "models.loading": ("load",),
-    "plan.planner": ("recommend",),
     "policies.methods": ("Method", "methods"),
     "policies.registry": ("Preset", "register"),
 }
@@ -95,7 +93,6 @@ __all__ = [
     "load",
     "load_session",
     "methods",
-    "recommend",
     "register",
     "save_session",
     "verified",

@@ -9,8 +9,3 @@ def size(count: int, *, up: bool = False) -> str:
         if count >= scale:
             return f"{-(-10 * count // scale) / 10 if up else count / scale:.1f} {unit}"
     return f"{count} B"
-
-
-def three_digits(value: float) -> str:
-    """Return a number with three significant digits, or all digits before the point if there are more."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -55,7 +55,7 @@ def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:
 
 
 def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple[str, ...]) -> None:
-    for budget, reason in (("1", "the smallest is 16"), ("auto", "'kvkeep plan' recommends one")):
+    for budget, reason in (("1", "the smallest is 16"), ("auto", "'kvkeep plan' shows their bytes")):
         code, out, err = run(*command, "--budget", budget)
         assert code == 2 and not out and reason in err
     code, out, err = run(*command, "--question", "the " * 400)

@@ -19,14 +19,7 @@ from kvkeep.cli.serve.listening import HTTPServer
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
-from kvkeep.plan import planner
-from kvkeep.plan.machine import Machine
 from kvkeep.serve.engine import Engine
-
-PLAIN = Machine.from_sheet(
-    name="a plain one", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
-    layer_step=3e-4, dtype_bytes=4,
-)  # fmt: skip
 
 
 def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> None:
@@ -45,8 +38,7 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
         assert code == 2 and sentence in err and "Traceback" not in err
 
 
-def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
+def test_without_a_method_the_memory_decides() -> None:
     loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
     engine = Engine(loaded, 1)
     positions = engine.geometry.max_positions
@@ -56,7 +48,7 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
         default_cache(loaded, 2 * conversations * whole // share, conversations)
         for conversations, share in ((3, 1), (3, 4))
     )
-    assert roomy == {"method": "full"} and "budget" in tight
+    assert roomy == {"method": "full"} and tight["method"] == "kv-direct"
     for given in (roomy, tight):
         told = describe_default(Engine(loaded, 6 * whole, **given))
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
@@ -68,7 +60,7 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
         default_cache(loaded, 6 * whole, 10**6)
 
 
-def test_it_listens_before_anything_is_loaded_or_measured(
+def test_it_listens_before_anything_is_loaded(
     run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a home without files. Probes are answered meanwhile, other requests when the model is loaded. It says which
@@ -78,9 +70,6 @@ def test_it_listens_before_anything_is_loaded_or_measured(
     threads = ThreadPoolExecutor()
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-
-    def measured(*given: Any) -> None:
-        raise AssertionError("the machine was measured")
 
     def noted(self: HTTPServer) -> None:
         start(self)
@@ -103,7 +92,6 @@ def test_it_listens_before_anything_is_loaded_or_measured(
         ends.result(60)
         events.append("answered")
 
-    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
     monkeypatch.setattr(HTTPServer, "start", noted)
     monkeypatch.setattr(HTTPServer, "serve_until_exit", served)
     monkeypatch.setattr(loading, "load", loaded)
@@ -112,12 +100,10 @@ def test_it_listens_before_anything_is_loaded_or_measured(
     code, _, err = run(*common)
     assert code == 0 and [*events[0][:1], *events[1:]] == ["listens", "loads", "answered"], err
     assert "for 8 conversations of" in err and "'full' (exact); 8 conversations of" in err
-    code, _, err = run(*common, "--memory", "400KB")
-    assert code == 0 and "the planner chose" in err and "estimated; run `kvkeep calibrate" in err
-    code, _, err = run(*common, "-x", "full", "--conversations", "3", "--no-measure")
-    assert (
-        code == 0 and "for 3 conversations of" in err and "(exact); 3 conversations" in err and "estimated" not in err
-    )
+    code, _, err = run(*common, "--memory", "400KB", "-b", "auto")
+    assert code == 0 and "each of 8 conversations: 'kv-direct' is used with" in err and "(exact); 8 conver" in err
+    code, _, err = run(*common, "-x", "full", "--conversations", "3")
+    assert code == 0 and "for 3 conversations of" in err and "(exact); 3 conversations" in err
     monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: 4 * 10**6)
     code, _, err = run(*common, "--conversations", "1000", "-x", "full")
     assert code == 0 and "memory: 1.0 MB, a quarter of the 4.0 MB that are free; 1000 conversations" in err
@@ -126,7 +112,7 @@ def test_it_listens_before_anything_is_loaded_or_measured(
 def test_a_command_with_replicas_has_no_model_of_its_own(
     run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the planner needs one, it is gone before replicas start."""
+    """Where a default needs one, it is gone before replicas start."""
     replicas = pytest.importorskip("kvkeep.serve.replicas")
     loaded, load = list[Any](), loading.load
 
@@ -141,7 +127,6 @@ def test_a_command_with_replicas_has_no_model_of_its_own(
 
     monkeypatch.setattr(loading, "load", noted)
     monkeypatch.setattr(replicas, "cluster", started)
-    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
     common = ("serve", "--replicas", "2", "--port", "0", "--sessions", str(tmp_path), "--model")
     for options, count in ((("--memory", "50MB", "-x", "full"), 0), (("--memory", "50MB"), 1), (("-x", "full"), 2)):
         code, _, err = run(*common, str(model_folder), *options)

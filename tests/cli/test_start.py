@@ -67,10 +67,8 @@ def started(*arguments: str, report: tuple[str, ...]) -> tuple[int, str, str, li
         ("chat --budget abc", "Budget 'abc' cannot be read"),
         ("serve --budget abc", "Budget 'abc' cannot be read"),
         ("serve --memory much", "The memory 'much' is not a number of bytes"),
-        ("plan --budget abc", "leave --budget out"),
-        ("plan --check --budget abc", "Budget 'abc' cannot be read"),
+        ("plan --budget abc", "Budget 'abc' cannot be read"),
         ("plan --memory much", "The memory 'much' is not a number of bytes"),
-        ("capacity --budget abc", "Budget 'abc' cannot be read"),
         ("models --fetch nosuch", "Unknown model 'nosuch'"),
     ],
 )

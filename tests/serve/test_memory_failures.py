@@ -109,7 +109,7 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(model_folder: Path) -> 
 def test_a_server_under_any_limit_answers_or_says_that_memory_is_short(long_model_folder: Path) -> None:
     """And it answers ``/health``, and ends in order."""
     answered = set[str]()
-    options = ("-m", str(long_model_folder), "--memory", "20MB", "--no-measure", "-x", "full")
+    options = ("-m", str(long_model_folder), "--memory", "20MB", "-x", "full")
     for more in (0, 35, 45, 55, 65, 75, 90, 110, 150, 1000):
         with ExitStack() as stack:
             try:

@@ -15,7 +15,7 @@ import pytest
 from running import Program, bearer, figures, program, within
 from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst, text
 
-OPTIONS = ("--memory", "500MB", "-x", "full", "--private", "--no-measure")
+OPTIONS = ("--memory", "500MB", "-x", "full", "--private")
 ASKING = """
 import http.client, signal, sys, time
 longest, ended = 0.0, []

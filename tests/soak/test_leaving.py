@@ -250,7 +250,7 @@ def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
 def test_thirty_who_read_nothing_do_not_slow_others(say: Any) -> None:
     """Both halves of a round write the same answers beside those that are measured; in one half nobody reads them."""
     ratios, beside = list[float](), 30
-    with program("--memory", "2GB", "-x", "h2o", "-b", "128", "--private", "--no-measure") as running:
+    with program("--memory", "2GB", "-x", "h2o", "-b", "128", "--private") as running:
         asyncio.run(gaps(running, MEASURED, 2))
         before = running.peak_mb(reset=True)
         for number in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -43,7 +44,6 @@ def machine(loaded: Any) -> dict[str, Any]:
 
     from kvkeep.models.loading import weights_of
     from kvkeep.native.library import path
-    from kvkeep.plan.estimate import processor_name
 
     return {
         "model": loaded.name,
@@ -54,8 +54,17 @@ def machine(loaded: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": str(loaded.model.device),
         "path": path(),
-        "processor": processor_name("cpu"),
+        "processor": processor_name(),
     }
+
+
+def processor_name() -> str:
+    """Return the product name of the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -3,6 +3,7 @@ attention."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -19,7 +20,6 @@ from kvkeep.decode.cached_text import common_prefix
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.plan.estimate import device_bytes
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, new_cache
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
@@ -156,12 +156,19 @@ def _read_once(model: Any, ids: Tensor, cache: Cache, shared: SharedReadings, re
         return ReadCache(cache, *_step(model, ids, cache))
     if (one := shared.shared_pass) is None:
         passes = (known.shared_pass for known in readings.values())
-        if sum(known.nbytes for known in passes if known is not None) >= _SHARED * device_bytes(str(ids.device)):
+        if sum(known.nbytes for known in passes if known is not None) >= _SHARED * _device_bytes(ids.device):
             return ReadCache(cache, *_step(model, ids, cache))
         shared.shared_pass = one = SharedPass.of(model, ids, *_longest_beginning(ids, readings))
     start = time.perf_counter()
     one.hand_over(ids, cache)
     return ReadCache(cache, one.logits, one.seconds + time.perf_counter() - start)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Return the bytes of memory of a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _longest_beginning(ids: Tensor, readings: Readings) -> tuple[SharedPass | None, int]:

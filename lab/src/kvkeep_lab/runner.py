@@ -21,10 +21,9 @@ from kvkeep import __version__
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.native.library import path
-from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
-from kvkeep_lab.provenance import commit
+from kvkeep_lab.provenance import commit, processor_name
 from kvkeep_lab.reading import Readings
 from kvkeep_lab.reference import ReferenceAnswer
 from kvkeep_lab.store import Record, ResultFile, StudyRecord, TaskRecord
@@ -293,6 +292,6 @@ def _machine(loaded: Loaded) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "processor": processor_name("cpu"),
+        "processor": processor_name(),
         "path": path(),
     }

@@ -22,11 +22,7 @@ COMMANDS = {
         "kvkeep.cli.cache:app",
         "List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
     ),
-    "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
-    "calibrate": (
-        "kvkeep.cli.calibrate:calibrate",
-        "Measure this machine, for better predictions of 'plan'.",
-    ),
+    "plan": ("kvkeep.cli.plan:plan", "Show the bytes of every cache for a text, and which fit in a memory."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and which of them are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Compare five caches on a question about a long text."),
@@ -45,7 +41,6 @@ LAB = (
     "longchat",
     "recompute",
     "analyse",
-    "capacity",
     "lab",
 )
 """Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""

@@ -71,7 +71,7 @@ class CacheOptions:
             }
             for name, value in chosen.items():
                 if value is not None:
-                    raise UsageError(f"With '--budget auto' the planner chooses this; leave --{name} out.")
+                    raise UsageError(f"'--budget auto' chooses this by itself; leave --{name} out.")
             if self.capacity is not None:
                 raise UsageError(
                     "With '--budget auto' the cache is exact, and a capacity makes it lossy; leave it out."
@@ -118,11 +118,11 @@ class RequestedCache:
     """A requested cache; it is built after its model is loaded."""
 
     request: Request | None
-    """The parsed options; None for transformers' cache or the planner's choice."""
+    """The parsed options; None for transformers' cache and for ``--budget auto``."""
     auto: bool = False
-    """Whether the planner chooses the request."""
+    """Whether the budget is ``auto``: :func:`kvkeep.plan.fitting.choose` then makes the request."""
     memory: str | None = None
-    """Memory that the planner may use, as text; None for half of the free memory."""
+    """Memory for a budget of ``auto``, as text; None for half of the free memory."""
 
     def build(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
         """Return the cache for ``context`` tokens; the last ``answer`` of these are generated. The context is limited
@@ -133,12 +133,8 @@ class RequestedCache:
 
         positions = self.positions(model)
         if context is not None and answer and positions is not None:
-            prompt = context - answer
-            context = max(min(context, positions), prompt + 1)
-            answer = context - prompt
-        request = (
-            self._planned(model, (context or _positions(model) or 4096) - answer, answer) if self.auto else self.request
-        )
+            context = max(min(context, positions), context - answer + 1)
+        request = self._chosen(model, context or _positions(model) or 4096) if self.auto else self.request
         if request is None:
             return DynamicCache(config=model.config)
         return KeepCache(model, request=replace(request, context=context))
@@ -147,14 +143,18 @@ class RequestedCache:
         """Return the number of tokens that the model can read and generate with the cache; None: no limit."""
         return None if self.request is not None and self.request.method.any_length else _positions(model)
 
-    def _planned(self, model: Any, prompt: int, answer: int) -> Request:
-        """Return the planner's choice, and print its reason."""
-        from kvkeep.plan.planner import recommend
+    def _chosen(self, model: Any, tokens: int) -> Request:
+        """Return the request of a budget of ``auto`` for ``tokens`` tokens, and print the choice."""
+        from kvkeep.geometry import ModelGeometry
+        from kvkeep.models.weight_memory import free_memory
+        from kvkeep.plan.fitting import choose
         from kvkeep.policies.request import Request
 
-        choice = recommend(model, prompt, self.memory, answer=answer)
+        device = next(model.parameters()).device
+        memory = free_memory(device) // 2 if self.memory is None else bytes_of(self.memory)
+        choice = choose(ModelGeometry.of(model), tokens, memory, shared=device.type == "cpu")
         note(choice.reason)
-        return Request.parse(choice.method, choice.budget, checkpoint=choice.checkpoint, where=choice.where)
+        return Request.parse(**choice.options)
 
 
 def _positions(model: Any) -> int | None:

@@ -82,7 +82,7 @@ def demo(
     from kvkeep.decode.prompt import question as ask
 
     if budget == AUTO:
-        raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' recommends one.")
+        raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' shows their bytes.")
     requests = {method: CacheOptions(method, budget) for method in LOSSY}
     requests = {
         FULL: CacheOptions(FULL),

@@ -13,7 +13,6 @@ from rich.table import Table
 from kvkeep.cli import completion, options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import out, print_json, show
-from kvkeep.cli.recommended import NEEDS, print_recommended
 from kvkeep.cli.registry_cache import cached
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError, unknown
@@ -37,24 +36,8 @@ def methods(
             autocompletion=completion.methods,
         ),
     ] = None,
-    need: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="NEED", help=f"Print the methods that were measured for a need: {', '.join(NEEDS)}."
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option("--budget", "-b", help="With --for: at this budget only, such as 25%.")
-    ] = None,
 ) -> None:
     """List the methods: what they evict, store and recall, and how exact they are."""
-    if budget is not None and need is None:
-        raise UsageError("--budget chooses rows of --for; give both, or leave it out.")
-    if need is not None:
-        if bibtex is not None or table is not None:
-            raise UsageError("--for prints a table of its own; leave --table and --bibtex out.")
-        print_recommended(need, budget, json)
-        return
     if json and (bibtex is not None or table is not None):
         raise UsageError("--json prints the list of methods only; leave it out with --table and --bibtex.")
     if bibtex is not None:

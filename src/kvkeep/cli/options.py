@@ -56,7 +56,7 @@ Budget = Annotated[
         "--budget",
         "-b",
         help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0 (every entry "
-        "is evicted), or auto (the planner chooses).",
+        "is evicted), or auto (full if it fits in --memory, else kv-direct).",
     ),
 ]
 Checkpoint = Annotated[

@@ -34,10 +34,8 @@ class Fate(ABC):
     """Evicted entries are kept in a checkpoint, whose options the cache then takes."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
-    readings: ClassVar[int] = 1
-    """How often a chunk of a prompt is read, backward passes included."""
     predictable: ClassVar[bool] = True
-    """:meth:`holds` predicts the bytes of its stores, so the planner lists methods with this fate."""
+    """:meth:`holds` returns the bytes of its stores, so the planner lists methods with this fate."""
     keeps: ClassVar[bool] = True
     """:attr:`EvictedStore.keeps` of its stores."""
     merges: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""The planner: predicts the bytes and seconds of every method before a model is loaded."""
+"""The planner: the bytes of every method before a weight is loaded."""

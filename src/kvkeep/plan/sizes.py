@@ -1,4 +1,4 @@
-"""Predicts the bytes of a cache. Pure functions of the geometry, with each part's rule of allocation."""
+"""The bytes of a cache, before it exists. Pure functions of the geometry, with each part's rule of allocation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.recent_pages import recent_pages_of
 from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
-from kvkeep.plan.candidates import Candidate
+from kvkeep.policies.methods import Method
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.readers.draft import VOTERS
 from kvkeep.stores.resident.banks import bank_columns
 
@@ -30,20 +31,16 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Predicted bytes of one cache; ``cache.memory()`` measures the same."""
+    """The bytes of one cache; ``cache.memory()`` measures the same."""
 
     tokens: int
     """Tokens of the text."""
     budget: int | None
     """Entries of each full layer; None without a budget."""
-    chunk: int
-    """Tokens of a prompt that one pass reads."""
     exact: int
     """Entries of the budget that stay unchanged."""
     evicted: int
     """Evicted entries."""
-    kept: int
-    """Tokens whose entries attention reads in any form."""
     resident: int
     """Bytes of the entries that attention reads directly."""
     stored: int = 0
@@ -63,55 +60,42 @@ class Sizes:
     workspace: int = 0
     """Peak bytes of temporary memory during recall."""
 
-    @property
-    def checkpoints(self) -> int:
-        """Bytes of checkpoints in all places."""
-        return self.device + self.host + self.disk
-
-    @property
-    def total(self) -> int:
-        """Bytes in all places between passes, and of a saved session."""
-        return self.resident + self.compressed + self.checkpoints
-
-    def idle(self, shared: bool) -> int:
-        """Return the bytes of device memory between passes. shared: host and device have one memory."""
-        return self.resident + self.compressed + self.device + (self.host if shared else 0)
-
     def memory(self, shared: bool) -> int:
         """Return the peak bytes of device memory. shared: host and device have one memory."""
-        return self.idle(shared) + self.index + self.chunk_bytes + self.workspace
+        between = self.resident + self.compressed + self.device + (self.host if shared else 0)
+        return between + self.index + self.chunk_bytes + self.workspace
 
 
 def sizes(
     geometry: ModelGeometry,
-    candidate: Candidate,
+    method: Method,
     tokens: int,
     budget: int | None,
+    spec: CheckpointSpec | None = None,
     *,
     shared: bool = True,
     steps: int = 0,
     model: Any = None,
 ) -> Sizes:
-    """Return the size of ``candidate`` after a prompt of ``tokens`` tokens and ``steps`` decoded tokens.
+    """Return the size of a cache after a prompt of ``tokens`` tokens and ``steps`` decoded tokens.
 
-    budget: entries of each full layer; unused if the method takes none. shared: host and device have one memory. model:
-    for selectors that measure their budgets on the model; without a model, all layers and heads get equal budgets.
+    budget: entries of each full layer; unused if the method needs none. spec: the checkpoint, if the
+    method has one (default: entries in the host's memory). shared: host and device have one memory. model: for
+    selectors that measure their budgets on the model; without a model, all layers and heads get equal budgets.
 
     Raises BudgetError if the budget is too small for the method.
     """
-    method, prompt, tokens = candidate.method, tokens, tokens + steps
+    prompt, tokens = tokens, tokens + steps
     fixed = geometry.fixed_bytes(tokens, stepped=steps > 0 or prompt == 1)
-    if candidate.keeps_all:
+    if method.selector.keeps_all:
         reserved = budget if method.budgeted else None
         resident = fixed + (reserved or up(tokens)) * geometry.full_bytes_per_token
-        return Sizes(tokens, reserved, tokens, tokens, 0, tokens, resident)
+        return Sizes(tokens, reserved, tokens, 0, resident)
     assert budget is not None
     chunk = method.chunk(geometry, Budget.parse(budget), budget)
     first = prompt % chunk  # the remainder of the prompt is the first chunk
     arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
-    size = Sizes(
-        tokens, budget, chunk, budget, 0, tokens, fixed, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry)
-    )
+    size = Sizes(tokens, budget, budget, 0, fixed, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry))
     if method.selector.in_order:
         evicted = _evicted(arriving, budget)
         shapes = Counter(replace(layer, index=0, source=0) for layer in geometry.full_layers)
@@ -126,15 +110,16 @@ def sizes(
             workspace=max((reader.workspace for reader, _ in readers), default=0),
         )
     else:
-        size, evictions = _selected(size, geometry, candidate, arriving, model)
-    return _checkpointed(size, geometry, candidate, arriving, evictions, shared) if method.checkpoints else size
+        size, evictions = _selected(size, geometry, method, arriving, model)
+    if not method.checkpoints:
+        return size
+    return _checkpointed(size, geometry, method, spec or CheckpointSpec("kv", "host"), arriving, evictions, shared)
 
 
 def _selected(
-    size: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
+    size: Sizes, geometry: ModelGeometry, method: Method, arriving: list[int], model: Any
 ) -> tuple[Sizes, list[Evictions]]:
     """Return the size with layers whose entries a selector chooses, and the evictions of these layers."""
-    method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     assert size.budget is not None
     tail, within, exact, sinks = method.division(geometry, size.budget)
@@ -163,12 +148,10 @@ def _selected(
             moving = max(moving, _divided(heads, max(arriving), size.tokens, layer, geometry))
         workspace = max(workspace, moving, store.workspace + reader.workspace)
         stored = 0 if fate.merges or not fate.keeps else store.entries or sum(evicted)
-    all_kept = method.checkpoints or fate.merges or fate.makes_room
     return replace(
         size,
         exact=exact,
         evicted=sum(evictions[0][2]),
-        kept=size.tokens if all_kept else min(size.tokens, exact + stored),
         resident=resident,
         compressed=compressed,
         index=index,
@@ -178,34 +161,35 @@ def _selected(
     ), evictions
 
 
-def _pages(candidate: Candidate, counts: list[int]) -> list[int]:
+def _pages(method: Method, capacity: int | None, counts: list[int]) -> list[int]:
     """Return the rows of each page of a layer's keys in a checkpoint after appending ``counts`` rows."""
-    if candidate.capacity is None:
+    if capacity is None:
         return pages_of(counts)
-    if candidate.method.recall.endless:
-        return recent_pages_of(sum(counts), candidate.capacity)
-    return [ring_rows(sum(counts), candidate.capacity)]
+    if method.recall.endless:
+        return recent_pages_of(sum(counts), capacity)
+    return [ring_rows(sum(counts), capacity)]
 
 
 def _checkpointed(
     size: Sizes,
     geometry: ModelGeometry,
-    candidate: Candidate,
+    method: Method,
+    spec: CheckpointSpec,
     arriving: list[int],
     evictions: list[Evictions],
     shared: bool,
 ) -> Sizes:
     """Return the size with checkpoints. They contain all entries if they back a recall, else the evicted entries.
     Checkpoints of residuals contain all tokens ``arriving``."""
-    recall, where = candidate.method.recall, candidate.where or "host"
+    recall, where, layers = method.recall, spec.where, len(geometry.layers)
     evicted = size.tokens if recall.backed else size.evicted
-    stride = min(candidate.stride, len(geometry.layers))
+    stride = {"kv": 0, "tokens": layers}.get(spec.kind, min(spec.stride, layers))  # layers per stored residual
     places = {"device": size.device, "host": size.host, "disk": size.disk}
     work = 0
     if not stride:
         for layer, count, counts in evictions:
             entry = layer.entry_elements * geometry.dtype_bytes
-            pages = _pages(candidate, arriving if recall.backed else counts)
+            pages = _pages(method, spec.capacity, arriving if recall.backed else counts)
             places[where] += count * sum(pages) * entry
             if where != "device" and not shared and pages:
                 work = max(work, min(PAGE, max(pages), evicted) * entry)
@@ -218,12 +202,12 @@ def _checkpointed(
             work = evicted * (geometry.residual_bytes_per_token + widest)
         else:
             work = min(evicted, PAGE, PAGE if 0 in anchors else max(pages)) * widest
-    return replace(size, evicted=evicted, kept=size.tokens, workspace=max(size.workspace, work), **places)
+    return replace(size, evicted=evicted, workspace=max(size.workspace, work), **places)
 
 
 def widest_bytes(geometry: ModelGeometry) -> int:
-    """Return the largest bytes of a token's keys and values in one layer."""
-    return geometry.dtype_bytes * max(layer.entry_elements for layer in geometry.full_layers)
+    """Return the largest bytes of a token's keys and values in one full layer."""
+    return geometry.dtype_bytes * max((layer.entry_elements for layer in geometry.full_layers), default=0)
 
 
 def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> tuple[int, ...]:
@@ -252,14 +236,15 @@ def _divided(heads: Sequence[int], chunk: int, tokens: int, layer: LayerGeometry
     return (sum(heads) + len(heads) * (chunk + longest)) * entry
 
 
-# -- what a server grants ---------------------------------------------------------------------------------
+# -- the peak ---------------------------------------------------------------------------------------------
 
 
 def grant(
     geometry: ModelGeometry,
-    candidate: Candidate,
+    method: Method,
     budget: int | None,
     tokens: int,
+    spec: CheckpointSpec | None = None,
     *,
     shared: bool = True,
     chunk: int | None = None,
@@ -267,39 +252,43 @@ def grant(
     model: Any = None,
 ) -> int:
     """Return the peak bytes of memory of a session up to ``tokens`` tokens. A server reserves them before the answer
-    begins (:mod:`kvkeep.serve.arbiter`), and ``kvkeep capacity`` counts them.
+    begins (:mod:`kvkeep.serve.arbiter`), and a cache fits in a memory that has them (:mod:`kvkeep.plan.fitting`).
 
     The sum includes entries, codes, bookkeeping, checkpoints in memory, and the temporary memory of a step: the chunk
     of one layer, recall, and logits. It excludes disk, weights, hidden states, and the copy by which the keys or values
     of one layer grow where they are one tensor (on a GPU, and without the native library).
 
-    budget: entries of each full layer. shared: host and device have one memory.
-    chunk: tokens of a prompt that a cache without a budget reads at a time. rows: rows whose logits a pass computes;
-    default: those of the longest round. model: see :func:`sizes`.
+    budget: entries of each full layer. chunk: tokens of a prompt that a cache
+    without a budget reads at a time. rows: rows whose logits a pass computes; default: those of the longest round.
+    spec, shared, model: see :func:`sizes`.
     """
-    method = candidate.method
-    kinds = [candidate]
+    peak = _peak(geometry, method, budget, tokens, spec, shared, model)
     if (reading := method.reading) is not None:  # a checkpoint contains the whole text until its second reading
-        kinds.append(
-            replace(candidate, method=replace(method, fate=reading.fate, recall=Everything()), checkpoint="kv")
-        )
-    peak = max(_peak(geometry, kind, budget, tokens, shared, model) for kind in kinds)
+        first = replace(method, fate=reading.fate, recall=Everything())
+        text = CheckpointSpec("kv", "host") if spec is None else replace(spec, kind="kv")
+        peak = max(peak, _peak(geometry, first, budget, tokens, text, shared, model))
     if rows is None:
         rows = 1
         if method.recall.drafts and budget is not None:  # the drafts and the token before them
             rows = min(method.recall.tail(budget), method.chunk(geometry, Budget.parse(budget), budget))
     logits = rows * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT_BYTES)  # computed and sampled
-    if not candidate.keeps_all:
+    if not method.selector.keeps_all:
         return peak + logits  # the sizes include its chunk
     return peak + logits + min(chunk or DEFAULT_CHUNK, tokens) * widest_bytes(geometry)
 
 
 def _peak(
-    geometry: ModelGeometry, candidate: Candidate, budget: int | None, tokens: int, shared: bool, model: Any
+    geometry: ModelGeometry,
+    method: Method,
+    budget: int | None,
+    tokens: int,
+    spec: CheckpointSpec | None,
+    shared: bool,
+    model: Any,
 ) -> int:
     """Return the bytes of entries, checkpoints, recall and tables at the peak."""
-    method, layers = candidate.method, geometry.full_layers
-    size = sizes(geometry, candidate, tokens, budget, shared=shared, steps=1, model=model)
+    layers = geometry.full_layers
+    size = sizes(geometry, method, tokens, budget, spec, shared=shared, steps=1, model=model)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
     if method.recall.drafts:  # queries that choose the resident entries again, and their results

@@ -93,8 +93,6 @@ class Preset:
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
     """The preset takes no parameters."""
-    planned: tuple[str, ...] = ("",)
-    """Parameters that ``kvkeep plan`` compares; "" are the defaults."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -127,7 +125,6 @@ PRESETS: dict[str, Preset] = {
         "The newest entries exactly, older ones at 8, 4 or 2 bits: keys per channel, values per token.",
         "arXiv:2402.02750",
         {"exact": 128},
-        planned=("8", "4", "2"),
     ),
     "revive": Preset(
         H2O(halflife=256),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import chunk_size
 from kvkeep.errors import BudgetError
-from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import grant
 from kvkeep.stores.dynamic import DynamicLayer
 
@@ -22,13 +21,12 @@ MEGA = 1e6
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
     """Return the peak bytes of memory of ``cache`` until it has read ``tokens`` tokens
     (:func:`~kvkeep.plan.sizes.grant`)."""
-    spec = cache.spec
-    checkpoint = (None, None, None) if spec is None else (str(spec), spec.where, spec.capacity)
     return grant(
         cache.geometry,
-        Candidate(cache.method, *checkpoint),
+        cache.method,
         cache.entries,
         tokens,
+        cache.spec,
         chunk=chunk_size(cache),
         rows=1 if cache.round is None else min(cache.round.tail, cache.stream.chunk),
         model=cache.model,

@@ -10,10 +10,6 @@ COMMANDS = {
     "longchat": ("kvkeep_lab.cli.study:longchat", "Measure memory and time of every turn of a long conversation."),
     "recompute": ("kvkeep_lab.cli.study:recompute", "Time whether recomputing or reading evicted entries is faster."),
     "analyse": ("kvkeep_lab.cli.study:analyse", "Run a study of the papers on a model: data, table and figure."),
-    "capacity": (
-        "kvkeep_lab.cli.capacity:capacity",
-        "Predict how many sessions a machine can serve, by method and length.",
-    ),
     "lab": ("kvkeep_lab.cli.lab:app", "List, run and report the experiments of the papers."),
 }
 """A table like :data:`kvkeep.cli.COMMANDS`. ``cli.study`` makes commands from studies."""

@@ -17,7 +17,6 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
-from kvkeep_lab.cli.fleet import fleet
 
 if TYPE_CHECKING:
     from kvkeep_lab.cell import Cell
@@ -37,7 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-app.command()(fleet)
 
 
 @app.command("list")

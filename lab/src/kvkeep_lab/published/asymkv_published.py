@@ -28,7 +28,6 @@ class AsymKVPublished(NeighboursAhead):
     source: ClassVar[str] = "AsymKV (Cui and Xu, NeurIPS 2025), published code"
     papers: ClassVar[Sequence[Paper]] = (ASYMKV,)
     gradients: ClassVar[bool] = True
-    readings: ClassVar[int] = 3  # forward, backward, forward
     predictable: ClassVar[bool] = False  # the bytes of the graph do not follow from the geometry
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:

@@ -25,7 +25,6 @@ class NeighboursAhead(MergesPairs, AheadMerging):
     subclass has its file: a frozen dataclass with :meth:`sensitivity` and :meth:`weights`."""
 
     leaves: ClassVar[str] = "neighbours that the next chunk attends to least"
-    readings: ClassVar[int] = 2
     across_heads: ClassVar[bool] = True
 
     def refuses(self, method: Any) -> str | None:

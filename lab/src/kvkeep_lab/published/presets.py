@@ -38,7 +38,6 @@ STATIC = Preset(
     "All entries, in memory allocated once for the budget's entries.",
     "kv-caching-tutorial, section 13",
     closed=True,
-    planned=(),
 )
 PAGED = Preset(
     InBlocks(),
@@ -46,7 +45,6 @@ PAGED = Preset(
     "All entries, in blocks of 32; rows with the same beginning share them, copy-on-write.",
     "arXiv:2309.06180, section 4",
     closed=True,
-    planned=(),
 )
 KVREVIVER_FISHER = Preset(
     H2OFisher(),
@@ -62,7 +60,6 @@ KV_LRU = Preset(
     LRU.source,
     recall=FetchOnMiss(),
     closed=True,
-    planned=(),
 )
 QUEST = Preset(
     StreamingLLM(),

@@ -15,7 +15,7 @@ from kvkeep.budget import Budget, bytes_of
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.plan.candidates import specs
+from kvkeep.plan.fitting import listed
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.limits import memory_rate, step_limit_ms, weight_bytes
@@ -28,7 +28,16 @@ from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import NAIVE, SAME_ENTRIES, Timed, TimingCase, run
 
-COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvreviver:estimate=shrunk,by=mean")
+COMBINED = (
+    "quantized:8",
+    "quantized:4",
+    "quantized:2",
+    "h2o+checkpoint",
+    "h2o+quantize:4",
+    "h2o+merge",
+    "kvreviver",
+    "kvreviver:estimate=shrunk,by=mean",
+)
 """Methods that a complete run times in addition to the named lossy methods."""
 
 
@@ -295,7 +304,8 @@ def cases(
 
 
 def _whole_run(length: int, budget: str, steps: int) -> list[TimingCase]:
-    lossy = [*(spec for spec in specs() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
+    named = [name for name in listed() if resolve(name).exactness is Exactness.LOSSY and name != "quantized"]
+    lossy = [*named, *COMBINED]
     places = ((kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk"))
     return [
         *(_case(name, length, budget, steps) for name in ("full", "static", "paged")),

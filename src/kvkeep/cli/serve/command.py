@@ -34,9 +34,6 @@ def serve(
         bool,
         typer.Option("--log-requests", help="Log each request in a line on standard error, without any of its text."),
     ] = False,
-    measure: Annotated[
-        bool, typer.Option(help="Measure this machine once while the server is idle, for 'kvkeep plan'.")
-    ] = True,
     store: StoreOptions,
     replicas: ReplicaOptions,
 ) -> None:
@@ -80,7 +77,7 @@ def serve(
             service.store(shared=server is None)
         saved = store.describe(service)
         if server is not None:
-            serve_here(server, service, address, memory.conversations, grace, saved, access, measure=measure)
+            serve_here(server, service, address, memory.conversations, grace, saved, access)
         else:
             scale = replicas.scale(memory.conversations)
             serve_replicas(service, scale, replicas.ray, address, grace, saved, access)

@@ -1,4 +1,4 @@
-"""The memory of a server, and the default cache of its sessions: given by the user or chosen by the planner."""
+"""The memory of a server, and the default cache of its sessions: given by the user, or chosen by what fits."""
 
 from __future__ import annotations
 
@@ -54,11 +54,15 @@ def with_defaults_for_replicas(service: Service, conversations: int, processes: 
 def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
     """Return the bytes of a process, and a line that explains them: space for ``conversations`` with all their entries,
     at most the process's share of the free memory."""
+    from kvkeep.geometry import ModelGeometry
     from kvkeep.models.weight_memory import free_memory
+    from kvkeep.plan.sizes import grant
+    from kvkeep.policies.methods import resolve
     from kvkeep.units import size
 
     tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
-    wanted, limit = conversations * _full_bytes(loaded, tokens), free // MEMORY_SHARE // processes
+    wanted = conversations * grant(ModelGeometry.of(loaded.model), resolve("full"), None, tokens)
+    limit = free // MEMORY_SHARE // processes
     load = f"{conversations} conversations of {tokens:,} tokens with all their entries"
     each = "" if processes == 1 else " for each replica"
     if wanted <= limit:
@@ -71,20 +75,17 @@ def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tu
 
 
 def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, Any]:
-    """Return method ``full`` if ``conversations`` of the maximum length fit with all their entries, else the planner's
-    choice of an exact cache. Raises UsageError if nothing fits."""
-    from kvkeep.plan.planner import ANSWER, recommend
+    """Return the options of the cache that :func:`~kvkeep.plan.fitting.choose` takes for each of ``conversations`` of
+    the maximum length, and print the choice. Raises UsageError if nothing fits."""
+    from kvkeep.geometry import ModelGeometry
+    from kvkeep.plan.fitting import choose
 
-    positions, share = _positions(loaded), memory // conversations
-    if _full_bytes(loaded, positions) <= share:
-        return {"method": "full"}
-    answer = min(ANSWER, positions // 2)
     try:
-        choice = recommend(loaded.model, positions - answer, share, answer=answer)
+        choice = choose(ModelGeometry.of(loaded.model), _positions(loaded), memory // conversations, shared=True)
     except BudgetError as error:
         raise UsageError(f"{error} Give more --memory, fewer --conversations, or a --method.") from error
-    note(f"the planner chose '{choice.method}' among exact methods; times are {choice.rates}")
-    return {name: value for name, value in choice.options().items() if value is not None}
+    note(f"each of {conversations} conversations: {choice.reason}")
+    return choice.options
 
 
 def describe_default(engine: Engine) -> str:
@@ -106,12 +107,4 @@ def _positions(loaded: Loaded) -> int:
     """Return the tokens of the longest conversation."""
     from kvkeep.geometry import ModelGeometry
 
-    return ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNLIMITED_TOKENS
-
-
-def _full_bytes(loaded: Loaded, tokens: int) -> int:
-    """Return the bytes reserved for a conversation of ``tokens`` tokens with all its entries."""
-    from kvkeep.cache import KeepCache
-    from kvkeep.serve.arbiter import peak_bytes
-
-    return peak_bytes(KeepCache(loaded.model, "full"), tokens)
+    return ModelGeometry.of(loaded.model).max_positions or UNLIMITED_TOKENS

@@ -12,7 +12,7 @@ from typer import Option
 
 from kvkeep.budget import bytes_of
 from kvkeep.cli import completion, options
-from kvkeep.cli.cache_options import CacheOptions
+from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -48,7 +48,7 @@ class MemoryOptions:
             "-x",
             help="Default cache method of a session ('kvkeep methods' lists them).",
             autocompletion=completion.methods,
-            show_default="kv-direct with a budget, the planner's choice without",
+            show_default="kv-direct with a budget; without, full if it fits, else kv-direct",
         ),
     ] = None
     budget: Annotated[
@@ -56,7 +56,7 @@ class MemoryOptions:
         Option(
             "--budget",
             "-b",
-            help="Default cache budget of a session: entries per layer (512), bytes (64MB), or a share (25%).",
+            help="Default cache budget of a session: entries per layer (512), bytes (64MB), a share (25%), or auto.",
         ),
     ] = None
     at_end: Annotated[
@@ -89,8 +89,9 @@ class MemoryOptions:
             bytes_of(self.memory)
 
     def cache(self) -> dict[str, str]:
-        """Return the given method and budget."""
-        return {name: value for name in ("method", "budget") if (value := getattr(self, name)) is not None}
+        """Return the given method and budget; a budget of ``auto`` is that of a server without either."""
+        given = {"method": self.method, "budget": None if self.budget == AUTO else self.budget}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)

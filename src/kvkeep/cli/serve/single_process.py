@@ -14,7 +14,6 @@ from kvkeep.cli.startup import startup
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.middleware import log_requests
-from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
 
 STOPPED = "stopped; all turns are saved"
@@ -28,8 +27,6 @@ def serve_here(
     grace: float,
     saved: str,
     access: str,
-    *,
-    measure: bool,
 ) -> None:
     """Load the model and serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
 
@@ -37,7 +34,6 @@ def serve_here(
         server: listens on ``address`` already.
         conversations: share the memory if the service names no cache.
         saved, access: lines to print about the store and keys.
-        measure: measure this machine when the server is idle.
 
     Raises:
         KvkeepError: the engine failed.
@@ -60,11 +56,7 @@ def serve_here(
     if service.logs:
         log_requests()
     _stop_on_signals(server, engine, grace)
-    measuring = Measuring(engine, note)
-    if measure:
-        measuring.start()
     server.serve_until_exit(app)
-    measuring.stop()
     if engine.fault is not None:
         raise KvkeepError("The server stopped because its engine failed; the error is logged above.")
     engine.stop(0.0)

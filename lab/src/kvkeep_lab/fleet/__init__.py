@@ -1,1 +1,0 @@
-"""A simulation of a fleet of replicas (``kvkeep lab fleet``)."""
