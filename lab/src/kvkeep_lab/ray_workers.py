@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.models.folders import cache_folder
-from kvkeep.models.scratch import scratch
+from kvkeep.models.folders import cache_folder, scratch
 from kvkeep.ray_cluster import connected
 from kvkeep_lab.store import ResultFile
 from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked

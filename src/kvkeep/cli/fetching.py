@@ -23,7 +23,7 @@ def fetch_model(name: str) -> None:
         with _bar(model.size) as advance:
             fetch(model, note, advance)
     except KeyboardInterrupt:
-        note("Interrupted. The parts that have arrived are kept; the same command fetches the others.")
+        note("Interrupted. What has arrived is kept; the same command fetches the rest.")
         raise
 
 

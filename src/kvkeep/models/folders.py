@@ -1,11 +1,19 @@
-"""The folders of kvkeep's files: converted models, checkpoints on disk, and sessions."""
+"""The folders of kvkeep's files, and scratch folders for files that are moved into place when complete."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import ModelError, UsageError, reason_of
+from kvkeep.files import abandoned, owner
+from kvkeep.private_files import make_folder
+
+_PREFIX = ".scratch-"
 
 
 def cache_folder() -> Path:
@@ -27,3 +35,32 @@ def _folder(variable: str, home: str, within: str) -> Path:
         return Path(os.environ.get(home) or Path.home() / within) / "kvkeep"
     except RuntimeError as error:
         raise UsageError(f"This user has no home folder; set {variable} to a folder for kvkeep's files.") from error
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """Yield an empty folder within ``parent``, removed afterwards.
+
+    Also removes folders of killed processes. Raises ModelError where ``parent`` cannot be written or is full.
+    """
+    try:
+        make_folder(parent)
+        for left in parent.glob(f"{_PREFIX}*"):
+            with suppress(OSError, ValueError):
+                if abandoned(left, left.name.removeprefix(_PREFIX).rpartition("-")[0]):
+                    shutil.rmtree(left, ignore_errors=True)
+        prefix = f"{_PREFIX}{owner()}-"
+        with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno is None:  # transformers raises OSError without errno
+            raise
+        raise unwritable(parent, reason_of(error)) from error
+
+
+def unwritable(folder: Path, reason: str) -> ModelError:
+    """Return the error for a folder that cannot be written."""
+    return ModelError(
+        f"kvkeep cannot write to its cache folder '{folder}' ({reason}); free space there, or set KVKEEP_CACHE to "
+        "another folder."
+    )

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.models.folders import cache_folder
-from kvkeep.models.scratch import scratch
+from kvkeep.models.folders import cache_folder, scratch
 
 T = TypeVar("T")
 
