@@ -64,8 +64,8 @@ def ends_from(path: Path) -> list[int]:
 
 
 def _keys(path: Path) -> Any:
+    from kvkeep.models.gguf.facts import FileKeys
     from kvkeep.models.gguf.header import read_header
-    from kvkeep.models.gguf.keys import FileKeys
 
     return FileKeys(path, read_header(path).metadata)
 

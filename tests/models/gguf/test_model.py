@@ -15,7 +15,7 @@ from gguf_files import HIDDEN, written
 from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError
 from kvkeep.models.gguf.architectures import ARCHITECTURES
 from kvkeep.models.gguf.explain import explain
-from kvkeep.models.gguf.harmless import reason
+from kvkeep.models.gguf.facts import reason
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import load
 

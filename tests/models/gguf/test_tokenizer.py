@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
-from kvkeep.models.gguf.keys import FileKeys
+from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.tokenizer import tokenizer_of
 from kvkeep.models.gguf.vocabulary import vocabulary_of
 

@@ -5,6 +5,7 @@ The reference for what a file means is llama.cpp (src/models there), also where 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvkeep.errors import ModelError
@@ -12,7 +13,7 @@ from kvkeep.models.gguf.facts import MAX_EXPERTS, Facts
 from kvkeep.models.gguf.rope import positive, rope
 
 Config = dict[str, Any]
-_ATTENTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+_Make = Callable[[Facts], Config]
 
 
 def _common(facts: Facts, layout: str = "", kv_heads: int | None = None) -> Config:
@@ -29,23 +30,18 @@ def _common(facts: Facts, layout: str = "", kv_heads: int | None = None) -> Conf
         "num_key_value_heads": kv_heads or facts.same("attention.head_count_kv", facts.heads),
         "head_dim": facts.head_dim,
         "rope_parameters": rope(facts),
-        "vocab_size": _rows(facts),
+        "vocab_size": facts.vocabulary,
         "tie_word_embeddings": "output.weight" not in facts.tensors,
         "attention_dropout": 0.0,
     }
-
-
-def _rows(facts: Facts) -> int:
-    embedding = facts.tensors.get("token_embd.weight")
-    return 0 if embedding is None else embedding.shape[0]
 
 
 def _rms(facts: Facts) -> Config:
     return _common(facts) | {"rms_norm_eps": _epsilon(facts, "layer_norm_rms_epsilon")}
 
 
-def _layer_norm(facts: Facts, name: str = "layer_norm_eps") -> Config:
-    return _common(facts) | {name: _epsilon(facts, "layer_norm_epsilon")}
+def _layer_norm(facts: Facts) -> Config:
+    return _common(facts) | {"layer_norm_eps": _epsilon(facts, "layer_norm_epsilon")}
 
 
 def _epsilon(facts: Facts, name: str) -> float:
@@ -83,60 +79,62 @@ def _experts(facts: Facts, total: str = "num_experts") -> Config:
     return {total: count, "num_experts_per_tok": used}
 
 
-def llama(facts: Facts) -> Config:
-    """Return the config of the architecture llama."""
-    made = _rms(facts)
+def _made(base: _Make, family: str, *parts: Mapping[str, Any], **settings: Any) -> _Make:
+    """Return what makes the config of a ``family``: what ``base`` reads, and these settings. A setting that can be
+    called is given the facts."""
+    stated = {"model_type": family, **settings}
+    for part in parts:
+        stated |= part
+
+    def make(facts: Facts) -> Config:
+        read = {name: value(facts) if callable(value) else value for name, value in stated.items()}
+        return base(facts) | read
+
+    return make
+
+
+def _has(*names: str) -> Callable[[Facts], bool]:
+    return lambda facts: facts.has(*names)
+
+
+_HAS_BIAS = _has("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+_BIAS = {"attention_bias": _HAS_BIAS}
+_MLP_BIAS = {"mlp_bias": _has("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")}
+_NO_WINDOW = {"use_sliding_window": False}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": lambda facts: [
+        layer for layer in range(facts.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in facts.tensors
+    ],
+    "moe_intermediate_size": lambda facts: facts.same("expert_feed_forward_length"),
+}
+
+
+def _one(name: str) -> Callable[[Facts], float]:
+    """Return what reads a factor; files state none, or 0, for 1."""
+    return lambda facts: facts.number(name, 0.0) or 1.0
+
+
+def _rms_with_experts(facts: Facts) -> Config:
+    return _rms(facts) | _experts(facts)
+
+
+def _llama(facts: Facts) -> Config:
     if facts.count("expert_count", 0):
-        return made | _experts(facts, "num_local_experts") | {"model_type": "mixtral", "sliding_window": None}
+        return _rms(facts) | _experts(facts, "num_local_experts") | {"model_type": "mixtral", "sliding_window": None}
     facts.expect("expert_used_count", 0, "finds no experts in it")
-    return made | {
-        "model_type": "llama",
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-        "mlp_bias": facts.has("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
-    }
+    return _made(_rms, "llama", _BIAS, _MLP_BIAS)(facts)
 
 
-def qwen2(facts: Facts) -> Config:
-    """Return the config of the architecture qwen2."""
-    return _rms(facts) | {"model_type": "qwen2", "use_sliding_window": False}
-
-
-def qwen3(facts: Facts) -> Config:
-    """Return the config of the architecture qwen3."""
-    bias = facts.has(*_ATTENTION_BIASES)
-    return _rms(facts) | {"model_type": "qwen3", "use_sliding_window": False, "attention_bias": bias}
-
-
-def _qwen_experts(facts: Facts) -> Config:
-    return _experts(facts) | {
-        "use_sliding_window": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [
-            layer for layer in range(facts.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in facts.tensors
-        ],
-        "moe_intermediate_size": facts.same("expert_feed_forward_length"),
-    }
-
-
-def qwen2moe(facts: Facts) -> Config:
-    """Return the config of the architecture qwen2moe."""
-    shared = facts.same("expert_shared_feed_forward_length", facts.same("feed_forward_length"))
-    return _rms(facts) | _qwen_experts(facts) | {
-        "model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": shared,
-    }  # fmt: skip
-
-
-def qwen3moe(facts: Facts) -> Config:
-    """Return the config of the architecture qwen3moe."""
-    bias = facts.has(*_ATTENTION_BIASES)
-    return _rms(facts) | _qwen_experts(facts) | {
-        "model_type": "qwen3_moe", "norm_topk_prob": True, "attention_bias": bias,
-    }  # fmt: skip
-
-
-def gemma(facts: Facts) -> Config:
-    """Return the config of the architecture gemma."""
-    return _rms(facts) | {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh"}
+def _gemma3(facts: Facts) -> Config:
+    made = _rms(facts)
+    return made | _windows(facts, 6, 0) | {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
+        "query_pre_attn_scalar": _query_scalar(facts, 62),
+        "rope_parameters": _by_type(made, positive(facts, "rope.freq_base_swa", 10_000.0)),
+    } | _GELU  # fmt: skip
 
 
 def _query_scalar(facts: Facts, largest: int) -> int:
@@ -144,261 +142,172 @@ def _query_scalar(facts: Facts, largest: int) -> int:
     return facts.width // facts.heads if facts.layers == largest else facts.head_dim
 
 
-def gemma2(facts: Facts) -> Config:
-    """Return the config of the architecture gemma2."""
-    return _rms(facts) | _windows(facts, 2, 4096) | {
-        "model_type": "gemma2",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": _query_scalar(facts, 46),
-    }  # fmt: skip
+def _by_type(made: Config, theta: float) -> Config:
+    """Return the rotation of full attention as stated, and that of sliding layers by the base ``theta``."""
+    return {
+        "full_attention": made["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+    }
 
 
-def gemma3(facts: Facts) -> Config:
-    """Return the config of the architecture gemma3."""
-    made = _rms(facts)
-    local = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base_swa", 10_000.0)}
-    return made | _windows(facts, 6, 0) | {
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
-        "query_pre_attn_scalar": _query_scalar(facts, 62),
-        "rope_parameters": {"full_attention": made["rope_parameters"], "sliding_attention": local},
-    }  # fmt: skip
-
-
-def phi3(facts: Facts) -> Config:
-    """Return the config of the architecture phi3."""
+def _phi3(facts: Facts) -> Config:
     facts.count("attention.sliding_window")  # llama.cpp attends to everything in this architecture
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
-    return _rms(facts) | {
-        "model_type": "phi3", "sliding_window": None, "original_max_position_embeddings": original, "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-    }  # fmt: skip
+    return _rms(facts) | {"original_max_position_embeddings": original, "sliding_window": None}
 
 
-def phi2(facts: Facts) -> Config:
-    """Return the config of the architecture phi2."""
-    return _layer_norm(facts) | {"model_type": "phi", "hidden_act": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-
-
-def gpt2(facts: Facts) -> Config:
-    """Return the config of the architecture gpt2."""
+def _gpt2(facts: Facts) -> Config:
     facts.expect("attention.causal", True, "runs only models whose tokens attend to earlier ones")
     return {
-        "model_type": "gpt2",
         "n_positions": facts.need("context_length"),
         "n_embd": facts.width,
         "n_layer": facts.layers,
         "n_head": facts.heads,
         "n_inner": facts.same("feed_forward_length"),
         "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-        "vocab_size": _rows(facts),
+        "vocab_size": facts.vocabulary,
         "tie_word_embeddings": "output.weight" not in facts.tensors,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
     }
 
 
-def starcoder2(facts: Facts) -> Config:
-    """Return the config of the architecture starcoder2."""
-    return _layer_norm(facts, "norm_epsilon") | {
-        "model_type": "starcoder2",
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
-        "sliding_window": None,
-        "residual_dropout": 0.0,
-        "embedding_dropout": 0.0,
-    }
-
-
-def stablelm(facts: Facts) -> Config:
-    """Return the config of the architecture stablelm."""
+def _stablelm(facts: Facts) -> Config:
     parallel = not facts.has("ffn_norm.weight")
     facts.expect("use_parallel_residual", parallel, "finds the opposite in its tensors")
-    return _layer_norm(facts) | {
-        "model_type": "stablelm",
-        "use_parallel_residual": parallel,
-        "use_qkv_bias": facts.has(*_ATTENTION_BIASES),
-        "qk_layernorm": False,
-        "hidden_dropout": 0.0,
-    }
+    return _layer_norm(facts) | {"use_parallel_residual": parallel}
 
 
-def granite(facts: Facts) -> Config:
-    """Return the config of the architecture granite."""
+def _granite(facts: Facts) -> Config:
     facts.expect("rope.scaling.finetuned", True, "does not run this architecture without rotary embeddings")
-    return _rms(facts) | {
-        "model_type": "granite",
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-        "mlp_bias": facts.has("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
-        "embedding_multiplier": facts.number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": facts.number("residual_scale", 0.0) or 1.0,
-        "attention_multiplier": facts.number("attention.scale", 0.0) or facts.head_dim**-0.5,
-        "logits_scaling": facts.number("logit_scale") or 1.0,
-    }
+    return _made(
+        _rms, "granite", _BIAS, _MLP_BIAS,
+        embedding_multiplier=_one("embedding_scale"),
+        residual_multiplier=_one("residual_scale"),
+        attention_multiplier=lambda facts: facts.number("attention.scale", 0.0) or facts.head_dim**-0.5,
+        logits_scaling=_one("logit_scale"),
+    )(facts)  # fmt: skip
 
 
-def granitemoe(facts: Facts) -> Config:
-    """Return the config of the architecture granitemoe."""
-    made = granite(facts) | _experts(facts, "num_local_experts")
+def _granitemoe(facts: Facts) -> Config:
+    made = _granite(facts) | _experts(facts, "num_local_experts")
     if not (shared := facts.same("expert_shared_feed_forward_length", 0)):
         return made | {"model_type": "granitemoe"}
     return made | {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
 
 
-def olmo2(facts: Facts) -> Config:
-    """Return the config of the architecture olmo2."""
+def _olmo(facts: Facts) -> Config:
+    facts.expect("attention.layer_norm_epsilon", 1e-5, "divides by a fixed epsilon in this architecture")
+    return _common(facts) | {"clip_qkv": max(0.0, facts.number("attention.clamp_kqv", 0.0)) or None}
+
+
+def _olmo2(facts: Facts) -> Config:
     made, windows = _rms(facts) | {"attention_bias": False}, _windows(facts, 4, 0)
     if "sliding_window" not in windows:
         return made | {"model_type": "olmo2"}
     facts.number("rope.freq_base_swa")  # llama.cpp computes all layers with one base in this architecture
-    local = {"rope_type": "default", "rope_theta": made["rope_parameters"]["rope_theta"]}
-    kinds = {"full_attention": made["rope_parameters"], "sliding_attention": local}
+    kinds = _by_type(made, made["rope_parameters"]["rope_theta"])
     return made | windows | {"model_type": "olmo3", "rope_parameters": kinds}
 
 
-def olmo(facts: Facts) -> Config:
-    """Return the config of the architecture olmo."""
-    facts.expect("attention.layer_norm_epsilon", 1e-5, "divides by a fixed epsilon in this architecture")
-    return _common(facts) | {
-        "model_type": "olmo",
-        "clip_qkv": max(0.0, facts.number("attention.clamp_kqv", 0.0)) or None,
-    }
-
-
-def olmoe(facts: Facts) -> Config:
-    """Return the config of the architecture olmoe."""
-    return _rms(facts) | _experts(facts) | {"model_type": "olmoe", "norm_topk_prob": False}
-
-
-def smollm3(facts: Facts) -> Config:
-    """Return the config of the architecture smollm3."""
-    return _rms(facts) | {
-        "model_type": "smollm3",
-        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(facts.layers)],
-        "use_sliding_window": False,
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-    }
-
-
-def cohere(facts: Facts) -> Config:
-    """Return the config of the architecture cohere."""
-    return _layer_norm(facts) | {
-        "model_type": "cohere",
-        "logit_scale": facts.number("logit_scale", 0.0) or 1.0,
-        "use_qk_norm": facts.has("attn_q_norm.weight"),
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-    }
-
-
-def cohere2(facts: Facts) -> Config:
-    """Return the config of the architecture cohere2."""
-    return _layer_norm(facts) | _windows(facts, 4) | {
-        "model_type": "cohere2", "logit_scale": facts.number("logit_scale") or 1.0,
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-    }  # fmt: skip
-
-
-def nemotron(facts: Facts) -> Config:
-    """Return the config of the architecture nemotron."""
+def _nemotron(facts: Facts) -> Config:
     facts.number("attention.layer_norm_rms_epsilon")  # the converter writes the epsilon twice
-    return _layer_norm(facts, "norm_eps") | {
-        "model_type": "nemotron",
-        "hidden_act": "relu2",
-        "attention_bias": facts.has(*_ATTENTION_BIASES),
-        "mlp_bias": facts.has("ffn_up.bias", "ffn_down.bias"),
-    }
+    return _common(facts) | {"norm_eps": _epsilon(facts, "layer_norm_epsilon")}
 
 
-def glm4(facts: Facts) -> Config:
-    """Return the config of the architecture glm4."""
-    return _rms(facts) | {"model_type": "glm4", "attention_bias": facts.has(*_ATTENTION_BIASES)}
-
-
-def arcee(facts: Facts) -> Config:
-    """Return the config of the architecture arcee."""
-    return _rms(facts) | {"model_type": "arcee", "hidden_act": "relu2"}
-
-
-def seed_oss(facts: Facts) -> Config:
-    """Return the config of the architecture seed_oss."""
-    return _rms(facts) | {
-        "model_type": "seed_oss",
-        "attention_bias": facts.has("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-        "attention_out_bias": facts.has("attn_output.bias"),
-        "residual_dropout": 0.0,
-    }
-
-
-def gpt_oss(facts: Facts) -> Config:
-    """Return the config of the architecture gpt_oss."""
+def _gpt_oss(facts: Facts) -> Config:
     made = _rms(facts)
     made["rope_parameters"] |= {"truncate": True} if made["rope_parameters"]["rope_type"] == "yarn" else {}
-    inner = facts.same("expert_feed_forward_length")
-    return made | _windows(facts, 2) | _experts(facts, "num_local_experts") | {
-        "model_type": "gpt_oss", "intermediate_size": inner, "attention_bias": True,
-    }  # fmt: skip
+    inner = {"intermediate_size": facts.same("expert_feed_forward_length")}
+    return made | _windows(facts, 2) | _experts(facts, "num_local_experts") | inner
 
 
-def lfm2(facts: Facts) -> Config:
-    """Return the config of the architecture lfm2."""
+def _lfm2(facts: Facts) -> Config:
     heads = facts.each("attention.head_count_kv")
     return _common(facts, kv_heads=max(heads)) | {
-        "model_type": "lfm2",
         "norm_eps": _epsilon(facts, "layer_norm_rms_epsilon"),
-        "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention" if one else "conv" for one in heads],
         "conv_L_cache": facts.need("shortconv.l_cache"),
-        "conv_bias": facts.has("shortconv.in_proj.bias"),
     }
 
 
-def exaone4(facts: Facts) -> Config:
-    """Return the config of the architecture exaone4."""
+def _exaone4(facts: Facts) -> Config:
     windows = _windows(facts, 4, 4096) if facts.layers == 64 else {"sliding_window": None}
-    return _rms(facts) | {"layer_types": ["full_attention"] * facts.layers} | windows | {"model_type": "exaone4"}
+    return _rms(facts) | {"layer_types": ["full_attention"] * facts.layers} | windows
 
 
-def ernie4_5(facts: Facts) -> Config:
-    """Return the config of the architecture ernie4_5."""
-    return _rms(facts) | {"model_type": "ernie4_5", "use_bias": facts.has(*_ATTENTION_BIASES)}
-
-
-def hunyuan(facts: Facts) -> Config:
-    """Return the config of the architecture hunyuan."""
-    bias = facts.has(*_ATTENTION_BIASES)
-    return _rms(facts) | {"model_type": "hunyuan_v1_dense", "attention_bias": bias}
-
-
-def gptneox(facts: Facts) -> Config:
-    """Return the config of the architecture gptneox."""
-    return _layer_norm(facts) | {
-        "model_type": "gpt_neox",
-        "use_parallel_residual": facts.keys.need("gptneox.use_parallel_residual", bool),
-        "attention_bias": facts.has("attn_qkv.bias"),
-        "hidden_act": "gelu",
-        "hidden_dropout": 0.0,
-    }
-
-
-def falcon(facts: Facts) -> Config:
-    """Return the config of the architecture falcon."""
+def _falcon(facts: Facts) -> Config:
     kv_heads = facts.same("attention.head_count_kv", facts.heads)
     made = _common(facts, "jploski")
     facts.expect("attention.key_length", made.pop("head_dim"), "divides its width among the heads")
     return made | {
-        "model_type": "falcon",
         "num_kv_heads": kv_heads,
         "multi_query": kv_heads == 1,
-        "new_decoder_architecture": False,
-        "parallel_attn": True,
-        "bias": facts.has("attn_qkv.bias", "ffn_up.bias"),
-        "alibi": False,
         "ffn_hidden_size": facts.same("feed_forward_length"),
         "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
-        "hidden_dropout": 0.0,
     }
+
+
+CONFIGS: Mapping[str, _Make] = {
+    "llama": _llama,
+    "qwen2": _made(_rms, "qwen2", _NO_WINDOW),
+    "qwen3": _made(_rms, "qwen3", _NO_WINDOW, _BIAS),
+    "qwen2moe": _made(
+        _rms_with_experts, "qwen2_moe", _NO_WINDOW, _QWEN_EXPERTS,
+        norm_topk_prob=False,
+        shared_expert_intermediate_size=lambda facts: facts.same(
+            "expert_shared_feed_forward_length", facts.same("feed_forward_length")
+        ),
+    ),
+    "qwen3moe": _made(_rms_with_experts, "qwen3_moe", _NO_WINDOW, _QWEN_EXPERTS, _BIAS, norm_topk_prob=True),
+    "gemma": _made(_rms, "gemma", _GELU),
+    "gemma2": _made(
+        lambda facts: _rms(facts) | _windows(facts, 2, 4096), "gemma2", _GELU,
+        attn_logit_softcapping=lambda facts: facts.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=lambda facts: facts.number("final_logit_softcapping", 30.0),
+        query_pre_attn_scalar=lambda facts: _query_scalar(facts, 46),
+    ),
+    "gemma3": _gemma3,
+    "phi3": _made(_phi3, "phi3", resid_pdrop=0.0, embd_pdrop=0.0),
+    "phi2": _made(_layer_norm, "phi", hidden_act="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0),
+    "gpt2": _made(_gpt2, "gpt2", activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "starcoder2": _made(
+        lambda facts: _common(facts) | {"norm_epsilon": _epsilon(facts, "layer_norm_epsilon")}, "starcoder2",
+        hidden_act="gelu_pytorch_tanh", use_bias=True, sliding_window=None, residual_dropout=0.0, embedding_dropout=0.0,
+    ),
+    "stablelm": _made(_stablelm, "stablelm", use_qkv_bias=_HAS_BIAS, qk_layernorm=False, hidden_dropout=0.0),
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "olmo": _made(_olmo, "olmo"),
+    "olmo2": _olmo2,
+    "olmoe": _made(_rms_with_experts, "olmoe", norm_topk_prob=False),
+    "smollm3": _made(
+        _rms, "smollm3", _NO_WINDOW, _BIAS,
+        no_rope_layers=lambda facts: [int((layer + 1) % 4 != 0) for layer in range(facts.layers)],
+    ),
+    "command-r": _made(
+        _layer_norm, "cohere", _BIAS, logit_scale=_one("logit_scale"), use_qk_norm=_has("attn_q_norm.weight")
+    ),
+    "cohere2": _made(
+        lambda facts: _layer_norm(facts) | _windows(facts, 4), "cohere2", _BIAS, logit_scale=_one("logit_scale")
+    ),
+    "nemotron": _made(_nemotron, "nemotron", _BIAS, _MLP_BIAS, hidden_act="relu2"),
+    "glm4": _made(_rms, "glm4", _BIAS),
+    "arcee": _made(_rms, "arcee", hidden_act="relu2"),
+    "seed_oss": _made(
+        _rms, "seed_oss", attention_bias=_has("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        attention_out_bias=_has("attn_output.bias"), residual_dropout=0.0,
+    ),
+    "gpt-oss": _made(_gpt_oss, "gpt_oss", attention_bias=True),
+    "exaone4": _made(_exaone4, "exaone4"),
+    "ernie4_5": _made(_rms, "ernie4_5", use_bias=_HAS_BIAS),
+    "hunyuan-dense": _made(_rms, "hunyuan_v1_dense", _BIAS),
+    "gptneox": _made(
+        _layer_norm, "gpt_neox", hidden_act="gelu", hidden_dropout=0.0, attention_bias=_has("attn_qkv.bias"),
+        use_parallel_residual=lambda facts: facts.keys.need("gptneox.use_parallel_residual", bool),
+    ),
+    "falcon": _made(
+        _falcon, "falcon", new_decoder_architecture=False, parallel_attn=True, alibi=False, hidden_dropout=0.0,
+        bias=_has("attn_qkv.bias", "ffn_up.bias"),
+    ),
+    "lfm2": _made(_lfm2, "lfm2", block_auto_adjust_ff_dim=False, conv_bias=_has("shortconv.in_proj.bias")),
+}  # fmt: skip
+"""What makes the config of each architecture, by llama.cpp's names."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.models.gguf.harmless import reason
+from kvkeep.models.gguf.facts import reason
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.gguf.tensors import CONFIGURING
 

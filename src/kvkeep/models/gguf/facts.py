@@ -1,4 +1,5 @@
-"""What a file states about its architecture: keys without the architecture's name before them, and tensors."""
+"""What a file states: its keys and tensors. Reading a key notes it: one that was not read is harmless, or the file is
+refused."""
 
 from __future__ import annotations
 
@@ -7,17 +8,90 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError
-from kvkeep.models.gguf.header import FileTensor
-from kvkeep.models.gguf.keys import FileKeys
-from kvkeep.models.gguf.values import values
+from kvkeep.models.gguf.header import FileTensor, values
 
+T = TypeVar("T", bool, int, float, str, list)
+_SHOWN = 60
+"""Characters of a value in a message."""
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
 MAX_LAYERS = 10_000
 MAX_HEAD_DIM = MAX_EXPERTS = 65_536
+
+
+class FileKeys:
+    """Values of a file's metadata by key. Reading a key notes it."""
+
+    def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
+        self.file, self.metadata = file, metadata
+        self.read: set[str] = set()
+        """The keys that were read."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.metadata
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> Any:
+        """Return the value of ``key``, or ``default`` if the file does not have it. Numbers in arrays become a list.
+        Raises ModelError for a value of another type."""
+        self.read.add(key)
+        if key not in self.metadata:
+            return default
+        value = self.metadata[key]
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ModelError(f"'{self.file}' is damaged: its {key} is {str(value)[:40]!r}, not {_NAMES[kind]}.")
+        return value
+
+    def need(self, key: str, kind: type[T]) -> Any:
+        """Return the value of ``key``. Raises ModelError if the file does not have it, or has another type."""
+        if key not in self.metadata:
+            raise ModelError(f"'{self.file}' cannot be read as a model: it does not state {key}.")
+        return self.get(key, kind)
+
+    def items(self, key: str, kind: type[T], default: list[T] | None = None) -> Any:
+        """Return the items of a list, all of one type. Raises ModelError for another value."""
+        value = self.metadata.get(key)
+        kinds = {"b": bool, "i": int, "u": int, "f": float}
+        stored = kinds.get(value.dtype.kind) if isinstance(value, np.ndarray) else str
+        found = self.get(key, list, default)
+        if value is not None and found and stored is not kind and not (kind is float and stored is int):
+            raise ModelError(f"'{self.file}' is damaged: its {key} is a list of others than {_NAMES[kind]}.")
+        return found
+
+    def several(self, key: str, count: int, kind: type[T], default: T | None = None) -> list[Any]:
+        """Return ``count`` values of ``key``, one for each layer; a single value counts for all."""
+        if isinstance(self.metadata.get(key), list | np.ndarray):
+            values = self.items(key, kind)
+            if len(values) != count:
+                raise ModelError(f"'{self.file}' is damaged: its {key} has {len(values)} values, not {count}.")
+            return list(values)
+        return [self.get(key, kind, default)] * count
+
+    def starting(self, prefix: str) -> list[str]:
+        """Return the file's keys that start with ``prefix``."""
+        return [key for key in self.metadata if key.startswith(prefix)]
+
+    @property
+    def unread(self) -> list[str]:
+        """The file's keys that nothing has read."""
+        return [key for key in self.metadata if key not in self.read]
+
+    def shown(self, key: str) -> str:
+        """Return the value of ``key`` for a message, shortened, without noting that it was read."""
+        value = self.metadata[key]
+        if isinstance(value, list | np.ndarray):
+            return f"a list of {len(value)}"
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 @dataclass(frozen=True)
@@ -103,6 +177,12 @@ class Facts:
         return stated
 
     @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding; 0 if there is none."""
+        embedding = self.tensors.get("token_embd.weight")
+        return 0 if embedding is None else embedding.shape[0]
+
+    @property
     def heads(self) -> int:
         """Query heads of a layer."""
         return self.same("attention.head_count")
@@ -124,3 +204,48 @@ class Facts:
             )
         self.expect("attention.value_length", keys, "reads only heads whose keys and values have one width")
         return keys
+
+
+HARMLESS: Mapping[str, str] = {
+    r"general\.(type|quantization_version|alignment|file_type)": "about the file; each tensor states its own format",
+    r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|url|doi|uuid)":
+        "who made the model",
+    r"general\.(repo_url|tags|languages|datasets|license(\.\w+)*|source\.\w+)": "who made the model, and its licence",
+    r"general\.(base_model|dataset)\.(count|\d+\.\w+)": "what the model was made of",
+    r"general\.sampling\.\w+": "recommended sampling; an answer is sampled as its request says",
+    r"split\.(no|count|tensors\.count)": "the parts of a file; they are checked when they are joined",
+    r"(quantize\.)?imatrix\.\w+": "how the file was quantised",
+    r"ARCH\.rope\.scaling\.finetuned": "how the model was trained; Granite reads it",
+    r"ARCH\.pooling_type": "embeddings of texts, which kvkeep does not compute",
+    r"tokenizer\.ggml\.(fim_(pre|suf|mid|pad|rep|sep)|prefix|suffix|middle)_token_id":
+        "marks of texts to be filled in, which a prompt names itself",
+    r"tokenizer\.ggml\.(mask|seperator|cls)_token_id": "tokens of encoders",
+    r"tokenizer\.ggml\.token_type_count": "segments of encoders",
+    r"tokenizer\.ggml\.(scores|merges|pre|add_space_prefix|add_sep_token|remove_extra_whitespaces|precompiled_charsmap|normalizer\.\w+)":
+        "a rule of another kind of tokenizer than the file's, which reads those of its own",
+    r"tokenizer\.huggingface\.json": "the tokenizer once more; the other keys are read, as llama.cpp does",
+}  # fmt: skip
+"""Patterns of harmless keys, and the reason. ARCH stands for the architecture's name."""
+OURS = ("general", "tokenizer", "split", "adapter", "clip", "diffusion", "xielu", "imatrix")
+"""Names before the first point of keys that describe models. Other programs' notes have others, which nothing reads."""
+
+
+def check_read(keys: FileKeys, architecture: str, prefixes: tuple[str, ...] = OURS) -> None:
+    """Raise UnsupportedModelError for a key that was not read and that is not harmless. prefixes: names before the
+    first point of the keys that are checked, besides the architecture's."""
+    for key in keys.unread:
+        if key.split(".")[0] in (architecture, *prefixes) and reason(key, architecture) is None:
+            raise UnsupportedModelError(
+                f"'{keys.file}' states {key[:80]} = {keys.shown(key)}, which kvkeep does not know in the architecture "
+                f"'{architecture}'; without it the model would give other answers."
+            )
+
+
+def reason(key: str, architecture: str) -> str | None:
+    """Return why ``key`` changes no answer; None if it may change some."""
+    if key.split(".")[0] not in (architecture, *OURS):
+        return "a note of another program"
+    for pattern, why in HARMLESS.items():
+        if re.fullmatch(pattern.replace("ARCH", re.escape(architecture)), key):
+            return why
+    return None

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata by key, and the place of each tensor. Files that were split load as one.
+"""A GGUF file: its metadata by key, the place of each tensor, and their values. Files that were split load as one.
 
 The format is ggml's (docs/gguf.md there), versions 2 and 3, little-endian. Every count and length is compared with the
 size of the file before anything is allocated for it.
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvkeep.errors import ModelError, reason_of
 from kvkeep.extras import optional
@@ -32,6 +35,8 @@ _NUMBERS = {
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _DEFAULT_ALIGNMENT = 32
 _DIMENSIONS = 4
+DECODED_ELEMENTS = 1 << 24
+"""Elements that are read and decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,29 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             return _Cursor(file, data).header()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ModelError(f"The file '{file}' cannot be read: {reason_of(error)}.") from error
+
+
+def values(tensor: FileTensor) -> Tensor:
+    """Return the values of ``tensor`` in its shape, float32. Raises ModelError for a file that is cut short."""
+    gguf = optional("gguf", "gguf")
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    made = np.empty(tensor.shape, dtype=np.float32)
+    flat = made.reshape(-1, tensor.shape[-1])
+    count = len(flat)
+    width, step = tensor.size // count, max(1, DECODED_ELEMENTS // tensor.shape[-1])
+    for first in range(0, count, step):
+        taken = min(step, count - first)
+        rows = stored_bytes(tensor, first * width, taken * width).reshape(taken, width)
+        flat[first : first + taken] = gguf.quants.dequantize(rows, kind)
+    return torch.from_numpy(made)
+
+
+def stored_bytes(tensor: FileTensor, offset: int, count: int) -> NDArray[np.uint8]:
+    """Return ``count`` bytes of ``tensor`` from ``offset`` on. Raises ModelError for a file that is cut short."""
+    data = np.fromfile(tensor.file, np.uint8, count, offset=tensor.offset + offset)
+    if len(data) != count:
+        raise ModelError(f"'{tensor.file}' is cut short: it ends within {tensor.name}; fetch it again.")
+    return data
 
 
 class _Cursor:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelError, UnsupportedModelError
-from kvkeep.models.gguf.architectures import Architecture, architecture_of
-from kvkeep.models.gguf.facts import Facts
-from kvkeep.models.gguf.harmless import OURS, check_read
+from kvkeep.models.gguf.architectures import ARCHITECTURES
+from kvkeep.models.gguf.configs import CONFIGS
+from kvkeep.models.gguf.facts import OURS, Facts, FileKeys, check_read
 from kvkeep.models.gguf.header import read_header
-from kvkeep.models.gguf.keys import FileKeys
 from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import Vocabulary, vocabulary_of
@@ -27,7 +26,6 @@ class GgufModel:
 
     file: Path
     facts: Facts = field(repr=False)
-    architecture: Architecture = field(repr=False)
     config: Any = field(repr=False)
     """transformers' config."""
     pre: str | None = None
@@ -56,7 +54,7 @@ class GgufModel:
         """The weights by the model's names. Raises UnsupportedModelError for a tensor that the model does not have."""
         model = built(self.config)
         places = {f"{name}.weight" for name in matrices(model)}
-        found, shapes = tensors_of(self.facts, self.architecture, places), model.state_dict()
+        found, shapes = tensors_of(self.facts, places), model.state_dict()
         for to, tensor in found.items():
             if to not in shapes:
                 raise UnsupportedModelError(
@@ -77,9 +75,13 @@ def read_model(file: Path, pre: str | None = None) -> GgufModel:
     kind = keys.get("general.type", str, "model")
     if kind != "model":
         raise UnsupportedModelError(f"'{file}' is no model but of the type {kind[:40]!r}; give the model's file.")
-    architecture = architecture_of(name, file)
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"'{file}' has the architecture {name[:40]!r}; kvkeep reads GGUF files of {', '.join(ARCHITECTURES)}. Load "
+            "the model from a folder or the hub, if transformers has it."
+        )
     facts = Facts(name, keys, header.tensors)
-    made = architecture.config(facts)
+    made = CONFIGS[name](facts)
     stated = keys.get(f"{name}.vocab_size", int, made["vocab_size"])
     if stated != made["vocab_size"]:
         raise ModelError(
@@ -87,7 +89,7 @@ def read_model(file: Path, pre: str | None = None) -> GgufModel:
             "it again."
         )
     check_read(keys, name, tuple(one for one in OURS if one != "tokenizer"))
-    return GgufModel(file, facts, architecture, _config(file, made), pre)
+    return GgufModel(file, facts, _config(file, made), pre)
 
 
 def _config(file: Path, made: dict[str, Any]) -> Any:

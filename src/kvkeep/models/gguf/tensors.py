@@ -11,12 +11,10 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.blocks import KINDS, Blocks
-from kvkeep.models.gguf.architectures import Architecture
-from kvkeep.models.gguf.changes import AS_STORED, Change
+from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, Architecture, Change
 from kvkeep.models.gguf.facts import Facts
-from kvkeep.models.gguf.header import FileTensor
+from kvkeep.models.gguf.header import FileTensor, stored_bytes, values
 from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
-from kvkeep.models.gguf.values import stored_bytes, values
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?")
 _NORM = re.compile(r"(attn|ffn|output|post_ffw|post_attention|attn_q|attn_k)_norm\.weight")
@@ -58,10 +56,11 @@ class GgufTensor:
         return blocks[self.change.order(part.shape[0])]
 
 
-def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> dict[str, GgufTensor]:
+def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
     """Return the weights of a file by the model's names. places: the names of matrices that may keep their blocks.
     Raises UnsupportedModelError for a tensor without a name in the model, or too many or too few for a weight."""
-    changes: dict[tuple[str, str], Change] = {}
+    architecture = ARCHITECTURES[facts.architecture]
+    changes: dict[tuple[str, str], Change] = {}  # those of an architecture read facts
     found: dict[str, list[FileTensor]] = {}
     changed: dict[str, Change] = {}
     for tensor in facts.tensors.values():
@@ -77,6 +76,7 @@ def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> di
             changes[stem, suffix] = _change(facts, architecture, stem, suffix)
         found.setdefault(to, []).append(tensor)
         changed[to] = changes[stem, suffix]
+    made = {}
     for to, parts in found.items():
         if len(parts) != changed[to].parts:
             names = ", ".join(part.name for part in parts)
@@ -84,10 +84,12 @@ def tensors_of(facts: Facts, architecture: Architecture, places: set[str]) -> di
                 f"'{facts.keys.file}' has {len(parts)} tensors for the weight {to} ({names}); the architecture "
                 f"'{facts.architecture}' makes it of {changed[to].parts}."
             )
-    return {
-        to: GgufTensor(to, _ordered(parts, architecture), changed[to], _packs(parts, changed[to], to in places))
-        for to, parts in found.items()
-    }
+        if len(parts) > 1:
+            order = [*architecture.layer]
+            parts.sort(key=lambda part: order.index(part.name.split(".", 2)[2]))
+        packs = to in places and len(parts) == 1 and parts[0].kind in KINDS and changed[to].order is not None
+        made[to] = GgufTensor(to, tuple(parts), changed[to], packs)
+    return made
 
 
 CONFIGURING: Mapping[str, str] = dict.fromkeys((FACTORS, LONG, SHORT), "config: rope_parameters")
@@ -107,18 +109,7 @@ def _name(name: str, architecture: Architecture) -> tuple[str | None, str, str]:
 
 
 def _change(facts: Facts, architecture: Architecture, stem: str, suffix: str) -> Change:
-    changes = architecture.changes
-    made = changes.get(stem + suffix) or changes.get(stem)
-    if made is not None:
-        return made(facts)
-    return architecture.norms if _NORM.fullmatch(stem + suffix) else AS_STORED
-
-
-def _ordered(parts: list[FileTensor], architecture: Architecture) -> tuple[FileTensor, ...]:
-    """Return the parts of a weight in the order of the architecture's names."""
-    order = [*architecture.layer]
-    return tuple(sorted(parts, key=lambda part: order.index(part.name.split(".", 2)[2]) if len(parts) > 1 else 0))
-
-
-def _packs(parts: list[FileTensor], change: Change, place: bool) -> bool:
-    return place and len(parts) == 1 and parts[0].kind in KINDS and change.order is not None
+    made = architecture.changes.get(stem + suffix) or architecture.changes.get(stem)
+    if made is None:
+        return architecture.norms if _NORM.fullmatch(stem + suffix) else AS_STORED
+    return made if isinstance(made, Change) else made(facts)

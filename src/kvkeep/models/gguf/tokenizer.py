@@ -13,23 +13,24 @@ which no sentencepiece model has, llama.cpp makes the leftmost first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from jinja2 import meta
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.errors import UnsupportedModelError, out_of_memory
-from kvkeep.models.gguf.keys import FileKeys
-from kvkeep.models.gguf.merges import listed_merges, merges_by_score
+from kvkeep.errors import ModelError, UnsupportedModelError, out_of_memory
+from kvkeep.models.chat_templates import compiled
+from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
-from kvkeep.models.gguf.templates import templates_of
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
 from kvkeep.models.tokenizer_files import check_names
 from kvkeep.native.room import has_room
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
+Merge = tuple[str, str]
 
 _SPACE = "▁"
 _TOKEN_BYTES, _LEAST_BYTES = 1600, 32 << 20
@@ -72,24 +73,22 @@ def _with_merges(keys: FileKeys, vocabulary: Vocabulary, splits: PreTokenizer) -
         )
     )
     steps: list[PreTokenizerStep] = [pre_tokenizers.Split(Regex(one), how) for one, how in splits.expressions]
+    spaces = [decoders.Replace(_SPACE, " ")] if splits.escaped_spaces else []
     if splits.bytes_as_letters:
-        steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), *_dropped(vocabulary)]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.ids.keys():  # bytes that have no token
+            steps.append(pre_tokenizers.Split(Regex(f"[{_escaped(sorted(missing))}]"), "removed"))
         built.decoder = decoders.Sequence([*_verbatim(vocabulary), decoders.ByteLevel()])
     else:
-        built.decoder = decoders.Sequence([*_spaces(splits.escaped_spaces), decoders.ByteFallback(), decoders.Fuse()])
+        built.decoder = decoders.Sequence([*spaces, decoders.ByteFallback(), decoders.Fuse()])
     if splits.escaped_spaces:
         built.normalizer = normalizers.Replace(" ", _SPACE)
     built.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return built
 
 
-def _dropped(vocabulary: Vocabulary) -> list[PreTokenizerStep]:
-    """Return what takes out the letters of bytes that have no token, and keeps what is beside them apart."""
-    missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.ids.keys()
-    if not missing:
-        return []
-    letters = "".join(rf"\x{{{ord(one):X}}}" for one in sorted(missing))
-    return [pre_tokenizers.Split(Regex(f"[{letters}]"), "removed")]
+def _escaped(letters: Iterable[str]) -> str:
+    return "".join(rf"\x{{{ord(letter):X}}}" for letter in letters)
 
 
 def _verbatim(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
@@ -99,9 +98,8 @@ def _verbatim(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
     for one in vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED):
         text = vocabulary.tokens[one]
         if not text.isascii() and letters.issuperset(text):
-            exactly = "".join(rf"\x{{{ord(letter):X}}}" for letter in text)
             spelled = "".join(piece for piece, _ in step.pre_tokenize_str(text))
-            yield decoders.Replace(Regex(rf"\A{exactly}\z"), spelled)
+            yield decoders.Replace(Regex(rf"\A{_escaped(text)}\z"), spelled)
 
 
 def _with_scores(keys: FileKeys, vocabulary: Vocabulary) -> Tokenizer:
@@ -120,12 +118,10 @@ def _with_scores(keys: FileKeys, vocabulary: Vocabulary) -> Tokenizer:
     replaced = normalizers.Replace(" ", _SPACE)
     built.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced]) if prefix else replaced
     stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
-    built.decoder = decoders.Sequence([*_spaces(True), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    built.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
     return built
-
-
-def _spaces(escaped: bool) -> list[decoders.Decoder]:
-    return [decoders.Replace(_SPACE, " ")] if escaped else []
 
 
 def _added(keys: FileKeys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
@@ -182,3 +178,85 @@ def _wrapped(
     tokenizer.chat_template = templates
     tokenizer.kvkeep_begins_chats = vocabulary.add_bos  # also where a template does not write the token
     return tokenizer
+
+
+def listed_merges(keys: FileKeys, ids: Mapping[str, int]) -> list[Merge]:
+    """Return the merges that a file lists, the first ones first. The first of two equal ones counts.
+    Raises ModelError if one has no two parts, or names a token that the vocabulary ``ids`` does not have."""
+    keys.need("tokenizer.ggml.merges", list)
+    listed = keys.items("tokenizer.ggml.merges", str)
+    merges = [_parts(merge) for merge in listed]
+    for number, (left, right) in enumerate(merges):
+        if left not in ids or right not in ids or left + right not in ids:
+            missing = next(one for one in (left, right, left + right) if one not in ids)
+            why = f"names {missing[:40]!r}, which is no token" if right else "has no two parts"
+            raise ModelError(
+                f"'{keys.file}' is damaged: merge {number + 1:,}, {listed[number][:40]!r}, {why}; fetch it again."
+            )
+    return merges if len(set(listed)) == len(listed) else list(dict.fromkeys(merges))
+
+
+def _parts(merge: str) -> Merge:
+    """Return the two parts of a merge. The first may begin with a space."""
+    left, _, right = merge.partition(" ")
+    if not left:
+        left, _, right = merge[1:].partition(" ")
+        left = f" {left}"
+    return left, right
+
+
+def merges_by_score(keys: FileKeys, vocabulary: Vocabulary) -> list[Merge]:
+    """Return the merges of a vocabulary whose tokens have scores: any two tokens that make a third are one, and the
+    token with the highest score comes first.
+
+    Where tokens have the same score, the leftmost merge of a text comes first. That is so here if the merges with the
+    longest left part come first: a run of spaces then grows from its beginning.
+    Raises ModelError if there is not one score for each token, and UnsupportedModelError if a token has a character
+    that is none: merges do not reach it.
+    """
+    ids = vocabulary.ids
+    keys.need("tokenizer.ggml.scores", list)
+    scores = keys.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(ids):
+        raise ModelError(
+            f"'{keys.file}' is damaged: its vocabulary has {len(ids):,} tokens and {len(scores):,} scores; fetch it "
+            "again."
+        )
+    missing = set("".join(ids)).difference(ids, " ")  # a space is written ▁ before merges
+    for token, one in ids.items() if missing else ():
+        if len(token) > 1 and one not in vocabulary.types and not missing.isdisjoint(token) and " " not in token:
+            raise UnsupportedModelError(
+                f"The token {token[:40]!r} of '{keys.file}' has a character that is no token, and kvkeep cannot build "
+                "such a tokenizer; use another file of the model."
+            )
+    parts = set(ids).difference(vocabulary.tokens[one] for one in vocabulary.of(TokenType.BYTE))
+    found = [
+        (-score, -at, at - len(token), left, right)
+        for token, score in zip(ids, scores, strict=True)
+        for at in range(1, len(token))
+        if (left := token[:at]) in parts and (right := token[at:]) in parts
+    ]
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]
+
+
+def templates_of(keys: FileKeys) -> str | dict[str, str] | None:
+    """Return the chat template of a file, several by name (``default``, ``tool_use``), or None.
+    Raises ModelError for one that jinja does not compile, or that needs another file."""
+    key, default = "tokenizer.chat_template", "default"
+    named = {default: keys.get(key, str)} if key in keys else {}
+    keys.get(f"{key}s", list)  # the names
+    named |= {one.removeprefix(f"{key}."): keys.get(one, str) for one in keys.starting(f"{key}.")}
+    for name, template in named.items():
+        which = f"chat template '{name}'" if name != default else "chat template"
+        try:
+            environment = compiled(template).environment
+        except ModelError as error:
+            raise ModelError(
+                f"The {which} of '{keys.file}' cannot be compiled: {error}; take it out of the file."
+            ) from None
+        if (other := next(meta.find_referenced_templates(environment.parse(template)), "")) != "":
+            raise ModelError(
+                f"The {which} of '{keys.file}' needs another file, {str(other)[:80]!r}; take it out of the file."
+            )
+    return named.get(default) if not named.keys() - {default} else named

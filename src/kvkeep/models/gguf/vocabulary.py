@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
-from kvkeep.models.gguf.keys import FileKeys
+from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
 
 _REFUSED = {
@@ -64,7 +64,7 @@ class Vocabulary:
     types: Mapping[int, TokenType] = field(repr=False)
     """The types of tokens that are not normal, by id."""
     roles: Mapping[str, int | None]
-    """Ids by role (bos, eos, eot, eom, unk, sep, pad, mask, fim_pre, fim_suf, fim_mid, fim_pad, fim_rep, fim_sep)."""
+    """Ids by role (bos, eos, unk, fim_pre and others)."""
     ends: tuple[int, ...]
     """Ids of all tokens that end a generation, in ascending order."""
     add_bos: bool
@@ -116,13 +116,16 @@ def vocabulary_of(keys: FileKeys, pre: str | None = None) -> Vocabulary:
     listed = keys.items("tokenizer.ggml.tokens", str)
     ids = {token or f"[EMPTY_{one}]": one for one, token in enumerate(listed)}
     if len(ids) < len(listed):
-        raise _damaged(keys, f"its vocabulary has the token {_repeated(listed)[:40]!r} twice")
+        twice = next(token for one, token in enumerate(listed) if ids.get(token, one) != one)
+        raise _damaged(keys, f"its vocabulary has the token {twice[:40]!r} twice")
     types = _types(keys, len(listed))
     roles = _stated_roles(keys, kind, len(ids))
-    named = _named_roles(ids, roles)
+    there = ((role, next((ids[one] for one in names if one in ids), None)) for role, names in _ROLE_NAMES.items())
+    named = {role: one for role, one in there if one is not None and roles[role] is None}
     roles |= named
-    found = _ends(ids, roles)
-    controls = {*named.values(), *(ids[name] for name in _END_NAMES if name in ids)}
+    by_name = {ids[name] for name in _END_NAMES if name in ids}
+    found = by_name | {one for role in _END_ROLES if (one := roles[role]) is not None}
+    controls = by_name.union(named.values())
     types |= dict.fromkeys(controls, TokenType.CONTROL)
     types |= dict.fromkeys((ids[name] for name in _SHOWN_NAMES if name in ids), TokenType.USER_DEFINED)
     ends = found - _no_ends(ids, found, types)
@@ -147,22 +150,8 @@ def _types(keys: FileKeys, count: int) -> dict[int, TokenType]:
     }
 
 
-_ROLE_KEYS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "eot": "eot_token_id",
-    "eom": "eom_token_id",
-    "unk": "unknown_token_id",
-    "sep": "seperator_token_id",
-    "pad": "padding_token_id",
-    "mask": "mask_token_id",
-    "fim_pre": "fim_pre_token_id",
-    "fim_suf": "fim_suf_token_id",
-    "fim_mid": "fim_mid_token_id",
-    "fim_pad": "fim_pad_token_id",
-    "fim_rep": "fim_rep_token_id",
-    "fim_sep": "fim_sep_token_id",
-}
+_ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
+"""The keys of roles, where they are not ``ROLE_token_id``."""
 _OLD_ROLE_KEYS = {"fim_pre": "prefix_token_id", "fim_suf": "suffix_token_id", "fim_mid": "middle_token_id"}
 _ROLE_NAMES = {
     "eot": (
@@ -201,27 +190,16 @@ _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 def _stated_roles(keys: FileKeys, kind: TokenizerKind, count: int) -> dict[str, int | None]:
     """Return the ids of the roles that the file states, or that its kind of tokenizer has by default."""
     roles: dict[str, int | None] = {}
-    for role, key in _ROLE_KEYS.items():
+    for role in ("bos", "eos", "unk", "sep", "pad", "mask", *_ROLE_NAMES):
         default = getattr(kind, role, None)
         roles[role] = default if default is not None and default < count else None
-        for name in (key, _OLD_ROLE_KEYS.get(role)):
+        for name in (_ROLE_KEYS.get(role, f"{role}_token_id"), _OLD_ROLE_KEYS.get(role)):
             stated = keys.get(f"tokenizer.ggml.{name}", int) if name else None
             if stated is not None:
                 if not 0 <= stated < count:
                     raise _damaged(keys, f"its {name} is {stated}, and its vocabulary has {count:,} tokens")
                 roles[role] = stated
     return roles
-
-
-def _named_roles(ids: Mapping[str, int], roles: Mapping[str, int | None]) -> dict[str, int]:
-    """Return the ids of the roles without one that a token with a known name has."""
-    found = ((role, next((ids[one] for one in names if one in ids), None)) for role, names in _ROLE_NAMES.items())
-    return {role: one for role, one in found if one is not None and roles[role] is None}
-
-
-def _ends(ids: Mapping[str, int], roles: Mapping[str, int | None]) -> set[int]:
-    by_role = {roles[role] for role in _END_ROLES}
-    return {*(one for one in by_role if one is not None), *(ids[name] for name in _END_NAMES if name in ids)}
 
 
 def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, TokenType]) -> set[int]:
@@ -239,11 +217,6 @@ def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, TokenType]
         found.add(ids["</s>"])
         types.pop(ids["</s>"], None)
     return found
-
-
-def _repeated(tokens: Iterable[str]) -> str:
-    seen: set[str] = set()
-    return next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
 
 
 def _damaged(keys: FileKeys, what: str) -> ModelError:
