@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import WITHOUT_CACHE, ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.models.bits import row_independent
+from kvkeep.models.packed import row_independent
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 

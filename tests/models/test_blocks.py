@@ -9,8 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvkeep.errors import ModelError
-from kvkeep.models.blocks import KINDS, Blocks, quantised
-from kvkeep.models.packed import Packed
+from kvkeep.models.packed import KINDS, Blocks, Packed, quantised
 
 STORED = [kind for kind in KINDS if kind != "BF16"]
 

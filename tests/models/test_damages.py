@@ -24,9 +24,9 @@ from scripted import byte_level
 
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import KvkeepError, ModelError
-from kvkeep.models import tokenizer_files
+from kvkeep.models import model_files
 from kvkeep.models.loading import load
-from kvkeep.models.tokenizer_files import MAX_NAME, check_names
+from kvkeep.models.model_files import MAX_NAME, check_names
 
 SEEDS = 24
 
@@ -101,7 +101,7 @@ def test_long_names_of_added_tokens_are_refused_at_once(
 
 
 def test_names_of_a_gguf_file_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "MAX_NAMES", 10)
+    monkeypatch.setattr(model_files, "MAX_NAMES", 10)
     with pytest.raises(ModelError, match=r"^'[^']*m.gguf' has added tokens whose names have more than 10 characters"):
         load(written(tmp_path / "m.gguf"), device="cpu")
     with pytest.raises(ModelError, match=f"an added token of {MAX_NAME + 1} characters"):

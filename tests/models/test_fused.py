@@ -18,10 +18,9 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.blocks import quantised
 from kvkeep.models.fused import FusedLayer, FusedNorm, library_computes
 from kvkeep.models.loading import load
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.packed import PackedLinear, quantised
 from kvkeep.native.library import _share_threads, kernels, library
 
 pytestmark = pytest.mark.usefixtures("kernels")

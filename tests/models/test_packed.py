@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvkeep.errors import ModelError
-from kvkeep.models.blocks import Blocks, quantised
-from kvkeep.models.packed import PackedEmbedding, PackedLinear
+from kvkeep.models.packed import Blocks, PackedEmbedding, PackedLinear, quantised
 
 pytestmark = pytest.mark.usefixtures("kernels")
 WEIGHT = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from kvkeep import KeepCache
 from kvkeep.errors import ModelError, UsageError
-from kvkeep.models.blocks import KINDS, quantised
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.formats import chosen_format
 from kvkeep.models.loading import available, describe, load
 from kvkeep.models.matrices import matrices
-from kvkeep.models.packed import Packed, PackedEmbedding, PackedLinear
+from kvkeep.models.packed import KINDS, Packed, PackedEmbedding, PackedLinear, quantised
+from kvkeep.models.weight_memory import chosen_format
 from kvkeep.native import library
 
 BITS = {"bfloat16": 16, "int8": 8, "int4": 4}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, SessionError, UnsupportedModelError, UsageError
 from kvkeep.blocks.sessions import check_savable
-from kvkeep.models.sharded import devices, processes
+from kvkeep.models.adapter import devices, processes
 from kvkeep.serve.engine import Engine
 
 STEPS = 1

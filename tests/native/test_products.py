@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.models import packed
-from kvkeep.models.blocks import KINDS, Blocks
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.packed import KINDS, Blocks, PackedLinear
 from kvkeep.native.library import kernels
 from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address_of
 

@@ -26,8 +26,8 @@ from kvkeep.engine.batch import Read, can_pack, forward
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.models.binding import bind
-from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import load
+from kvkeep.models.packed import row_independent
 
 STEPS = 2
 TIES = ("qwen3", "qwen3_moe", "gemma3", "gemma4", "deepseek_v3")

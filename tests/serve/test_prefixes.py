@@ -14,8 +14,8 @@ from families import tiny
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import Loaded, load
+from kvkeep.models.packed import row_independent
 from kvkeep.serve.arbiter import peak_bytes, shared_parts
 from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine

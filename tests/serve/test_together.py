@@ -16,9 +16,9 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.engine.batch import Read, forward
 from kvkeep.errors import OutOfMemory
-from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
+from kvkeep.models.packed import row_independent
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.step.native import steps
 from kvkeep.stream import CacheStream

@@ -2,7 +2,7 @@
 reading it.
 
 A verifying pass, a chunk of a prompt, a recall from a checkpoint and a batch with padding each read several tokens or
-texts at once. If products and attention are independent of that (:mod:`kvkeep.models.bits`), every logit of an exact
+texts at once. If products and attention are independent of that (:mod:`kvkeep.models.packed`), every logit of an exact
 method is the same number.
 """
 

@@ -25,10 +25,10 @@ from kvkeep.engine.verified import verified
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.bits import row_independent
 from kvkeep.models.fingerprint import sampled_fingerprint
 from kvkeep.models.fused import library_computes
 from kvkeep.models.loading import Loaded, weights_of
+from kvkeep.models.packed import row_independent
 from kvkeep.native.library import library
 from kvkeep.native.structures import NUMERICS_VERSION
 from kvkeep_lab.answers import AnswerCase

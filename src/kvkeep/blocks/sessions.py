@@ -53,8 +53,8 @@ from kvkeep.errors import (
 from kvkeep.memory.disk_rows import check_read
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
+from kvkeep.models.adapter import processes
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 from kvkeep.units import size
 

@@ -13,21 +13,21 @@ import torch
 
 from kvkeep.errors import ModelError, ModelTooLarge, UnsupportedModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.config_files import check_config, check_index, check_sizes
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import fetch, growing_path
-from kvkeep.models.formats import Format, chosen_format
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf.model import GgufModel, read_model
+from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_sizes, check_tokenizer
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.silence import silenced
-from kvkeep.models.tokenizer_files import check_folder, check_ids, check_tokenizer
 from kvkeep.models.weight_memory import (
+    Format,
     GgufTensors,
     Weights,
     WeightTensor,
     bits_of_file,
     check_memory,
+    chosen_format,
     too_large,
     weight_memory,
 )
@@ -110,10 +110,10 @@ def load(
 
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). weights: auto, float32, bfloat16, float16, int8 or int4; auto keeps the bits of a GGUF file
-    (on a CPU), and the bfloat16 of others where products in it are fast (models/formats.py). device: cpu, cuda, cuda:1,
-    mps; by default cuda where there is one. revision: the revision of a hub id. pre: llama.cpp's name of the
-    pre-tokenizer of a GGUF file, in place of the one that the file states. progress: called with a line of text when a
-    model is fetched. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
+    (on a CPU), and the bfloat16 of others where products in it are fast. device: cpu, cuda, cuda:1, mps; by default
+    cuda where there is one. revision: the revision of a hub id. pre: llama.cpp's name of the pre-tokenizer of a GGUF
+    file, in place of the one that the file states. progress: called with a line of text when a model is fetched.
+    Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     requested, target = checked_format(weights), _device(device)
@@ -308,7 +308,7 @@ def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:
     from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from kvkeep.models.filled import filled
+    from kvkeep.models.weights import filled
 
     model = filled(name, MODEL_FOR_CAUSAL_LM_MAPPING[type(gguf.config)], gguf.config, gguf.tensors, made)
     tokenizer = gguf.tokenizer

@@ -16,9 +16,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
-from kvkeep.models.blocks import Blocks, quantised
 from kvkeep.models.matrices import matrices, outer, packed_bits
-from kvkeep.models.packed import PackedEmbedding, PackedLinear
+from kvkeep.models.packed import Blocks, PackedEmbedding, PackedLinear, quantised
 from kvkeep.native.library import trim_memory
 
 

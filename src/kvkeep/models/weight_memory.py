@@ -1,4 +1,4 @@
-"""The memory that weights take, tensor by tensor, and whether it is free, before any weight is read."""
+"""Formats of weights, and the memory that they take, tensor by tensor, before any weight is read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,53 @@ from typing import Any
 
 import torch
 
-from kvkeep.errors import ModelError, ModelTooLarge
-from kvkeep.models.blocks import GROUP, KINDS, Kind
-from kvkeep.models.formats import Format, chosen_format
+from kvkeep.errors import ModelError, ModelTooLarge, UsageError
 from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
+from kvkeep.models.packed import GROUP, KINDS, Kind
+from kvkeep.native.library import library
 from kvkeep.native.room import address_space_left
 from kvkeep.units import size
 
+BITS = {"int8": 8, "int4": 4}
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
 """The kinds of blocks that kvkeep makes, by bits."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of a loaded model's weights."""
+
+    dtype: torch.dtype
+    """The dtype of activations, and of weights that are not packed."""
+    packed: bool = False
+    """Whether matrices are packed (models/packed.py)."""
+    bits: int | None = None
+    """Bits of packed matrices; None: those of a GGUF file."""
+
+
+def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
+    """Return the format that ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
+
+    auto: a GGUF file keeps its bits; bfloat16 stays so where the native library multiplies it; all else is float32 on a
+    CPU, and as stored on an accelerator. Raises UsageError for a format that the device has no product for.
+    """
+    cpu = device.type == "cpu"
+    if weights in BITS:
+        if not cpu:
+            raise UsageError(
+                f"Weights in {weights} run on the cpu only, not on {device}; ask for bfloat16 or auto there."
+            )
+        return Format(torch.bfloat16, True, BITS[weights])
+    if weights == "auto":
+        if not cpu:
+            return Format(torch.bfloat16 if gguf else stated)
+        if gguf:
+            return Format(torch.bfloat16, True)
+        weights = "bfloat16" if stated == torch.bfloat16 and library() is not None else "float32"
+    packed = weights == "bfloat16" and cpu and library() is not None
+    return Format(getattr(torch, weights), packed, 16 if packed else None)
 
 
 @dataclass(frozen=True)

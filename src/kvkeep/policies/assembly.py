@@ -18,8 +18,8 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
+from kvkeep.models.adapter import devices, processes
 from kvkeep.models.binding import bind, watch
-from kvkeep.models.sharded import devices, processes
 from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request

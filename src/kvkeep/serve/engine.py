@@ -31,9 +31,9 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of, ran_out_of_memory, release
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import BLOCK
+from kvkeep.models.adapter import processes
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
-from kvkeep.models.sharded import processes
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 from kvkeep.native.threads import limit_threads

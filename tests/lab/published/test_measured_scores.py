@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.blocks import quantised
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.packed import PackedLinear, quantised
 
 IDS = torch.randint(2, 97, (3, 20), generator=torch.Generator().manual_seed(0))
 

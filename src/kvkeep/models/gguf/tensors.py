@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, Architecture, Change
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.header import FileTensor, stored_bytes, values
 from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
+from kvkeep.models.packed import KINDS, Blocks
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?")
 _NORM = re.compile(r"(attn|ffn|output|post_ffw|post_attention|attn_q|attn_k)_norm\.weight")

@@ -26,7 +26,7 @@ from kvkeep.models.chat_templates import compiled
 from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
 from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
-from kvkeep.models.tokenizer_files import check_names
+from kvkeep.models.model_files import check_names
 from kvkeep.native.room import has_room
 
 PreTokenizerStep = pre_tokenizers.PreTokenizer
