@@ -112,7 +112,7 @@ def test_what_was_put_off_runs_when_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "late" / "__init__.py").write_text("print('runs')\nvalue = 5\ndef given(): return 'own'\n")
     (tmp_path / "late" / "part.py").write_text("inside = 3\n")
     lines = (
-        "from kvkeep.models.imports import defer",
+        "from kvkeep.cli.imports import defer",
         "defer('late', {'given': lambda: 'stand-in'})",
         "import late, late.part",
         "print(late.given(), late.part.inside, hasattr(late, '__wrapped__'))",
@@ -126,7 +126,7 @@ def test_what_was_put_off_runs_when_it_is_used(tmp_path: Path) -> None:
 
 def test_the_whole_of_transformers_is_there_when_it_is_asked_for() -> None:
     lines = (
-        "from kvkeep.models.imports import Deferred, import_transformers",
+        "from kvkeep.cli.imports import Deferred, import_transformers",
         "import_transformers()",
         "import sys, torch, transformers",
         "import transformers.models.llama.modeling_llama, transformers.processing_utils as processing",

@@ -12,9 +12,8 @@ from scripted import byte_level
 
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import ModelError, UsageError
-from kvkeep.models import template_costs
-from kvkeep.models.chat_templates import LONGEST, compiled, filled
-from kvkeep.models.template_costs import BASE, CEILING, StepBudget, TemplateTooCostly
+from kvkeep.models import chat_templates
+from kvkeep.models.chat_templates import BASE, CEILING, LONGEST, StepBudget, TemplateTooCostly, compiled, filled
 from kvkeep.reconstruction import _words
 
 TALK: list[dict[str, Any]] = [
@@ -136,7 +135,7 @@ def test_a_text_is_that_of_transformers(template: str) -> None:
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_template_is_stopped_soon(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tenth of the steps that every conversation has."""
-    monkeypatch.setattr(template_costs, "BASE", BASE // 10)
+    monkeypatch.setattr(chat_templates, "BASE", BASE // 10)
     begun = time.process_time()
     with pytest.raises(TemplateTooCostly, match=r"^The model's chat template [^\n]*\.$"):
         filled(byte_level().tokenizer(HOSTILE[kind]), TALK)
@@ -144,7 +143,7 @@ def test_a_hostile_template_is_stopped_soon(kind: str, monkeypatch: pytest.Monke
 
 
 def test_hostile_templates_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_costs, "BASE", BASE // 10)
+    monkeypatch.setattr(chat_templates, "BASE", BASE // 10)
     own = byte_level().tokenizer(None)
 
     def run() -> None:

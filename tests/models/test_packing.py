@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from kvkeep import KeepCache
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.models.loading import available, describe, load
+from kvkeep.models.loading import describe, load
 from kvkeep.models.matrices import matrices
 from kvkeep.models.packed import KINDS, Packed, PackedEmbedding, PackedLinear, quantised
 from kvkeep.models.weight_memory import chosen_format
@@ -96,7 +95,7 @@ def test_packed_weights_of_every_family_give_the_same_logits(family: str, reques
     packed = [module for module in model.modules() if isinstance(module, Packed)]
     assert packed if matrices(plain) else not packed
     assert not any(parameter.is_meta for parameter in [*model.parameters(), *model.buffers()])
-    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(model)
+    assert describe(tmp_path, weights=requested).weight_bytes == packed_bytes(model)
     assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
     assert KeepCache(model).geometry.dtype_bytes == 2
 
@@ -130,21 +129,14 @@ def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> No
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found, expected = dense(loaded.model), {name: weight.float() for name, weight in theirs.state_dict().items()}
     assert found.keys() == expected.keys()
-    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
-    assert loaded.weights.tensors.keys() == expected.keys() - {"lm_head.weight"}
-    matrix = loaded.weights.tensors["model.layers.0.self_attn.q_proj.weight"]
     about = KINDS.get(kind)
-    assert (matrix.stored, matrix.bits, matrix.group) == (
-        kind,
-        about.bits if about else 16,
-        about.group if about else None,
-    )
+    assert loaded.weights == ("auto" if about and about.bits < 16 else "bfloat16")
     for name, weight in expected.items():
         exact = about is not None and weight.ndim == 2
         assert torch.equal(found[name], weight if exact else weight.bfloat16().float()), name
     assert loaded.model.model.embed_tokens.matrix is loaded.model.lm_head
     again = describe(file)
-    assert again.weights == loaded.weights and again.dtype == torch.bfloat16
+    assert again.weight_bytes == packed_bytes(loaded.model) and again.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("requested", ["float32", "float16", "bfloat16", "int8", "int4"])
@@ -156,7 +148,7 @@ def test_a_gguf_file_can_be_loaded_in_another_format(requested: str, tmp_path: P
     loaded = load(file, weights=requested, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
     found = dense(loaded.model)
-    assert loaded.weights is not None and loaded.weights.nbytes == packed_bytes(loaded.model)
+    assert describe(file, weights=requested).weight_bytes == packed_bytes(loaded.model)
     for name, weight in theirs.named_parameters():
         kind = torch.float32 if requested == "float32" else torch.float16 if requested == "float16" else torch.bfloat16
         matrix = weight.ndim == 2 and requested.startswith("int")
@@ -178,7 +170,7 @@ def test_a_gguf_file_can_be_loaded_in_another_format(requested: str, tmp_path: P
 def test_a_model_too_large_is_refused_before_it_is_read(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, requested: str, sentence: str
 ) -> None:
-    sizes = {kind: describe(model_folder, weights=kind).weights.nbytes for kind in ("float32", *BITS)}
+    sizes = {kind: describe(model_folder, weights=kind).weight_bytes for kind in ("float32", *BITS)}
     assert sorted(sizes.values(), reverse=True) == list(sizes.values())
     assert sizes["int4"] < 40_000 < sizes["int8"] < 50_000
     monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: free)
@@ -259,15 +251,3 @@ def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:
     after = dense(wide)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.997
-
-
-def test_available_lists_the_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.models import embedded
-
-    known = dataclasses.replace(embedded.EMBEDDED["smollm2"], file="own.gguf")
-    file = embedded.gguf_path(known)
-    file.parent.mkdir(parents=True)
-    made = load(written(file, "Q4_1"), device="cpu")
-    monkeypatch.setitem(embedded.EMBEDDED, "smollm2", known)
-    row = next(row for row in available() if row.name == "smollm2")
-    assert made.weights is not None and row.tensors == made.weights.tensors

@@ -18,7 +18,7 @@ import torch
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.memory.process import ProcessMemory, current_process_memory
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.loading import Loaded, load, weights_of
+from kvkeep.models.loading import Loaded, load
 from kvkeep.stock import new_cache
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
@@ -102,7 +102,7 @@ def measure_each(
 ) -> list[InProcess]:
     """Measure every case in a new process, which loads the model by its name. text: ids whose beginning is the prompt;
     None: random ids. An interrupt after the first case raises :class:`Interruption` with the rows."""
-    about = loaded.name, weights_of(loaded), str(loaded.model.device), torch.get_num_threads()
+    about = loaded.name, loaded.weights, str(loaded.model.device), torch.get_num_threads()
     rows: list[InProcess] = []
     try:
         for done, case in enumerate(listed):

@@ -42,12 +42,11 @@ def machine(loaded: Any) -> dict[str, Any]:
     import torch
     import transformers
 
-    from kvkeep.models.loading import weights_of
     from kvkeep.native.library import path
 
     return {
         "model": loaded.name,
-        "weights": weights_of(loaded),
+        "weights": loaded.weights,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -27,7 +27,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.fingerprint import sampled_fingerprint
 from kvkeep.models.fused import library_computes
-from kvkeep.models.loading import Loaded, weights_of
+from kvkeep.models.loading import Loaded
 from kvkeep.models.packed import row_independent
 from kvkeep.native.library import library
 from kvkeep.native.structures import NUMERICS_VERSION
@@ -137,7 +137,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
     check_library()
     if not row_independent(loaded.model):
         raise UsageError(
-            f"The weights of '{loaded.name}' ({weights_of(loaded)}, {loaded.model.device}) are multiplied by torch, "
+            f"The weights of '{loaded.name}' ({loaded.weights}, {loaded.model.device}) are multiplied by torch, "
             "whose bits differ from one processor to another; a receipt needs a GGUF file, or --weights bfloat16, int8 "
             "or int4 on the cpu."
         )
@@ -149,7 +149,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "Qwen 2, Qwen 3 or Gemma 3."
         )
     ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
-    return Receipt(family, weights_of(loaded), sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
+    return Receipt(family, loaded.weights, sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
 
 
 def rows(

@@ -19,7 +19,7 @@ import transformers
 
 from kvkeep import __version__
 from kvkeep.errors import KvkeepError
-from kvkeep.models.loading import Loaded, load, weights_of
+from kvkeep.models.loading import Loaded, load
 from kvkeep.native.library import path
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiment import Experiment, StudyExperiment, digest
@@ -288,7 +288,7 @@ def _machine(loaded: Loaded) -> dict[str, Any]:
     device = loaded.model.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": weights_of(loaded),
+        "dtype": loaded.weights,
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

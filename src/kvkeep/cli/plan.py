@@ -100,14 +100,14 @@ def plan(
             "model": model,
             "context": context,
             "memory_bytes": amount,
-            "weight_bytes": described.weights.nbytes,
+            "weight_bytes": described.weight_bytes,
             "rows": [row.as_dict() for row in rows],
             "left_out": left_out,
             "auto": asdict(automatic),
         }
         print_json(found)
         return
-    note(f"{context:,} tokens, budget {budget}; the weights take {size(described.weights.nbytes)} in addition")
+    note(f"{context:,} tokens, budget {budget}; the weights take {size(described.weight_bytes)} in addition")
     show(_table(rows, amount))
     out.print(f"With --budget auto: {automatic.reason}")
     out.print(QUALITY)

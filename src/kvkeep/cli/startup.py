@@ -33,7 +33,7 @@ def startup(model: str | None = None) -> Iterator[None]:
         fetch_model(model)
     with nullcontext() if model is None else loading(model):
         # Imported here, so that the terminal shows the message before the slow import.
-        from kvkeep.models.imports import import_transformers
+        from kvkeep.cli.imports import import_transformers
         from kvkeep.native.library import trim_memory
         from kvkeep.native.threads import limit_threads
 

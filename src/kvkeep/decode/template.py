@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvkeep.errors import UsageError, out_of_memory, ran_out_of_memory
-from kvkeep.models.chat_templates import filled
-from kvkeep.models.template_costs import TemplateTooCostly
+from kvkeep.models.chat_templates import TemplateTooCostly, filled
 
 Messages = list[dict[str, str]]
 

@@ -1,13 +1,16 @@
 """Chat templates are code of a model: they are compiled and filled here, in a budget of steps.
 
 transformers' sandbox keeps a template from files and modules, and lets it run for years, or write 10 GB. Here each
-thing that a template can do takes steps from a :class:`~kvkeep.models.template_costs.StepBudget` *before* it is done:
+thing that a template can do takes steps from a :class:`StepBudget` *before* it is done:
 
 * **statements**: the parts of the body of a loop, a macro or a block, at each turn and call of it. What stands outside
   runs once, and a template has at most :data:`LONGEST` characters.
 * **operators, comparisons, slices, joined and written texts, calls, filters and tests**: by the sizes of what they are
   given. No constants are folded while a template is compiled.
-* Numbers have at most :data:`~kvkeep.models.template_costs.MAX_BITS` bits.
+* Numbers have at most :data:`MAX_BITS` bits.
+
+A step is about 10 ns, or four bytes of memory: a character or an item that a filter touches, a part of a text that is
+joined. The same template and conversation cost the same on every machine, so no answer depends on the time of day.
 
 Names, filters and extensions are transformers' own; texts are those of ``apply_chat_template``. Not there are
 ``lipsum``, ``striptags``, ``urlize`` and ``wordwrap``, whose time is not bounded by the sizes of their arguments.
@@ -15,23 +18,35 @@ Names, filters and extensions are transformers' own; texts are those of ``apply_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
 from functools import lru_cache, wraps
+from itertools import chain
+from string import Formatter
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import _PassArg
+from jinja2.utils import Namespace, _PassArg
 
-from kvkeep.errors import ModelError
-from kvkeep.models.template_costs import ITEM, NODE, STEP, StepBudget, listed
+from kvkeep.errors import ModelError, UsageError
 
 LONGEST = 1 << 16
 """Characters of a template. The longest of llama.cpp's 70 has 16,714; a million take half a minute to compile."""
+BASE, PER_CHARACTER, PER_PAIR, CEILING = 50_000_000, 100, 500, 1_000_000_000
+"""Steps for any conversation, for each character of it, for each pair of messages (templates look back from each
+message to earlier ones), and for the longest conversation: about ten seconds."""
+STEP, NODE, ITEM = 100, 10, 20
+"""Steps of a call or a turn of a loop; of a part of its body; of an item of a list."""
+MAX_BITS = 16_384
+"""Bits of a number. Python writes no number of more in decimals."""
 
-_BUDGET: ContextVar[StepBudget] = ContextVar("budget")
+_SEVERAL = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_PLAIN = (str, bytes, int, float, type(None))
+_WIDTH = re.compile(r"%\([^()%]*[(%]|%(?:\([^()%]*\))?[-+ #.\d]*?(?:\d{4}|\*)")
+_TIGHT = re.compile(r"\{|\d{4}")
 _ABSENT = ("striptags", "urlize", "wordwrap")
 _SHALLOW = {
     "attr", "count", "length", "d", "default", "first", "last", "list", "items", "map", "reject", "rejectattr",
@@ -56,6 +71,139 @@ _SEARCHING = {
     "casefold", "swapcase", "splitlines", "removeprefix", "removesuffix", "encode",
 }  # fmt: skip
 """Methods of a text that pass over it and their arguments once."""
+
+
+class TemplateTooCostly(UsageError):
+    """A chat template does more than its conversation allows."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The model's chat template {what} for this conversation, and kvkeep stops it there; give a plain prompt "
+            "(--raw) or take another model."
+        )
+
+
+class StepBudget:
+    """The steps that are left to a template, for a conversation of so many messages and characters."""
+
+    def __init__(self, messages: int, characters: int) -> None:
+        self.allowed = min(BASE + PER_CHARACTER * characters + PER_PAIR * messages**2, CEILING)
+        self.left = self.allowed
+
+    def take(self, steps: int) -> bool:
+        """Take steps, and return True. Raises TemplateTooCostly if there are not so many."""
+        self.left -= steps
+        if self.left < 0:
+            raise TemplateTooCostly(f"takes more than {self.allowed:,} steps")
+        return True
+
+    def weigh(self, value: Any) -> int:
+        """Return the characters and items of a value with all that it contains, those that lie deeper counted more
+        often (indentation). An item that occurs twice counts twice. Raises TemplateTooCostly if they are more than
+        the steps that are left."""
+        if isinstance(value, str):
+            return len(value) + 1
+        total, depth, level = 1, 0, [value]
+        while level:
+            depth += 1
+            inner: list[Any] = []
+            for one in level:
+                total += ITEM + depth * _single(one)
+                inner.extend(_inside(one))
+                if total + len(inner) > self.left:
+                    self.take(self.left + 1)
+            level = inner
+        return total
+
+    def sum(self, *values: Any) -> None:
+        """Take the weights of values."""
+        self.take(sum(map(self.weigh, values)))
+
+    def weighed(self, value: Any) -> Any:
+        """Return ``value``, after its weight was taken."""
+        self.take(self.weigh(value))
+        return value
+
+    def product(self, subject: Any, *others: Any) -> None:
+        """Take the product of weights, which bounds whatever repeats one value within another: the text of ``center``,
+        ``replace`` and ``join``. A number beside the subject is a width or a count."""
+        cost = self.weigh(subject)
+        for one in others:
+            cost *= 1 + (abs(one) if isinstance(one, int) else self.weigh(one))
+        self.take(min(cost, self.left + 1))
+
+    def join(self, value: Any) -> Any:
+        """Return ``value``, whose text is about to be joined with others."""
+        self.take(value.__sizeof__() >> 2 if isinstance(value, str) else self.weigh(value))
+        return value
+
+    def shallow(self, value: Any) -> Any:
+        """Return ``value``, whose items are about to be passed over, without what they contain."""
+        count = len(value) if hasattr(value, "__len__") else 0
+        self.take(count if isinstance(value, str) else ITEM * count)
+        return value
+
+    def operate(self, operator: str, left: Any, right: Any) -> None:
+        """Take the cost of an operator."""
+        for one in (left, right):
+            if isinstance(one, int) and one.bit_length() > MAX_BITS:
+                raise TemplateTooCostly(f"computes with numbers of more than {MAX_BITS:,} bits")
+        if operator == "**":
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > MAX_BITS:
+                raise TemplateTooCostly(f"computes with numbers of more than {MAX_BITS:,} bits")
+        elif operator == "%" and isinstance(left, str | bytes):
+            self.percent(left, right)
+        elif operator == "*" and not isinstance(left, int | float):
+            self.product(left, right)
+        elif operator == "*" and not isinstance(right, int | float):
+            self.product(right, left)
+        elif operator in "+*":
+            self.join(left) if isinstance(left, str) else self.shallow(left)
+            self.join(right) if isinstance(right, str) else self.shallow(right)
+
+    def percent(self, text: Any, values: Any) -> None:
+        """Take the cost of ``text % values``. Raises TemplateTooCostly for a width of four digits or a variable one."""
+        written = text if isinstance(text, str) else text.decode("latin-1")
+        if _WIDTH.search(written):
+            raise TemplateTooCostly("writes a text of an unbounded width")
+        self.take(1000 * written.count("%"))
+        self.product(written, [values])
+
+    def format(self, text: str, args: Any, named: Any) -> None:
+        """Take the cost of ``text.format(*args, **named)``, as that of :meth:`percent`."""
+        for _, name, spec, _ in Formatter().parse(text):
+            if name is not None:
+                self.take(1000)
+            if spec and _TIGHT.search(spec):
+                raise TemplateTooCostly("writes a text of an unbounded width")
+        self.product(text, [args, named])
+
+
+def _single(value: Any) -> int:
+    """Return what a value counts without what it contains."""
+    if isinstance(value, str | bytes | range):
+        return 1 + len(value)
+    return 1 + value.bit_length() // 8 if isinstance(value, int) else 1
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, _PLAIN):
+        return ()
+    if isinstance(value, Mapping):
+        return chain(value.keys(), value.values())
+    if isinstance(value, _SEVERAL):
+        return value
+    if isinstance(value, Namespace):  # its text has that of its values
+        return object.__getattribute__(value, "_Namespace__attrs").values()
+    return ()
+
+
+def listed(value: Any) -> Any:
+    """Return an iterator's items as a list, so that they can be weighed. The filters that made it weigh each."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+_BUDGET: ContextVar[StepBudget] = ContextVar("budget")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -141,37 +289,34 @@ def _taking(name: str, node: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-@pass_context
-def _finalized(context: Context, value: Any) -> Any:
-    return _BUDGET.get().join(value)
-
-
-@pass_context
-def _weighed(context: Context, value: Any) -> Any:
-    _BUDGET.get().sum(value)
-    return value
-
-
-@pass_context
-def _passed(context: Context, value: Any) -> Any:
-    return _BUDGET.get().shallow(value)
-
-
-@pass_context
-def _step(context: Context, cost: int) -> bool:
-    _BUDGET.get().take(cost)
-    return True
-
-
 def _passing(budget: StepBudget, items: Iterator[Any]) -> Iterator[Any]:
     for one in items:
         budget.take(ITEM)
         yield one
 
 
+def _filter(take: Callable[[StepBudget, Any], Any]) -> Callable[..., Any]:
+    """Return ``take`` as a filter. It asks for the context, so that it is not called while a template is compiled."""
+
+    @pass_context
+    def filtered(context: Context, value: Any) -> Any:
+        return take(_BUDGET.get(), value)
+
+    return filtered
+
+
+_FINALIZE = _filter(lambda budget, value: budget.join(value))
+_OWN_FILTERS = {
+    "kvkeep_weighed": _filter(lambda budget, value: budget.weighed(value)),
+    "kvkeep_joined": _FINALIZE,
+    "kvkeep_passed": _filter(lambda budget, value: budget.shallow(value)),
+    "kvkeep_step": _filter(lambda budget, cost: budget.take(cost)),
+}
+"""Filters that :func:`_counted` writes into a template: they take steps and return the value, or True."""
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or a test that takes its steps first. It asks for the context, so that it is not called while a
-    template is compiled."""
+    """Return a filter or a test that takes its steps first."""
     passed = _PassArg.from_obj(function)
 
     @pass_context
@@ -199,9 +344,6 @@ def _paid(budget: StepBudget, name: str, value: Any, given: list[Any]) -> Any:
         budget.take(0 if isinstance(value, str) or not hasattr(value, "__len__") else 5 * STEP * len(value))
     elif name == "sum":  # sums of lists copy them again and again
         budget.product(value, *given, *([value] if given else []))
-    elif name == "round":  # it computes a power of ten
-        budget.operate("**", 10, max((abs(one) for one in given if isinstance(one, int)), default=0))
-        budget.product(value, *given)
     else:
         budget.product(value, *given, *([_SLOW] if name == "tojson" else []))
     return value
@@ -217,14 +359,12 @@ def _environment() -> _Environment:
         lstrip_blocks=theirs.lstrip_blocks,
         extensions=[type(one) for one in theirs.extensions.values()],
         optimized=False,
-        finalize=_finalized,
+        finalize=_FINALIZE,
     )
     made.globals = {name: one for name, one in theirs.globals.items() if name != "lipsum"}
     filters = {name: one for name, one in theirs.filters.items() if name not in _ABSENT}
     made.filters = {name: _bounded(name, one) for name, one in filters.items()}
-    made.filters |= {
-        "kvkeep_weighed": _weighed, "kvkeep_joined": _finalized, "kvkeep_passed": _passed, "kvkeep_step": _step
-    }  # fmt: skip
+    made.filters |= _OWN_FILTERS
     made.tests = {**theirs.tests, **{name: _bounded(name, theirs.tests[name]) for name in (*_TESTS, "divisibleby")}}
     return made
 

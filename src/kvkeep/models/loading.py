@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,11 @@ from kvkeep.models.fused import fuse
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_sizes, check_tokenizer
 from kvkeep.models.model_names import check_device, checked_format, place_of
+from kvkeep.models.packed import KINDS
+from kvkeep.models.packing import Packing
 from kvkeep.models.silence import silenced
-from kvkeep.models.weight_memory import (
-    Format,
-    GgufTensors,
-    Weights,
-    WeightTensor,
-    bits_of_file,
-    check_memory,
-    chosen_format,
-    too_large,
-    weight_memory,
-)
-from kvkeep.models.weights import read_weights
+from kvkeep.models.weight_memory import Format, GgufTensors, check_memory, chosen_format, too_large, weight_bytes
+from kvkeep.models.weights import filled, read_weights
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 
@@ -51,8 +44,8 @@ class Loaded:
     """The requested name."""
     source: str
     """A GGUF file, a folder or a hub id."""
-    weights: Weights | None = field(default=None, repr=False)
-    """The format of every tensor, also ``model.kvkeep_weights``; None for a model that was already quantised."""
+    weights: str = "auto"
+    """The format of the weights: the requested one, or a dtype that auto chose; auto: the bits of a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +61,11 @@ class Source:
     revision: str | None = None
     """The revision of a hub id."""
 
+    @property
+    def stored(self) -> GgufTensors:
+        """The weights in a GGUF file; None: it is none."""
+        return None if self.gguf is None else self.gguf.tensors
+
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -76,8 +74,7 @@ class ModelDescription:
     config: Any
     dtype: torch.dtype
     """The dtype of activations and entries."""
-    weights: Weights
-    """The format and the bytes of each weight."""
+    weight_bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,6 @@ class AvailableModel:
     """The GGUF file; None if it is not on this machine."""
     bytes_on_disk: int
     """Bytes of the GGUF file, or of the parts that an interrupted download left."""
-    tensors: dict[str, WeightTensor] | None
-    """Each tensor as loaded with weights auto on a CPU; None without an intact file."""
 
 
 def load(
@@ -119,10 +114,14 @@ def load(
     requested, target = checked_format(weights), _device(device)
     with _naming_memory(text):
         source = _source(text, revision, progress or (lambda line: None), pre)
-        model, tokenizer = _read(source, requested, target)
+        with _explaining(source):
+            config = _read_config(source)
+            tokenizer = _tokenizer(source)
+            trim_memory()  # releases the tokenizer's parsed files
+            model, kept = _model(source, config, requested, target)
         model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
         try:
-            return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
+            return Loaded(model.to(target), tokenizer, text, source.place, kept)
         except torch.OutOfMemoryError as error:
             raise ModelTooLarge(
                 f"The model '{text}' does not fit into the memory of {target}; load it with smaller weights or on the "
@@ -144,14 +143,6 @@ def _naming_memory(name: str) -> Iterator[None]:
         raise too_large(name, place, error) from error
 
 
-def weights_of(loaded: Loaded) -> str:
-    """Return the format of a loaded model's weights in a word: the requested format, or the dtype chosen by auto."""
-    if loaded.weights is not None and loaded.weights.requested != "auto":
-        return loaded.weights.requested
-    packed = loaded.weights is not None and any(tensor.bits < 16 for tensor in loaded.weights.tensors.values())
-    return "auto" if packed else str(loaded.model.dtype).removeprefix("torch.")
-
-
 def describe(
     name: str | os.PathLike[str],
     *,
@@ -166,32 +157,14 @@ def describe(
     text, requested = os.fspath(name), checked_format(weights)
     path = Path(text).expanduser()
     with _naming_memory(text):
-        return _described(text, path, requested, device, revision, pre, progress)
-
-
-def _described(
-    text: str,
-    path: Path,
-    requested: str,
-    device: str,
-    revision: str | None,
-    pre: str | None,
-    progress: Callable[[str], None] | None,
-) -> ModelDescription:
-    if path.is_file() and path.suffix == ".json":
-        source = Source(text, str(path))
-    else:
-        source = _source(text, revision, progress or (lambda line: None), pre)
-    try:
-        with silenced():
+        if path.is_file() and path.suffix == ".json":
+            source = Source(text, str(path))
+        else:
+            source = _source(text, revision, progress or (lambda line: None), pre)
+        with _explaining(source):
             config = _read_config(source)
-            stored = _stored(source)
-            made = chosen_format(requested, torch.device(device), stored is not None, _stated(config))
-            return ModelDescription(config, made.dtype, weight_memory(config, requested, made, stored))
-    except (ModelError, UsageError):
-        raise
-    except Exception as error:  # transformers and the hub raise anything
-        raise _explained(source, error) from error
+            made = chosen_format(requested, torch.device(device), source.gguf is not None, _stated(config))
+            return ModelDescription(config, made.dtype, weight_bytes(config, made, source.stored))
 
 
 def available() -> list[AvailableModel]:
@@ -201,16 +174,8 @@ def available() -> list[AvailableModel]:
         gguf = gguf_path(model)
         size = sum(path.stat().st_size for path in (gguf, growing_path(model)) if path.is_file())
         there = gguf if gguf.is_file() else None
-        kept = None if there is None else _kept(there)
-        found.append(AvailableModel(model.name, model.description, model.licence, there is not None, there, size, kept))
+        found.append(AvailableModel(model.name, model.description, model.licence, there is not None, there, size))
     return found
-
-
-def _kept(gguf: Path) -> dict[str, WeightTensor] | None:
-    try:
-        return bits_of_file(read_model(gguf).tensors)
-    except ModelError:  # fetched again when it is loaded
-        return None
 
 
 def _source(text: str, revision: str | None, progress: Callable[[str], None], pre: str | None = None) -> Source:
@@ -238,20 +203,6 @@ def _device(device: str | None) -> torch.device:
     return target
 
 
-def _read(source: Source, requested: str, device: torch.device) -> tuple[Any, Any]:
-    try:
-        with silenced():
-            config = _read_config(source)
-            tokenizer = _tokenizer(source)
-            trim_memory()  # releases the tokenizer's parsed files
-            model = _model(source, config, requested, device)
-    except (ModelError, UsageError):
-        raise
-    except Exception as error:  # transformers, safetensors and the hub raise anything
-        raise _explained(source, error) from error
-    return model, tokenizer
-
-
 def _tokenizer(source: Source) -> Any:
     if source.gguf is not None:
         return source.gguf.tokenizer
@@ -268,8 +219,8 @@ def _tokenizer(source: Source) -> Any:
     return made
 
 
-def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
-    """Return the model in the ``requested`` format, after a check that it fits into memory."""
+def _model(source: Source, config: Any, requested: str, device: torch.device) -> tuple[Any, str]:
+    """Return the model in the ``requested`` format, after a check that it fits into memory, and :attr:`Loaded.weights`."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}
@@ -279,36 +230,36 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
                 f"The weights of '{source.name}' are already quantised and are loaded as they are; ask for auto."
             )
         model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
-        model.kvkeep_weights = None
-        return model
-    stored = _stored(source)
+        return model, _word(model.dtype)
+    stored = source.stored
     made = chosen_format(requested, device, stored is not None, _stated(config))
-    needed = weight_memory(config, requested, made, stored)
-    check_memory(source.name, config, needed, device, stored)
+    check_memory(source.name, config, requested, made, device, stored)
     if source.gguf is not None:
         model = _of_file(source.name, source.gguf, made)
     else:
-        form: dict[str, Any] = {"dtype": made.dtype}
-        if made.packed:
-            from kvkeep.models.packing import Packing
-
-            form["quantization_config"] = Packing(made.bits)
-        model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
+        form: dict[str, Any] = {"quantization_config": Packing(made.bits)} if made.packed else {}
+        model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype=made.dtype, **form, **options)
     check_ids(model.generation_config, source.name)
-    model.kvkeep_weights = needed
     if made.packed:
         if next(decoder_of(model).parameters(), None) is None:  # OLMo has no norms, and its matrices are packed
             empty = torch.nn.Parameter(torch.empty(0, dtype=made.dtype), requires_grad=False)
             decoder_of(model).register_parameter("kvkeep_dtype", empty)
         fuse(model, layers_of(decoder_of(model)))
-    return model
+    own = (
+        made.packed
+        and made.bits is None
+        and any(one.packs and KINDS[one.kind].bits < 16 for one in (stored or {}).values())
+    )
+    return model, requested if requested != "auto" or own else _word(model.dtype)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:
     from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from kvkeep.models.weights import filled
 
     model = filled(name, MODEL_FOR_CAUSAL_LM_MAPPING[type(gguf.config)], gguf.config, gguf.tensors, made)
     tokenizer = gguf.tokenizer
@@ -317,10 +268,6 @@ def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:
     )
     model.name_or_path = model.config.name_or_path = str(gguf.file)
     return model
-
-
-def _stored(source: Source) -> GgufTensors:
-    return None if source.gguf is None else source.gguf.tensors
 
 
 def _stated(config: Any) -> torch.dtype:
@@ -334,41 +281,45 @@ def _read_config(source: Source) -> Any:
     if source.gguf is not None:
         return source.gguf.config
     from transformers.configuration_utils import PreTrainedConfig
-    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     if (folder := Path(source.place)).is_dir():
         check_sizes(folder, source.name)
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
-    _refuse_unknown(stated.get("model_type"), source.name)
-    check_config(stated, source.name)
-    # Otherwise transformers prompts on the terminal to run code of the model.
-    config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
-    _refuse_others(config, source.name)
-    return config
-
-
-def _refuse_unknown(family: str | None, name: str) -> None:
-    from transformers import __version__
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
+    family, name = stated.get("model_type"), source.name
     if family is not None and family not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family[:60]}' model, a family that transformers {__version__} does not have; kvkeep "
-            "never runs code from a model's repository."
+            f"'{name}' is a '{family[:60]}' model, a family that transformers {version('transformers')} does not have; "
+            "kvkeep never runs code from a model's repository."
         )
-
-
-def _refuse_others(config: Any, name: str) -> None:
-    from transformers.models.auto import modeling_auto as families
-
+    check_config(stated, name)
+    # Otherwise transformers prompts on the terminal to run code of the model.
+    config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     family = str(config.model_type)
-    causal = family in families.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     # BERT has a causal class too, but is bidirectional.
-    masked = family in families.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    masked = family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if config.is_encoder_decoder or masked or not causal:
         raise UnsupportedModelError(
             f"'{name}' is a '{family}' model; kvkeep runs only decoders, which generate text token by token."
         )
+    return config
+
+
+@contextmanager
+def _explaining(source: Source) -> Iterator[None]:
+    """Within the block, transformers is silent, and whatever it raises becomes a ModelError of one sentence."""
+    try:
+        with silenced():
+            yield
+    except (ModelError, UsageError):
+        raise
+    except Exception as error:  # transformers, safetensors and the hub raise anything
+        raise _explained(source, error) from error
 
 
 def _explained(source: Source, error: Exception) -> ModelError:

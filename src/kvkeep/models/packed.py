@@ -38,8 +38,6 @@ class Kind:
 
     bits: int
     """Bits of a code."""
-    group: int | None
-    """Number of elements that share a scale; None without scales."""
     elements: int
     """Number of elements of a block."""
     size: int
@@ -49,15 +47,15 @@ class Kind:
 
 
 KINDS = {
-    "BF16": Kind(16, None, 2, 4, 4),
-    "Q4_0": Kind(4, 32, 32, 18, 18),
-    "Q4_1": Kind(4, 32, 32, 20, 20),
-    "Q5_0": Kind(5, 32, 32, 22, 22),
-    "Q5_1": Kind(5, 32, 32, 24, 24),
-    "Q8_0": Kind(8, 32, 32, 34, 34),
-    "Q4_K": Kind(4, 32, 256, 144, 148),
-    "Q5_K": Kind(5, 32, 256, 176, 180),
-    "Q6_K": Kind(6, 16, 256, 210, 210),
+    "BF16": Kind(16, 2, 4, 4),
+    "Q4_0": Kind(4, 32, 18, 18),
+    "Q4_1": Kind(4, 32, 20, 20),
+    "Q5_0": Kind(5, 32, 22, 22),
+    "Q5_1": Kind(5, 32, 24, 24),
+    "Q8_0": Kind(8, 32, 34, 34),
+    "Q4_K": Kind(4, 256, 144, 148),
+    "Q5_K": Kind(5, 256, 176, 180),
+    "Q6_K": Kind(6, 256, 210, 210),
 }
 """The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32
@@ -225,10 +223,6 @@ class PackedLinear(Packed):
         if torch.is_grad_enabled() and x.requires_grad:
             return _Product.apply(x, self, self.bias)
         return multiplied(self, x, self.bias)
-
-    def extra_repr(self) -> str:
-        """Return the text for a printed model."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
     @property
     def weight(self) -> Tensor:

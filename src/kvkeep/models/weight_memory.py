@@ -60,87 +60,46 @@ def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.
     return Format(getattr(torch, weights), packed, 16 if packed else None)
 
 
-@dataclass(frozen=True)
-class WeightTensor:
-    """One tensor in memory."""
-
-    stored: str | None
-    """The kind in a GGUF file (Q4_1); None otherwise."""
-    bits: int
-    """Bits of an element's code."""
-    group: int | None
-    """Elements that share a scale; None: there are no scales."""
-    nbytes: int
-    """Bytes, with scales."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a model."""
-
-    requested: str
-    """The format named by the user."""
-    tensors: dict[str, WeightTensor]
-    """Tensors by the model's names. A shared tensor is listed once."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
 GgufTensors = Mapping[str, GgufTensor] | None
 
 
-def weight_memory(config: Any, requested: str, made: Format, stored: GgufTensors = None) -> Weights:
-    """Return the weights of the model of ``config`` in the format ``made``. stored: those of its GGUF file. Raises
-    UnsupportedModelError if transformers cannot build the model."""
+def weight_bytes(config: Any, made: Format, stored: GgufTensors = None) -> int:
+    """Return the bytes that the weights of the model of ``config`` take in the format ``made``. stored: those of its
+    GGUF file. Raises UnsupportedModelError if transformers cannot build the model."""
     if stored is not None and made.packed and made.bits is None:
-        return Weights(requested, bits_of_file(stored))
+        return sum(_bytes(one.count, 16, KINDS[one.kind] if one.packs else None) for one in stored.values())
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
-    kinds = {name: tensor.kind for name, tensor in (stored or {}).items()}
-    found = {}
+    total = 0
     for name, weight in model.named_parameters():
         place, kind = name.removesuffix(".weight"), None
         if made.bits in QUANTISED and place in places and weight.shape[1] % GROUP == 0:
             kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
-        found[name] = _tensor(kinds.get(name), weight.numel(), 8 * weight.element_size(), kind)
-    return Weights(requested, found)
+        total += _bytes(weight.numel(), 8 * weight.element_size(), kind)
+    return total
 
 
-def bits_of_file(stored: Mapping[str, GgufTensor]) -> dict[str, WeightTensor]:
-    """Return the tensors of a GGUF file as loaded with the file's bits. Tensors that cannot keep them are bfloat16."""
-    return {
-        name: _tensor(tensor.kind, tensor.count, 16, KINDS[tensor.kind] if tensor.packs else None)
-        for name, tensor in stored.items()
-    }
+def _bytes(count: int, bits: int, kind: Kind | None) -> int:
+    """Return the bytes of ``count`` elements of ``bits`` bits, or in blocks of ``kind``."""
+    return count * bits // 8 if kind is None else count // kind.elements * kind.packed
 
 
-def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> WeightTensor:
-    """Return a tensor of ``count`` elements of ``bits`` bits, or in blocks of ``kind``."""
-    if kind is None:
-        return WeightTensor(stored, bits, None, count * bits // 8)
-    return WeightTensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
-
-
-def check_memory(name: str, config: Any, needed: Weights, device: torch.device, stored: GgufTensors) -> None:
+def check_memory(
+    name: str, config: Any, requested: str, made: Format, device: torch.device, stored: GgufTensors
+) -> None:
     """Raise ModelError, with a format that would fit, where there is less free memory than the weights need."""
-    free = free_memory(torch.device("cpu"))
-    if needed.nbytes <= free:
+    needed, free = weight_bytes(config, made, stored), free_memory(torch.device("cpu"))
+    if needed <= free:
         return
-    fitting = ""
-    for requested in ("bfloat16", "int8", "int4"):
-        if device.type == "cpu" or requested == "bfloat16":
-            other = weight_memory(
-                config, requested, chosen_format(requested, device, stored is not None, torch.bfloat16), stored
-            ).nbytes
-            if other <= free:
-                fitting = f"with weights {requested} it would take {size(other)}."
-                break
+    fitting = f"it fits in none of {', '.join(FORMATS[1:])}."
+    for other in ("bfloat16", "int8", "int4") if device.type == "cpu" else ("bfloat16",):
+        smaller = chosen_format(other, device, stored is not None, torch.bfloat16)
+        if (taken := weight_bytes(config, smaller, stored)) <= free:
+            fitting = f"with weights {other} it would take {size(taken)}."
+            break
     raise ModelError(
-        f"The model '{name}' takes {size(needed.nbytes)} with weights {needed.requested}, and {size(free)} of memory "
-        f"are free; {fitting or 'it fits in none of ' + ', '.join(FORMATS[1:]) + '.'}"
+        f"The model '{name}' takes {size(needed)} with weights {requested}, and {size(free)} of memory are free; "
+        f"{fitting}"
     )
 
 

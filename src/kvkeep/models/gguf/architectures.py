@@ -68,6 +68,10 @@ INTERLEAVED_TRANSPOSED = Change(
 """The experts of gpt-oss: inputs before outputs, each gate before its up."""
 
 
+_Changes = Change | Callable[[Facts], Change]
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One architecture of llama.cpp."""
@@ -78,13 +82,12 @@ class Architecture:
     """The same for the tensors outside of layers."""
     prefix: str = "model.layers."
     """The model's name before a layer's number."""
-    changes: Mapping[str, Change | Callable[[Facts], Change]] = field(default_factory=dict)
+    changes: Mapping[str, _Changes] = field(default_factory=dict)
     """Changes of tensors of a layer, or what makes them of the file's facts, by the name in the file."""
     norms: Change = AS_STORED
     """The change of weights of norms."""
 
 
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -108,11 +111,11 @@ EXPERTS = {
 }
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 SANDWICH = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-PAIRS = {
+PAIRS: dict[str, _Changes] = {
     "attn_q": lambda facts: pairs(facts.heads),
     "attn_k": lambda facts: pairs(facts.same("attention.head_count_kv", facts.heads)),
 }
-MIXED = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), GATE_AND_UP)
+MIXED: dict[str, _Changes] = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), GATE_AND_UP)
 
 _LLAMA = ATTENTION | GATED
 _PLAIN = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
