@@ -220,7 +220,7 @@ def _tokenizer(source: Source) -> Any:
 
 
 def _model(source: Source, config: Any, requested: str, device: torch.device) -> tuple[Any, str]:
-    """Return the model in the ``requested`` format, after a check that it fits into memory, and :attr:`Loaded.weights`."""
+    """Return the model in the ``requested`` format, if memory has room for it, and :attr:`Loaded.weights`."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvkeep.errors import ModelError
 from kvkeep.models.gguf.facts import MAX_EXPERTS, Facts
 from kvkeep.models.gguf.rope import positive, rope
 
@@ -54,7 +53,7 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
     window: the window if the file states none; 0: without one no layer slides; None: the file has to state one."""
     size = facts.need("attention.sliding_window") if window is None else facts.count("attention.sliding_window", window)
     if not size and window != 0:
-        raise ModelError(f"'{facts.keys.file}' is damaged: its attention.sliding_window is 0.")
+        raise facts.keys.damaged("its attention.sliding_window is 0")
     key = f"{facts.architecture}.attention.sliding_window_pattern"
     stated = facts.keys.metadata.get(key)
     if stated is None or isinstance(stated, int):
@@ -73,9 +72,7 @@ def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
 def _experts(facts: Facts, total: str = "num_experts") -> Config:
     count, used = facts.need("expert_count"), facts.count("expert_used_count", 0)
     if not 0 < used <= count <= MAX_EXPERTS:
-        raise ModelError(
-            f"'{facts.keys.file}' is damaged: it states {str(count)[:20]} experts, of which {str(used)[:20]} are used."
-        )
+        raise facts.keys.damaged(f"it states {str(count)[:20]} experts, of which {str(used)[:20]} are used")
     return {total: count, "num_experts_per_tok": used}
 
 

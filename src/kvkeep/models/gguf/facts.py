@@ -33,6 +33,10 @@ class FileKeys:
         self.read: set[str] = set()
         """The keys that were read."""
 
+    def damaged(self, what: str) -> ModelError:
+        """Return the error for a file that contradicts itself."""
+        return ModelError(f"'{self.file}' is damaged: {what}; fetch it again.")
+
     def __contains__(self, key: str) -> bool:
         return key in self.metadata
 
@@ -48,7 +52,7 @@ class FileKeys:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ModelError(f"'{self.file}' is damaged: its {key} is {str(value)[:40]!r}, not {_NAMES[kind]}.")
+            raise self.damaged(f"its {key} is {str(value)[:40]!r}, not {_NAMES[kind]}")
         return value
 
     def need(self, key: str, kind: type[T]) -> Any:
@@ -64,7 +68,7 @@ class FileKeys:
         stored = kinds.get(value.dtype.kind) if isinstance(value, np.ndarray) else str
         found = self.get(key, list, default)
         if value is not None and found and stored is not kind and not (kind is float and stored is int):
-            raise ModelError(f"'{self.file}' is damaged: its {key} is a list of others than {_NAMES[kind]}.")
+            raise self.damaged(f"its {key} is a list of others than {_NAMES[kind]}")
         return found
 
     def several(self, key: str, count: int, kind: type[T], default: T | None = None) -> list[Any]:
@@ -72,7 +76,7 @@ class FileKeys:
         if isinstance(self.metadata.get(key), list | np.ndarray):
             values = self.items(key, kind)
             if len(values) != count:
-                raise ModelError(f"'{self.file}' is damaged: its {key} has {len(values)} values, not {count}.")
+                raise self.damaged(f"its {key} has {len(values)} values, not {count}")
             return list(values)
         return [self.get(key, kind, default)] * count
 
@@ -159,10 +163,7 @@ class Facts:
         numbered = [match for name in self.tensors if (match := re.match(r"blk\.(\d+)\.", name))]
         there = 1 + max((int(match[1]) for match in numbered), default=-1)
         if not 0 < stated <= MAX_LAYERS or there != stated:
-            raise ModelError(
-                f"'{self.keys.file}' is damaged: it states {str(stated)[:20]} layers and has the tensors of {there}; "
-                "fetch it again."
-            )
+            raise self.keys.damaged(f"it states {str(stated)[:20]} layers and has the tensors of {there}")
         return stated
 
     @property
@@ -170,9 +171,8 @@ class Facts:
         """Elements of the residual stream. Raises ModelError unless the embedding has rows of as many."""
         stated, embedding = self.need("embedding_length"), self.tensors.get("token_embd.weight")
         if embedding is not None and embedding.shape[-1] != stated:
-            raise ModelError(
-                f"'{self.keys.file}' is damaged: its embedding_length is {str(stated)[:20]}, and its embedding "
-                f"has rows of {embedding.shape[-1]}; fetch it again."
+            raise self.keys.damaged(
+                f"its embedding_length is {str(stated)[:20]}, and its embedding has rows of {embedding.shape[-1]}"
             )
         return stated
 
@@ -193,15 +193,12 @@ class Facts:
         width."""
         stated = self.count("attention.key_length")
         if stated is None and (self.heads <= 0 or self.width % self.heads):
-            raise ModelError(
-                f"'{self.keys.file}' is damaged: its attention.head_count is {self.heads}, which does not divide its "
-                f"embedding_length, {self.width}."
+            raise self.keys.damaged(
+                f"its attention.head_count is {self.heads}, which does not divide its embedding_length, {self.width}"
             )
         keys: int = self.width // self.heads if stated is None else stated
         if not 0 < keys <= MAX_HEAD_DIM:
-            raise ModelError(
-                f"'{self.keys.file}' is damaged: its attention.key_length is {str(keys)[:20]}, not 1 to {MAX_HEAD_DIM}."
-            )
+            raise self.keys.damaged(f"its attention.key_length is {str(keys)[:20]}, not 1 to {MAX_HEAD_DIM}")
         self.expect("attention.value_length", keys, "reads only heads whose keys and values have one width")
         return keys
 

@@ -43,10 +43,7 @@ class GgufModel:
         tokenizer = build_tokenizer(keys, self.vocabulary)
         check_read(keys, self.facts.architecture)
         if (count := len(tokenizer)) != self.config.vocab_size:
-            raise ModelError(
-                f"'{self.file}' is damaged: its vocabulary has {count} tokens, and its embedding "
-                f"{self.config.vocab_size} rows; fetch it again."
-            )
+            raise keys.damaged(f"its vocabulary has {count} tokens, and its embedding {self.config.vocab_size} rows")
         return tokenizer
 
     @cached_property
@@ -84,10 +81,7 @@ def read_model(file: Path, pre: str | None = None) -> GgufModel:
     made = CONFIGS[name](facts)
     stated = keys.get(f"{name}.vocab_size", int, made["vocab_size"])
     if stated != made["vocab_size"]:
-        raise ModelError(
-            f"'{file}' is damaged: it states {stated} tokens, and its embedding has {made['vocab_size']} rows; fetch "
-            "it again."
-        )
+        raise keys.damaged(f"it states {stated} tokens, and its embedding has {made['vocab_size']} rows")
     check_read(keys, name, tuple(one for one in OURS if one != "tokenizer"))
     return GgufModel(file, facts, _config(file, made), pre)
 

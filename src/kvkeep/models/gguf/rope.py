@@ -26,9 +26,9 @@ def rope(facts: Facts) -> dict[str, Any]:
     made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base", _THETA)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
     if not 0 < rotated <= facts.head_dim or rotated % 2:
-        raise ModelError(
-            f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.dimension_count is {rotated}, and each "
-            f"of its {facts.heads} heads has {facts.head_dim} elements."
+        raise facts.keys.damaged(
+            f"its {facts.architecture}.rope.dimension_count is {rotated}, and each of its {facts.heads} heads has "
+            f"{facts.head_dim} elements"
         )
     if facts.architecture in _PARTIAL:
         made["partial_rotary_factor"] = rotated / facts.head_dim
@@ -68,9 +68,8 @@ def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
         for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             facts.number(f"rope.scaling.{key}")  # llama.cpp applies its defaults in these architectures
         if original <= 2 * math.pi:  # not even the fastest pair turns once, and formulas of the ramp differ
-            raise ModelError(
-                f"'{facts.keys.file}' is damaged: its {facts.architecture}.rope.scaling.original_context_length is "
-                f"{original}, too few positions for yarn."
+            raise facts.keys.damaged(
+                f"its {facts.architecture}.rope.scaling.original_context_length is {original}, too few for yarn"
             )
         return {
             "rope_type": "yarn",
@@ -92,9 +91,7 @@ def positive(facts: Facts, key: str, default: float, none: float | None = None) 
     """Return a number of the file that is positive, or ``none``. Raises ModelError for another one."""
     stated = facts.number(key, default)
     if stated != none and not 0 < stated < math.inf:
-        raise ModelError(
-            f"'{facts.keys.file}' is damaged: its {facts.architecture}.{key} is {stated}, and must be positive."
-        )
+        raise facts.keys.damaged(f"its {facts.architecture}.{key} is {stated}, and must be positive")
     return stated
 
 
@@ -108,9 +105,8 @@ def _factors(facts: Facts, pairs: int) -> dict[str, list[float]]:
     found = {name: facts.values(name).flatten().tolist() for name in named}
     for name, factors in found.items():
         if len(factors) != pairs or not all(0 < one < math.inf for one in factors):
-            raise ModelError(
-                f"'{facts.keys.file}' is damaged: its {name} has {len(factors)} factors, or one that is not positive, "
-                f"and {pairs} pairs of elements are rotated."
+            raise facts.keys.damaged(
+                f"its {name} has {len(factors)} factors, or one that is not positive, and {pairs} pairs are rotated"
             )
     return {
         "short_factor": found.get(SHORT, found.get(FACTORS, [])),

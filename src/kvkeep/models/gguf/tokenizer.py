@@ -53,7 +53,7 @@ def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokeniz
     count = len(vocabulary.ids)
     if not has_room(_LEAST_BYTES + _TOKEN_BYTES * count):  # the library itself would end the process
         raise out_of_memory(f"a tokenizer of {count:,} tokens")
-    splits = vocabulary.kind.pre
+    splits = vocabulary.splits
     built = _with_merges(keys, vocabulary, splits) if splits else _with_scores(keys, vocabulary)
     added = list(_added(keys, vocabulary))
     check_names((one.content for one in added), keys.file)
@@ -190,9 +190,7 @@ def listed_merges(keys: FileKeys, ids: Mapping[str, int]) -> list[Merge]:
         if left not in ids or right not in ids or left + right not in ids:
             missing = next(one for one in (left, right, left + right) if one not in ids)
             why = f"names {missing[:40]!r}, which is no token" if right else "has no two parts"
-            raise ModelError(
-                f"'{keys.file}' is damaged: merge {number + 1:,}, {listed[number][:40]!r}, {why}; fetch it again."
-            )
+            raise keys.damaged(f"merge {number + 1:,}, {listed[number][:40]!r}, {why}")
     return merges if len(set(listed)) == len(listed) else list(dict.fromkeys(merges))
 
 
@@ -218,10 +216,7 @@ def merges_by_score(keys: FileKeys, vocabulary: Vocabulary) -> list[Merge]:
     keys.need("tokenizer.ggml.scores", list)
     scores = keys.items("tokenizer.ggml.scores", float)
     if len(scores) != len(ids):
-        raise ModelError(
-            f"'{keys.file}' is damaged: its vocabulary has {len(ids):,} tokens and {len(scores):,} scores; fetch it "
-            "again."
-        )
+        raise keys.damaged(f"its vocabulary has {len(ids):,} tokens and {len(scores):,} scores")
     missing = set("".join(ids)).difference(ids, " ")  # a space is written ▁ before merges
     for token, one in ids.items() if missing else ():
         if len(token) > 1 and one not in vocabulary.types and not missing.isdisjoint(token) and " " not in token:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
-from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
+from kvkeep.errors import UnsupportedModelError, UsageError, unknown
 from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
-
-_REFUSED = {
-    "bert": "the word pieces of BERT",
-    "t5": "a unigram model (T5)",
-    "rwkv": "RWKV's",
-    "plamo2": "PLaMo 2's",
-    "hybriddna": "one for DNA",
-    "whitespace": "one of words",
-    "none": "none",
-    "no_vocab": "none",
-}
-"""Kinds of tokenizers that a file can have and kvkeep does not build."""
 
 
 class TokenType(IntEnum):
@@ -37,28 +25,11 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True)
-class TokenizerKind:
-    """A kind of tokenizer, and what a file need not state."""
-
-    name: str
-    """Its name in ``tokenizer.ggml.model``."""
-    bos: int | None
-    """The id of the token of the beginning."""
-    eos: int | None
-    unk: int | None
-    add_bos: bool
-    """Whether a text begins with the token of the beginning."""
-    pre: PreTokenizer | None = None
-    """How text is split before merges; None for tokens that are merged by their scores."""
-    always_bos: bool = False
-    """Whether a text begins with it even if the file says no."""
-
-
-@dataclass(frozen=True)
 class Vocabulary:
     """The tokens of a file."""
 
-    kind: TokenizerKind
+    splits: PreTokenizer | None
+    """How text is split before merges; None: tokens are merged by their scores (sentencepiece)."""
     ids: Mapping[str, int] = field(repr=False)
     """Ids by token, in their order."""
     types: Mapping[int, TokenType] = field(repr=False)
@@ -82,66 +53,57 @@ class Vocabulary:
         return sorted(one for one, its in self.types.items() if its in types)
 
 
-def kind_of(keys: FileKeys, pre: str | None = None) -> TokenizerKind:
-    """Return the kind of a file's tokenizer; ``pre``: the name of a pre-tokenizer to use instead of the file's.
-    Raises UnsupportedModelError for a kind or a pre-tokenizer that kvkeep does not know, UsageError for a ``pre`` that
-    is none."""
-    name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
-    if name in _REFUSED:
-        raise UnsupportedModelError(
-            f"'{keys.file}' has the tokenizer '{name}' ({_REFUSED[name]}), which kvkeep cannot build; use a model with "
-            "a tokenizer of the kind gpt2, llama or gemma4."
-        )
-    if name == "llama":
-        if pre is not None:
-            raise UsageError(f"'{keys.file}' merges tokens by their scores and splits no text before; leave --pre out.")
-        return TokenizerKind(name, bos=1, eos=2, unk=0, add_bos=True)
-    if name not in ("gpt2", "gemma4"):
-        raise UnsupportedModelError(
-            f"'{keys.file}' has a tokenizer of a kind that kvkeep does not know, {name[:80]!r} (known are gpt2, llama "
-            "and gemma4); update kvkeep."
-        )
-    if pre and pre not in PRE_TOKENIZERS:
-        raise unknown("pre-tokenizer", pre, PRE_TOKENIZERS)
-    splits = pre_tokenizer(("gemma4" if name == "gemma4" else stated or "default") if pre is None else pre)
-    default = TokenizerKind(name, splits.default_bos, 11, None, splits.add_bos, splits, splits.always_bos)
-    return default if name == "gpt2" else replace(default, bos=None, eos=None)
-
-
 def vocabulary_of(keys: FileKeys, pre: str | None = None) -> Vocabulary:
     """Return the vocabulary of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
-    Raises ModelError for one that contradicts itself, UnsupportedModelError for one that kvkeep cannot build."""
-    kind = kind_of(keys, pre)
+    Raises ModelError for one that contradicts itself, UnsupportedModelError for a kind or a pre-tokenizer that kvkeep
+    does not know, UsageError for such a ``pre``."""
+    splits = _splits(keys, pre)
     keys.need("tokenizer.ggml.tokens", list)
     listed = keys.items("tokenizer.ggml.tokens", str)
     ids = {token or f"[EMPTY_{one}]": one for one, token in enumerate(listed)}
     if len(ids) < len(listed):
         twice = next(token for one, token in enumerate(listed) if ids.get(token, one) != one)
-        raise _damaged(keys, f"its vocabulary has the token {twice[:40]!r} twice")
+        raise keys.damaged(f"its vocabulary has the token {twice[:40]!r} twice")
     types = _types(keys, len(listed))
-    roles = _stated_roles(keys, kind, len(ids))
+    roles = _stated_roles(keys, splits, len(ids))
     there = ((role, next((ids[one] for one in names if one in ids), None)) for role, names in _ROLE_NAMES.items())
     named = {role: one for role, one in there if one is not None and roles[role] is None}
     roles |= named
     by_name = {ids[name] for name in _END_NAMES if name in ids}
     found = by_name | {one for role in _END_ROLES if (one := roles[role]) is not None}
-    controls = by_name.union(named.values())
-    types |= dict.fromkeys(controls, TokenType.CONTROL)
+    types |= dict.fromkeys(by_name.union(named.values()), TokenType.CONTROL)
     types |= dict.fromkeys((ids[name] for name in _SHOWN_NAMES if name in ids), TokenType.USER_DEFINED)
     ends = found - _no_ends(ids, found, types)
-    add_bos = keys.get("tokenizer.ggml.add_bos_token", bool, kind.add_bos) or kind.always_bos
+    add_bos = keys.get("tokenizer.ggml.add_bos_token", bool, splits is None or splits.add_bos)
+    add_bos = add_bos or (splits is not None and splits.always_bos)
     add_eos = keys.get("tokenizer.ggml.add_eos_token", bool, False)
     for role, added in (("bos", add_bos), ("eos", add_eos)):
         if added and roles[role] is None:
-            raise _damaged(keys, f"it has a token added to each text and does not state which ({role}_token_id)")
-    return Vocabulary(kind, ids, types, roles, tuple(sorted(ends)), add_bos, add_eos)
+            raise keys.damaged(f"it has a token added to each text and does not state which ({role}_token_id)")
+    return Vocabulary(splits, ids, types, roles, tuple(sorted(ends)), add_bos, add_eos)
+
+
+def _splits(keys: FileKeys, pre: str | None) -> PreTokenizer | None:
+    name, stated = keys.need("tokenizer.ggml.model", str), keys.get("tokenizer.ggml.pre", str, "")
+    if name not in ("gpt2", "llama", "gemma4"):
+        raise UnsupportedModelError(
+            f"'{keys.file}' has a tokenizer of a kind that kvkeep cannot build, {name[:80]!r}; use a model with one of "
+            "the kind gpt2, llama or gemma4."
+        )
+    if name == "llama":
+        if pre is not None:
+            raise UsageError(f"'{keys.file}' merges tokens by their scores and splits no text before; leave --pre out.")
+        return None
+    if pre and pre not in PRE_TOKENIZERS:
+        raise unknown("pre-tokenizer", pre, PRE_TOKENIZERS)
+    return pre_tokenizer(("gemma4" if name == "gemma4" else stated or "default") if pre is None else pre)
 
 
 def _types(keys: FileKeys, count: int) -> dict[int, TokenType]:
     """Return the types of the tokens that are not normal, by id."""
     stated = keys.items("tokenizer.ggml.token_type", int, [int(TokenType.NORMAL)] * count)
     if len(stated) != count:
-        raise _damaged(keys, f"its vocabulary has {count:,} tokens and the types of {len(stated):,}")
+        raise keys.damaged(f"its vocabulary has {count:,} tokens and the types of {len(stated):,}")
     known = set(TokenType)
     return {
         one: TokenType(number) if number in known else TokenType.UNDEFINED
@@ -187,17 +149,22 @@ _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """Tokens of gpt-oss that are shown in text, whatever their type."""
 
 
-def _stated_roles(keys: FileKeys, kind: TokenizerKind, count: int) -> dict[str, int | None]:
+def _stated_roles(keys: FileKeys, splits: PreTokenizer | None, count: int) -> dict[str, int | None]:
     """Return the ids of the roles that the file states, or that its kind of tokenizer has by default."""
     roles: dict[str, int | None] = {}
+    if splits is None:
+        defaults: dict[str, int | None] = {"bos": 1, "eos": 2, "unk": 0}
+    else:
+        own = keys.metadata["tokenizer.ggml.model"] == "gpt2"
+        defaults = {"bos": splits.default_bos, "eos": 11} if own else {}
     for role in ("bos", "eos", "unk", "sep", "pad", "mask", *_ROLE_NAMES):
-        default = getattr(kind, role, None)
+        default = defaults.get(role)
         roles[role] = default if default is not None and default < count else None
         for name in (_ROLE_KEYS.get(role, f"{role}_token_id"), _OLD_ROLE_KEYS.get(role)):
             stated = keys.get(f"tokenizer.ggml.{name}", int) if name else None
             if stated is not None:
                 if not 0 <= stated < count:
-                    raise _damaged(keys, f"its {name} is {stated}, and its vocabulary has {count:,} tokens")
+                    raise keys.damaged(f"its {name} is {stated}, and its vocabulary has {count:,} tokens")
                 roles[role] = stated
     return roles
 
@@ -217,7 +184,3 @@ def _no_ends(ids: Mapping[str, int], ends: set[int], types: dict[int, TokenType]
         found.add(ids["</s>"])
         types.pop(ids["</s>"], None)
     return found
-
-
-def _damaged(keys: FileKeys, what: str) -> ModelError:
-    return ModelError(f"'{keys.file}' is damaged: {what}; fetch it again.")
