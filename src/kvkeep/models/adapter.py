@@ -238,14 +238,13 @@ class Adapter:
             self.decoder(input_ids=ids, cache=cache, use_cache=True)
         if len(entering) != len(self.layers):
             return f"{len(entering)} of its {len(self.layers)} layers could be observed"
-        if capability == "project":
-            return self._compare_each(
-                layers, lambda index: (self.project(index, entering[index], positions), cache.layers[index])
-            )
-        if capability == "turn":
-            return self._compare_each(
-                layers, lambda index: self._there_and_back(index, entering[index], positions, cache)
-            )
+        for index in layers if capability in ("project", "turn") else ():
+            rebuild = self.project if capability == "project" else self._there_and_back
+            (keys, values), cached = rebuild(index, entering[index], positions), cache.layers[index]
+            if keys.shape != cached.keys.shape or not (_close(keys, cached.keys) and _close(values, cached.values)):
+                return f"keys and values rebuilt at layer {index} differ from the cached ones"
+        if capability in ("project", "turn"):
+            return None
         if not _close(self.embed(ids, positions), entering[0]):
             return "the residual entering layer 0 does not follow from the token ids"
         for index in range(len(self.layers) - 1):
@@ -253,18 +252,11 @@ class Adapter:
                 return f"the residual leaving layer {index} does not follow from the one entering it"
         return None
 
-    def _there_and_back(self, index: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
-        """Compare projection at late positions, rotated back, with projection at early ones."""
+    def _there_and_back(self, index: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projection at late positions, rotated back."""
         keys, values = self.project(index, hidden, positions + 1000)
         angles = self.angles(index, keys, positions.new_full(positions.shape, -1000))
-        return (self.turn(index, keys, angles), values), cache.layers[index]
-
-    def _compare_each(self, layers: list[int], rebuild: Callable[[int], tuple[Any, Any]]) -> str | None:
-        for index in layers:
-            (keys, values), cached = rebuild(index)
-            if keys.shape != cached.keys.shape or not (_close(keys, cached.keys) and _close(values, cached.values)):
-                return f"keys and values rebuilt at layer {index} differ from the cached ones"
-        return None
+        return self.turn(index, keys, angles), values
 
 
 class _PlainAttention:

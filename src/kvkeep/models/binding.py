@@ -13,6 +13,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -41,14 +42,9 @@ _CUT_QUERIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 care."""
 _COMPARES = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
 _ALONG_SEQUENCE = (
-    "input_ids",
-    "inputs_embeds",
-    "position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "cache_position",
+    "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position",
     "per_layer_inputs",
-)
+)  # fmt: skip
 _LOCK = threading.RLock()
 """The lock of binding and unbinding: threads may create a model's first caches at the same time."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
@@ -110,8 +106,7 @@ def recurrent_forward(
     """The forward of a recurrent module in a bound model: the cache decides which tokens ``forward``, the one before,
     reads at once. Returns (batch, tokens, hidden_size)."""
     recur = _recur_uncompiled if torch.compiler.is_compiling() else _recur
-    output: Tensor = recur(module, forward, hidden_states, args, kwargs)
-    return output
+    return recur(module, forward, hidden_states, args, kwargs)
 
 
 def _recur(
@@ -179,29 +174,15 @@ class Binding:
         if self.adapter is not None:
             return self.adapter
         model, layers = self.model, layers_of(self.decoder)
-        before = model.config._attn_implementation
-        if before not in ("sdpa", NAME):
-            raise UnsupportedModelError(
-                f"'{type(model).__name__}' runs '{before}' attention, and bounded caches need 'sdpa'. Load the "
-                "model with attn_implementation='sdpa'; if it does not support that, use method 'full'."
-            )
-        if _compares_names(model):
-            raise UnsupportedModelError(
-                f"'{model.config.model_type}' runs other code when its attention is not called 'sdpa', and bounded "
-                "caches register one under another name; use method 'full'."
-            )
-        if any(isinstance(at := getattr(module, "layer_idx", 0), int) and at < 0 for module in self.decoder.modules()):
-            raise UnsupportedModelError(
-                f"'{model.config.model_type}' runs one attention module in several layers, so a bounded cache cannot "
-                "tell them apart; use method 'full'."
-            )
+        if (reason := _unstreamable(model, self.decoder)) is not None:
+            raise UnsupportedModelError(f"'{model.config.model_type}' {reason}; use method 'full'.")
         handles: list[RemovableHandle] = []
         try:
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:
                 raise UnsupportedModelError(
-                    f"'{type(model).__name__}' does not use transformers' attention interface, which bounded "
-                    "caches need; use method 'full'."
+                    f"'{model.config.model_type}' does not use transformers' attention interface, which bounded caches "
+                    "need; use method 'full'."
                 )
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
@@ -209,11 +190,11 @@ class Binding:
             for module in adapter.recurrent.values():
                 self._forwards.append((module, vars(module).get("forward")))
                 module.forward = Replacement(recurrent_forward, module, module.forward)
-            self.adapter, self._handles = adapter, self._handles + handles
         except BaseException:
             self._restore(handles)
             raise
-        return self.adapter
+        self.adapter, self._handles = adapter, self._handles + handles
+        return adapter
 
     def undo(self) -> None:
         """Remove the hooks and restore stock attention."""
@@ -234,15 +215,23 @@ class Binding:
             self.model.set_attn_implementation("sdpa")
 
 
-def _compares_names(model: Any) -> bool:
-    """Return whether the code of ``model`` compares the name of its attention with ``sdpa``, as that of sparse
-    attention does."""
-    if model.config.model_type in _CUT_QUERIES:
-        return False
-    try:
-        return _COMPARES.search(inspect.getsource(inspect.getmodule(type(model)) or type(model))) is not None
-    except OSError:  # the code has no file
-        return False
+def _unstreamable(model: Any, decoder: nn.Module) -> str | None:
+    """Return why the attention of ``model`` cannot be streamed; None if nothing is known against it."""
+    if (before := model.config._attn_implementation) not in ("sdpa", NAME):
+        return (
+            f"runs '{before}' attention, and bounded caches need 'sdpa': load the model with "
+            "attn_implementation='sdpa', or if it does not support that"
+        )
+    if model.config.model_type not in _CUT_QUERIES:
+        with suppress(OSError):  # the code has no file
+            if _COMPARES.search(inspect.getsource(inspect.getmodule(type(model)) or type(model))):
+                return (
+                    "runs other code when its attention is not called 'sdpa', as sparse attention does, and bounded "
+                    "caches register one under another name"
+                )
+    if any(isinstance(at := getattr(module, "layer_idx", 0), int) and at < 0 for module in decoder.modules()):
+        return "runs one attention module in several layers, so a bounded cache cannot tell them apart"
+    return None
 
 
 def watch(model: Any) -> Binding:

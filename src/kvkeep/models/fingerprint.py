@@ -23,8 +23,6 @@ _Tensors = list[tuple[str, Tensor]]
 
 _known: WeakKeyDictionary[Any, tuple[object, str]] = WeakKeyDictionary()
 """Fingerprints by model, each with what tells that the model has changed since."""
-
-
 _fixed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -52,13 +50,13 @@ def fingerprint(model: Any) -> str:
         return known
     tensors = _tensors(model)
     unchanged = (
-        _digest(model, tensors, map(_sample, _values(tensors))),
-        [(tensor.data_ptr(), _changes(tensor)) for _, tensor in tensors],
+        _digest(model, tensors, (_sample(one) for _, one in tensors)),
+        [(one.data_ptr(), 0 if one.is_inference() else one._version) for _, one in tensors],
     )
     if model in _known and _known[model][0] == unchanged:
         return _known[model][1]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        found = _digest(model, tensors, threads.map(_checksum, _values(tensors)))
+        found = _digest(model, tensors, threads.map(lambda one: _checksum(one[1]), tensors))
     _known[model] = unchanged, found
     return found
 
@@ -68,7 +66,7 @@ def sampled_fingerprint(model: Any) -> str:
     """Return 32 hex digits as :func:`fingerprint`, of some sixteen elements of every parameter and buffer (packed
     weights are buffers). It takes milliseconds."""
     tensors = _tensors(model)
-    return _digest(model, tensors, map(_sample, _values(tensors)))
+    return _digest(model, tensors, (_sample(one) for _, one in tensors))
 
 
 def fingerprint_of_tokenizer(tokenizer: Any) -> str:
@@ -102,10 +100,6 @@ def _tensors(model: Any) -> _Tensors:
     return sorted([*model.named_parameters(), *buffers], key=itemgetter(0))
 
 
-def _values(tensors: _Tensors) -> list[Tensor]:
-    return [tensor for _, tensor in tensors]
-
-
 def _sample(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 16)].cpu()
@@ -115,8 +109,3 @@ def _sample(tensor: Tensor) -> bytes:
 def _checksum(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data).to_bytes(4, "little")
-
-
-def _changes(tensor: Tensor) -> int:
-    """Return torch's count of a tensor's changes in place; a tensor made in inference mode has none."""
-    return 0 if tensor.is_inference() else int(tensor._version)

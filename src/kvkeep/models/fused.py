@@ -24,25 +24,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import ran_out_of_memory
 from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.rotary import Rotary, replace_rotary
+from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import (
-    GELU_TANH,
-    PANEL_OUTPUTS,
-    SILU,
-    KvLayer,
-    address,
-    address_of,
-    address_table,
-    float_table,
-)
+from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address, address_of
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep
 
 log = logging.getLogger(__name__)
 _GATES: dict[int, Callable[[Tensor], Tensor]] = {
-    SILU: functional.silu,
-    GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-}
+    SILU: functional.silu, GELU_TANH: lambda x: functional.gelu(x, approximate="tanh")
+}  # fmt: skip
 """Activations by their numbers in the library."""
 
 
@@ -195,17 +186,9 @@ class FusedLayer:
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
+        places = (one.data_ptr() for one in (query, key, value))
         kernels().kvkeep_before_attention(
-            self.address,
-            x.data_ptr(),
-            batch,
-            count,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            len(cos) == 1,
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
+            self.address, x.data_ptr(), batch, count, cos.data_ptr(), sin.data_ptr(), len(cos) == 1, *places
         )
         return query, key, value, x
 
@@ -245,8 +228,8 @@ class FusedLayers:
     def tables(self) -> tuple[Any, Any]:
         """The layers' addresses, and the scaling of each layer's attention."""
         return (
-            address_table([one.address for one in self.layers]),
-            float_table([one.attention.scaling for one in self.layers]),
+            structures.address_table([one.address for one in self.layers]),
+            structures.float_table([one.attention.scaling for one in self.layers]),
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.packed import KINDS
 from kvkeep.models.packing import Packing
 from kvkeep.models.silence import silenced
-from kvkeep.models.weight_memory import Format, GgufTensors, check_memory, chosen_format, too_large, weight_bytes
+from kvkeep.models.weight_memory import Format, GgufTensors, check_memory, chosen_format, free_memory, weight_bytes
 from kvkeep.models.weights import filled, read_weights
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
+from kvkeep.units import size
 
 DEFAULT = "smollm2"
 TOKENIZER_BYTES = 20
@@ -139,8 +140,11 @@ def _naming_memory(name: str) -> Iterator[None]:
     except BaseException as error:  # the tokenizer's library raises no Exception
         if not ran_out_of_memory(error):
             raise
-        place = str(gguf_path(EMBEDDED[name])) if name in EMBEDDED else name
-        raise too_large(name, place, error) from error
+        free = size(free_memory(torch.device("cpu")))
+        raise ModelTooLarge(
+            f"There is not enough memory to load the model '{name}': {free} are free; use a smaller model or smaller "
+            "weights (--weights int4), or allow the process more memory."
+        ) from error
 
 
 def describe(
@@ -172,9 +176,9 @@ def available() -> list[AvailableModel]:
     found = []
     for model in EMBEDDED.values():
         gguf = gguf_path(model)
-        size = sum(path.stat().st_size for path in (gguf, growing_path(model)) if path.is_file())
-        there = gguf if gguf.is_file() else None
-        found.append(AvailableModel(model.name, model.description, model.licence, there is not None, there, size))
+        there = sum(path.stat().st_size for path in (gguf, growing_path(model)) if path.is_file())
+        path = gguf if gguf.is_file() else None
+        found.append(AvailableModel(model.name, model.description, model.licence, path is not None, path, there))
     return found
 
 

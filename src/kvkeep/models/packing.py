@@ -63,12 +63,9 @@ class Packer(HfQuantizer):
         if tuple(value.shape) != tuple(expected.shape):
             self.misshapen.add(name)
             return False
-        matrix = (
-            value
-            if isinstance(value, Blocks)
-            else quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
-        )
-        self.made[name.removesuffix(".weight")] = PackedLinear(matrix)
+        place = name.removesuffix(".weight")
+        bits = packed_bits(self.bits or 16, place in self.outer)
+        self.made[place] = PackedLinear(value if isinstance(value, Blocks) else quantised(value, bits))
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
         trim_memory()
         return True

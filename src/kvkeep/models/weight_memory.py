@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvkeep.errors import ModelError, ModelTooLarge, UsageError
+from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
@@ -101,21 +100,6 @@ def check_memory(
         f"The model '{name}' takes {size(needed)} with weights {requested}, and {size(free)} of memory are free; "
         f"{fitting}"
     )
-
-
-def too_large(name: str, place: str, error: BaseException) -> ModelTooLarge:
-    """Return the error for memory that ran out while the model ``name`` was being loaded. place: its file, or the
-    folder of its files."""
-    path, taken = Path(place), ""
-    with suppress(OSError, MemoryError):
-        files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
-        taken = f"its files have {size(sum(one.stat().st_size for one in files))}, and " if files else ""
-    found = ModelTooLarge(
-        f"There is not enough memory to load the model '{name}': {taken}{size(free_memory(torch.device('cpu')))} of "
-        "memory are free; use a smaller model or smaller weights (--weights int4), or allow the process more memory."
-    )
-    found.__cause__ = error
-    return found
 
 
 def free_memory(device: torch.device) -> int:

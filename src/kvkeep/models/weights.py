@@ -59,7 +59,10 @@ def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor],
     """
     with without_memory():
         model = kind._from_config(copy.deepcopy(config), dtype=form.dtype)
-    packer = _packer(model, form)
+    packer = None
+    if form.packed:
+        packer = Packer(Packing(form.bits), pre_quantized=False)
+        packer._process_model_before_weight_loading(model)
     places = model.state_dict(keep_vars=True)
     missing, tied = places.keys() - tensors.keys(), model.all_tied_weights_keys
     biases = {one for one in missing if one.endswith(".bias")}
@@ -78,15 +81,6 @@ def filled(name: str, kind: Any, config: Any, tensors: Mapping[str, GgufTensor],
         refuse_incomplete(name, [], [] if right else [to])
     _complete(model, missing)
     return model.eval() if packer is None else packer._process_model_after_weight_loading(model.eval())
-
-
-def _packer(model: Any, form: Format) -> Packer | None:
-    """Return the packer of ``model``; None if no matrix is packed."""
-    if not form.packed:
-        return None
-    packer = Packer(Packing(form.bits), pre_quantized=False)
-    packer._process_model_before_weight_loading(model)
-    return packer
 
 
 def _put(model: nn.Module, name: str, value: Tensor, place: Tensor) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.models.gguf.facts import reason
-from kvkeep.models.gguf.model import GgufModel, read_model
+from kvkeep.models.gguf.model import read_model
 from kvkeep.models.gguf.tensors import CONFIGURING
 
 _OTHERS = ("use_cache", "initializer_range", "pretraining_tp", "transformers_version", "dtype")
@@ -61,23 +61,9 @@ def explain(file: Path, pre: str | None = None) -> Explanation:
     """Return what was read of ``file``. pre: a pre-tokenizer in place of the file's. Raises the errors of
     :func:`~kvkeep.models.gguf.model.read_model`."""
     model = read_model(file, pre)
-    tokenizer = _tokenizer(model)
-    tensors = _tensors(model)
-    keys = model.facts.keys
-    used = [
-        ExplainedKey(key, keys.shown(key), "read" if key in keys.read else reason(key, model.facts.architecture) or "")
-        for key in keys.metadata
-    ]
-    settings = model.config.to_diff_dict().items()
-    config = {name: value for name, value in settings if value is not None and name not in _OTHERS}
-    parts = sorted({str(one.file) for one in model.facts.tensors.values()})
-    return Explanation(parts, model.facts.architecture, model.config.model_type, config, tokenizer, used, tensors)
-
-
-def _tokenizer(model: GgufModel) -> dict[str, Any]:
-    tokenizer, keys = model.tokenizer, model.facts.keys
+    tokenizer, facts, keys = model.tokenizer, model.facts, model.facts.keys
     template = tokenizer.chat_template
-    return {
+    about = {
         "model": keys.metadata.get("tokenizer.ggml.model"),
         "pre": model.pre or keys.metadata.get("tokenizer.ggml.pre", "default"),
         "tokens": len(tokenizer),
@@ -88,15 +74,18 @@ def _tokenizer(model: GgufModel) -> dict[str, Any]:
         "ends": {str(one): tokenizer.convert_ids_to_tokens(one) for one in model.vocabulary.ends},
         "chat_templates": [*template] if isinstance(template, dict) else ["default"] if template else [],
     }
-
-
-def _tensors(model: GgufModel) -> list[ExplainedTensor]:
-    found = {part.name: tensor for tensor in model.tensors.values() for part in tensor.parts}
-    made = []
-    for name, stored in model.facts.tensors.items():
-        weight = found.get(name)
-        became, in_memory = (
-            (CONFIGURING[name], "") if weight is None else (weight.to, stored.kind if weight.packs else "BF16")
-        )
-        made.append(ExplainedTensor(name, stored.kind, stored.shape, became, in_memory))
-    return made
+    weights = {part.name: tensor for tensor in model.tensors.values() for part in tensor.parts}
+    tensors = []
+    for name, stored in facts.tensors.items():
+        became, memory = CONFIGURING.get(name, ""), ""
+        if (weight := weights.get(name)) is not None:
+            became, memory = weight.to, stored.kind if weight.packs else "BF16"
+        tensors.append(ExplainedTensor(name, stored.kind, stored.shape, became, memory))
+    used = [
+        ExplainedKey(key, keys.shown(key), "read" if key in keys.read else reason(key, facts.architecture) or "")
+        for key in keys.metadata
+    ]
+    settings = model.config.to_diff_dict().items()
+    config = {name: value for name, value in settings if value is not None and name not in _OTHERS}
+    parts = sorted({str(one.file) for one in facts.tensors.values()})
+    return Explanation(parts, facts.architecture, model.config.model_type, config, about, used, tensors)

@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,9 @@ def read_header(file: Path) -> Header:
     parts = [_read(part) for part in parts_of(file)]
     metadata, tensors = dict(parts[0][0]), dict[str, FileTensor]()
     for number, (stated, found) in enumerate(parts):
-        count, place = _part_number(stated.get("split.count", 1)), _part_number(stated.get("split.no", 0))
+        count, place = (
+            one if type(one) is int else -1 for one in (stated.get("split.count", 1), stated.get("split.no", 0))
+        )
         if (count, place) not in ((len(parts), number), (0, 0)):
             raise ModelError(
                 f"The file '{file}' states that it is part {place + 1} of {count} of a model, and its name does not "
@@ -91,10 +93,6 @@ def read_header(file: Path) -> Header:
                 raise ModelError(f"The tensor {name} is in two parts of '{file}'; fetch the parts again.")
             tensors[name] = tensor
     return Header(file, metadata, tensors)
-
-
-def _part_number(value: Any) -> int:
-    return value if type(value) is int else -1
 
 
 def parts_of(file: Path) -> tuple[Path, ...]:
@@ -169,7 +167,14 @@ class _Cursor:
             raise self._damaged(f"its general.alignment is {str(alignment)[:20]}, which is not a power of two")
         found = list(self._tensors(tensors))
         start = -(-self.at // alignment) * alignment
-        return metadata, self._placed(found, start)
+        placed: dict[str, FileTensor] = {}
+        for one in found:
+            if one.name in placed:
+                raise self._damaged(f"it has the tensor {one.name[:80]} twice")
+            if (end := start + one.offset + one.size) > self.end:
+                raise self._cut_short(end)
+            placed[one.name] = replace(one, offset=start + one.offset)
+        return metadata, placed
 
     def _tensors(self, count: int) -> Iterator[FileTensor]:
         gguf = optional("gguf", "gguf")
@@ -191,17 +196,6 @@ class _Cursor:
                 raise self._damaged(f"{name[:80]} has a shape of {shape}, and {kind.name} has blocks of {elements}")
             bytes_ = math.prod(shape) // elements * size
             yield FileTensor(name, kind.name, shape, self.file, offset, bytes_)
-
-    def _placed(self, found: list[FileTensor], start: int) -> dict[str, FileTensor]:
-        """Return the tensors by name, with offsets from the beginning of the file."""
-        tensors: dict[str, FileTensor] = {}
-        for one in found:
-            if one.name in tensors:
-                raise self._damaged(f"it has the tensor {one.name[:80]} twice")
-            if start + one.offset + one.size > self.end:
-                raise self._cut_short(start + one.offset + one.size)
-            tensors[one.name] = FileTensor(one.name, one.kind, one.shape, one.file, start + one.offset, one.size)
-        return tensors
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
