@@ -92,24 +92,6 @@ class PreTokenizer:
 
 _CATEGORY = re.compile(r"\\p\{[LMNPS]\}")
 
-_LLAMA3_TYPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_GPT2_TYPE = PreTokenizer((_GPT2,))
-_DIGITS_TYPE = PreTokenizer((r"\p{N}", _GPT2))
-_QWEN2_TYPE = PreTokenizer((_QWEN2,))
-_LLAMA3_WITH_MERGES = PreTokenizer((_LLAMA3,))
-_GLM4_TYPE = PreTokenizer((_LLAMA3,), ignore_merges=True, default_bos=None)
-_DEEPSEEK3_TYPE = PreTokenizer((r"\p{N}{1,3}", _CHINESE_JAPANESE, _DEEPSEEK3))
-_GPT4O_TYPE = PreTokenizer((_GPT4O,))
-_BLOOM_TYPE = PreTokenizer((_BLOOM,))
-_BAILING_TYPE = PreTokenizer(
-    (rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}|{_OTHERS}|\s*[\r\n]|\s+(?!\S)|\s+",)
-)
-_TINY_AYA_TYPE = PreTokenizer(
-    (*_NUMBERS_FROM_RIGHT, rf"{_MARKED_WORDS}|\p{{N}}{{1,3}}|{_OTHERS_AND_SLASHES}|{_SPACES}")
-)
-_GEMMA4_TYPE = PreTokenizer(
-    (_NOT_NEWLINES,), add_bos=True, always_bos=True, bytes_as_letters=False, escaped_spaces=True
-)
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z\x{B5}À-ÖØ-öø-ƺƼ-ƿ\x{1C4}-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-\x{3F5}Ϸ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
     r"Ὀ-Ὅὐ-ὗὙὛὝὟ-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌῐ-\x{1FD3}ῖ-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼ\x{2102}\x{2107}\x{210A}-\x{2113}"
@@ -123,114 +105,101 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-        _LLAMA3_TYPE,
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
          "modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "exaone4", "trillion",
          "granite-docling"),
-        _GPT2_TYPE,
+        PreTokenizer((_GPT2,)),
     ),
     **dict.fromkeys(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS_TYPE
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        PreTokenizer((r"\p{N}", _GPT2)),
     ),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "stablelm2", "megrez", "hunyuan", "grok-2", "solar-open"),
-        _QWEN2_TYPE,
+        PreTokenizer((_QWEN2,)),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3_WITH_MERGES),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     "chatglm-bpe": PreTokenizer((_LLAMA3,), default_bos=None),
-    **dict.fromkeys(("glm4", "glm5"), _GLM4_TYPE),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3_TYPE),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O_TYPE),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM_TYPE),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING_TYPE),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA_TYPE),
-    **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), _GEMMA4_TYPE),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((_LLAMA3,), ignore_merges=True, default_bos=None)),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+        PreTokenizer((r"\p{N}{1,3}", _CHINESE_JAPANESE, _DEEPSEEK3)),
+    ),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), PreTokenizer((_GPT4O,))),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), PreTokenizer((_BLOOM,))),
+    **dict.fromkeys(
+        ("bailingmoe", "bailingmoe2", "llada-moe"),
+        PreTokenizer((
+            rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}|{_OTHERS}|\s*[\r\n]|\s+(?!\S)|\s+",
+        )),
+    ),
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"),
+        PreTokenizer((*_NUMBERS_FROM_RIGHT, rf"{_MARKED_WORDS}|\p{{N}}{{1,3}}|{_OTHERS_AND_SLASHES}|{_SPACES}")),
+    ),
+    **dict.fromkeys(
+        ("gemma4", "granite-embed-multi-311m"),
+        PreTokenizer((_NOT_NEWLINES,), add_bos=True, always_bos=True, bytes_as_letters=False, escaped_spaces=True),
+    ),
     "sarvam-moe": PreTokenizer((_NOT_NEWLINES,), bytes_as_letters=False, escaped_spaces=True),
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORDS}|\p{{N}}+|{_OTHERS}|{_SPACES}"), ignore_merges=True
     ),
-    "jais-2": PreTokenizer(
-        (
-            rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}|\s*[\r\n]+|"
-            + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
-            + r"|\s",
-        )
-    ),
+    "jais-2": PreTokenizer((
+        rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}|\s*[\r\n]+|"
+        + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s",
+    )),
     "deepseek-llm": PreTokenizer(
-        (
-            r"[\r\n]", _DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+\z", _DEEPSEEK_CHINESE, r"\p{N}+",
-        )
+        (r"[\r\n]", _DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+\z", _DEEPSEEK_CHINESE, r"\p{N}+")
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
-    "spark2_5": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            _CHINESE_JAPANESE,
-            rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+",
-            r"\p{N}",
-        )
-    ),
+    "spark2_5": PreTokenizer((
+        r"\p{N}{1,3}", _CHINESE_JAPANESE, rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}",
+    )),
     "youtu": PreTokenizer(
-        (
-            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-            rf"{_MARKED_WORDS}|\p{{N}}|{_OTHERS_AND_SLASHES}|{_SPACES}",
-        ),
+        ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+         rf"{_MARKED_WORDS}|\p{{N}}|{_OTHERS_AND_SLASHES}|{_SPACES}"),
         ignore_merges=True,
     ),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "qwen35": PreTokenizer(
-        (
-            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        )
-    ),
+    "qwen35": PreTokenizer((
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    )),
     "viking": PreTokenizer((_BLOOM, r"\p{N}")),
     "tekken": PreTokenizer(
-        (
-            _CASES.replace("LETTER", r"\p{L}").replace("ENDING", "") + rf"|\p{{N}}|{_OTHERS_AND_SLASHES}|{_SPACES}",
-        ),
+        (_CASES.replace("LETTER", r"\p{L}").replace("ENDING", "") + rf"|\p{{N}}|{_OTHERS_AND_SLASHES}|{_SPACES}",),
         ignore_merges=True,
         add_bos=True,
     ),
     "chameleon": PreTokenizer(
-        (
-            "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
-        ),
+        ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
         add_bos=True,
     ),
     "granite-embed-multi-97m": PreTokenizer(
-        (
-            _CASES.replace("LETTER", r"[\p{L}\p{M}]").replace("ENDING", _CONTRACTION + "?")
-            + rf"|\p{{N}}{{1,3}}|{_OTHERS_AND_SLASHES}|{_SPACES}",
-        ),
+        (_CASES.replace("LETTER", r"[\p{L}\p{M}]").replace("ENDING", _CONTRACTION + "?")
+         + rf"|\p{{N}}{{1,3}}|{_OTHERS_AND_SLASHES}|{_SPACES}",),
         ignore_merges=True,
     ),
-    "kimi-k2": PreTokenizer(
-        (
-            rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}|{_OTHERS}|{_SPACES}",
-        )
-    ),
+    "kimi-k2": PreTokenizer((
+        rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}|{_OTHERS}|{_SPACES}",
+    )),
     "superbpe": PreTokenizer((r"\p{N}+", (r"(?:[0-9]{3})+(?![0-9])", "merged_with_next"), r"[0-9]{3}(?=[0-9]{3})")),
-    "seed-coder": PreTokenizer(
-        (rf"{_CONTRACTION}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
-    ),
+    "seed-coder": PreTokenizer((rf"{_CONTRACTION}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
     "ufakzeka": PreTokenizer((rf"{_WORDS}|\p{{N}}|{_OTHERS}|{_SPACES}",)),
-    "afmoe": PreTokenizer(
-        (
-            *_NUMBERS_FROM_RIGHT,
-            "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
-            _DEEPSEEK3,
-        )
-    ),
+    "afmoe": PreTokenizer((
+        *_NUMBERS_FROM_RIGHT,
+        "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        _DEEPSEEK3,
+    )),
     "laguna": PreTokenizer((_NOT_NEWLINES, _QWEN2)),
-    "exaone-moe": PreTokenizer(
-        (
-            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
+    "exaone-moe": PreTokenizer((
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    )),
 }  # fmt: skip
 """Pre-tokenizers by name."""
 
