@@ -27,7 +27,6 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
-from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
@@ -334,9 +333,6 @@ class KeepCache(Cache):
             "kvkeep.Conversation.save(), or the cache with kvkeep.save_session()."
         )
 
-    def _bounded(self) -> list[Layer]:
-        return self.stream.bounded if self.stream.streams else []
-
     # -- what it holds ------------------------------------------------------------------------------
 
     @property
@@ -409,9 +405,3 @@ class KeepCache(Cache):
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
         return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
-
-    def merges(self) -> tuple[int, int]:
-        """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key
-        weight, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
-        merged = [layer.evicted.merged() for layer in self._bounded()]
-        return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

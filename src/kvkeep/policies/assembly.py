@@ -266,7 +266,6 @@ class _Builder:
             entries=self.entries,
             budgets=budgets,
             in_order=self.method.selector.in_order,
-            page=self.request.page,
             readers=sum(reader.source == layer.index for reader in self.geometry.layers),
             first=layer.index == self.geometry.full_layers[0].index,
             ledger=self.ledger,
