@@ -20,7 +20,7 @@ COMMANDS = {
     ),
     "cache": (
         "kvkeep.cli.cache:app",
-        "List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
+        "Show what is kept on disk: sessions and their blocks; delete, check, export and import them.",
     ),
     "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
     "calibrate": (
@@ -93,7 +93,7 @@ def _main() -> None:
     from importlib.util import find_spec
 
     from kvkeep.cli import standard_streams
-    from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
+    from kvkeep.errors import KvkeepError, ran_out_of_memory
     from kvkeep.native.library import check_environment
     from kvkeep.native.room import address_space_left, share_heap
 
@@ -121,8 +121,6 @@ def _main() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # a library written in Rust raises no Exception
-        if (failure := standard_streams.output_error()) is not None:
-            _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
         if not ran_out_of_memory(error):
             raise
         _fail(_NO_MEMORY.format(str(error).strip().partition("\n")[0] or "MemoryError"), 1)

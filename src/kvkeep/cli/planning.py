@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import note
+from kvkeep.cli.startup import fetch_model
 
 if TYPE_CHECKING:
     from kvkeep.plan.machine import Machine

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
-from kvkeep.cli import completion, options
+from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.cli.planning import shape_and_rates
@@ -46,7 +46,7 @@ def capacity(
             help="Caches, named as in 'kvkeep plan' (h2o, 'kv-direct kv@host'). Separate several by commas, or "
             "repeat the option.",
             show_default="one of each kind",
-            autocompletion=completion.methods,
+            autocompletion=options.complete_methods,
         ),
     ] = None,
     budget: Annotated[

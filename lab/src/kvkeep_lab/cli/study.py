@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvkeep.cli import completion, options
-from kvkeep.cli.fetching import fetch_model
+from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import err, loading, note, print_json, write
+from kvkeep.cli.startup import fetch_model
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
@@ -89,7 +89,7 @@ def _field(field: FieldInfo) -> tuple[Any, Any]:
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
     kind, text = _plain(field.annotation), field.description or ""
     text = f"{text[:1].upper()}{text[1:]}."
-    completes = completion.methods if "-x" in flag.names else None
+    completes = options.complete_methods if "-x" in flag.names else None
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
         help = f"{text} Separate several by commas, or repeat the option."

@@ -1,10 +1,8 @@
-"""Saves a chat: to its session after each turn, and on a hang-up if it has no session."""
+"""Saves a chat to its session after each turn."""
 
 from __future__ import annotations
 
 import os
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -12,9 +10,6 @@ from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError
-
-HANGUP_PREFIX = "hangup-"
-"""Prefix of the names of chats saved on a hang-up."""
 
 
 class Saver:
@@ -65,13 +60,6 @@ class Saver:
             self.session.close()
         self.name, self.session, self.saved, self.error = name, fresh, True, None
 
-    def save_on_hangup(self, talk: Conversation) -> str:
-        """Save a conversation without a session to the user's store; return the name. Raises SessionError."""
-        name = f"{HANGUP_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        with StoredSession(user_store(), name, writing=True) as session:
-            talk.save(session)
-        return name
-
     @property
     def place(self) -> str:
         """The end of the sentence "Saved ...". There has to be a session."""
@@ -89,18 +77,3 @@ class Saver:
         if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
             raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
         return StoredSession.at(path, writing=True)
-
-
-def last_hangup() -> str | None:
-    """Return the name of the last conversation saved on a hang-up within a day, or None."""
-    with suppress(OSError, KvkeepError):  # a user without a home has none
-        for info in user_store().sessions():
-            if info.name.startswith(HANGUP_PREFIX) and time.time() - info.used < 86400:
-                return info.name
-    return None
-
-
-def transcript(talk: Conversation) -> str:
-    """Return the conversation as Markdown."""
-    names = {"system": "System", "user": "You", "assistant": "Model"}
-    return "\n\n".join(f"**{names.get(one['role'], one['role'])}**\n\n{one['content']}" for one in talk.messages) + "\n"
