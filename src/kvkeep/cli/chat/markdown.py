@@ -22,8 +22,6 @@ from kvkeep.cli.output import printable
 
 INTERVAL_S = 1 / 15
 """Minimum time between two updates."""
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_PADDING = re.compile(r" +(?=(?:\x1b\[0m)?$)")
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -77,8 +75,8 @@ class MarkdownWriter:
             settled, self._source = _blocks(self._source)
             for block in settled:
                 self._print(block)
-            lines = self._rendered(self._source)[2 - self._console.height :]
-            self._live.update(Text.from_ansi("\n".join([*([""] if self._printed else []), *lines])), refresh=True)
+            shown = self._rendered(self._source)[2 - self._console.height :]
+            self._live.update(self._below(shown), refresh=True)
             self._drawn = time.monotonic()
 
     def close(self) -> None:
@@ -88,21 +86,25 @@ class MarkdownWriter:
         self._print(self._source)
 
     def _print(self, source: str) -> None:
-        """Print a block above the one that can change, after an empty line."""
+        """Print a block above the one that can change."""
         if lines := self._rendered(source):
-            self._console.print(Text.from_ansi("\n".join([*([""] if self._printed else []), *lines])))
+            self._console.print(self._below(lines))
             self._printed = True
 
-    def _rendered(self, source: str) -> list[str]:
-        """Return the lines of a block for the terminal. One column stays free, so that no terminal wraps a full line;
-        no line is padded with blanks, which a user would copy."""
-        if not source.strip():
-            return []
-        with self._console.capture() as captured:
-            self._console.print(AnswerMarkdown(source), width=max(self._console.width - 1, 1))
-        lines = [_PADDING.sub("", line) for line in captured.get().split("\n")]
-        visible = [at for at, line in enumerate(lines) if _STYLE.sub("", line).strip()]
-        return lines[visible[0] : visible[-1] + 1] if visible else []
+    def _below(self, lines: list[Text]) -> Text:
+        """Return lines after an empty one, if there are blocks above."""
+        return Text("\n").join([*([Text()] if self._printed else []), *lines])
+
+    def _rendered(self, source: str) -> list[Text]:
+        """Return the lines of a block. One column stays free, so that no terminal wraps a full line; no line is padded
+        with blanks, which a user would copy."""
+        options = self._console.options.update(width=max(self._console.width - 1, 1))
+        lines = self._console.render_lines(AnswerMarkdown(source), options, pad=False)
+        found = [Text.assemble(*((one.text, one.style or "") for one in line)) for line in lines]
+        for line in found:
+            line.rstrip()
+        visible = [at for at, line in enumerate(found) if line.plain.strip()]
+        return found[visible[0] : visible[-1] + 1] if visible else []
 
 
 def _blocks(source: str) -> tuple[list[str], str]:

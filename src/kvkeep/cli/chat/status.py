@@ -22,8 +22,9 @@ def status(cache: Any, result: Generation) -> str:
         if cache.exactness is not Exactness.EXACT:
             exact = "" if cache.exact_part is None else f"exact up to {cache.exact_part:,} tokens: "
     here, stored = length - away - dropped, 0 if spec is None else memory.checkpoint_bytes[spec.where]
+    beside = 0 if spec is not None and spec.where == "device" else memory.checkpoint_bytes["device"]
     tokens = f"{'all ' if here == length else ''}{here:,} token{'' if here == 1 else 's'}"
-    parts = [f"{exact}{tokens} in memory ({size(memory.resident_bytes + memory.compressed_bytes)})"]
+    parts = [f"{exact}{tokens} in memory ({size(memory.resident_bytes + memory.compressed_bytes + beside)})"]
     if spec is not None and (away or stored):
         parts.append(f"{away:,} on {spec.where} ({size(stored)})" if away else f"{size(stored)} on {spec.where}")
     parts += [f"{dropped:,} dropped"] if dropped else []
