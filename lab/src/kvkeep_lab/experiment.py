@@ -166,9 +166,10 @@ class Experiment(ExperimentBase):
         """Return the source files. Raises UsageError if files or packages are missing."""
         for module, package in self.task.packages.items():
             if find_spec(module) is None:
-                extra = "kvkeep[lab]" if self.task.extra == "lab" else f"kvkeep-lab[{self.task.extra}]"
+                extra = "" if self.task.extra == "lab" else f"[{self.task.extra}]"
                 raise UsageError(
-                    f"'{self.task.name}' needs the package '{package}', which is missing: pip install '{extra}'."
+                    f"'{self.task.name}' needs the package '{package}', which is missing: "
+                    f"pip install './lab{extra}' in a clone of kvkeep."
                 )
         return super().sources(data)
 

@@ -48,7 +48,7 @@ LAB = (
     "capacity",
     "lab",
 )
-"""Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
+"""Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install ./lab``)."""
 
 
 def program() -> None:
@@ -94,11 +94,12 @@ def _main() -> None:
 
     from kvkeep.cli import standard_streams
     from kvkeep.errors import KvkeepError, ran_out_of_memory
+    from kvkeep.extras import how
     from kvkeep.native.library import check_environment
     from kvkeep.native.room import address_space_left, share_heap
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
-        _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
+        _fail(f"The command line needs {' and '.join(missing)}: {how('cli')}.", 2)
     from kvkeep.cli.lazy import application
 
     if address_space_left() is not None:

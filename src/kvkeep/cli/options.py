@@ -13,6 +13,7 @@ from typer import Option
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
 from kvkeep.models.model_names import check_device, checked_format, place_of
+from kvkeep.plugins import PARTS, points
 from kvkeep.policies.names import METHODS
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ CACHE, ADVANCED = "Cache", "Model and sampling"
 def complete_methods(incomplete: str) -> list[str]:
     """Return completions of the last method in a list separated by commas."""
     *before, name = incomplete.split(",")
-    return [",".join([*before, known]) for known in METHODS if known.startswith(name)]
+    known = [*METHODS, *(point.name for point in points(PARTS))]
+    return [",".join([*before, one]) for one in known if one.startswith(name)]
 
 
 Model = Annotated[

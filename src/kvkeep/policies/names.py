@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection
 
 from kvkeep.errors import UsageError, unknown
+from kvkeep.extras import how
 from kvkeep.plugins import PARTS, points
 
 STOCK = "stock"
@@ -58,4 +59,4 @@ def check_lab(spec: str, known: Collection[str]) -> None:
     """Raise UsageError for a method with a part of the lab, unless it is ``known``."""
     for name in (part.partition(":")[0] for part in spec.split("+")):
         if name in LAB and name not in known:
-            raise UsageError(f"'{name}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'.")
+            raise UsageError(f"'{name}' comes with the lab, which is not installed: {how('lab')}.")

@@ -1,23 +1,20 @@
-"""The state of a chat, and its answers: generates one, shows it, saves it, and describes it in a line."""
+"""Generates an answer, shows it, saves it, and describes it in a line."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat import context_limit
-from kvkeep.cli.chat.saving import Saver
-from kvkeep.cli.chat.screen import Screen
+from kvkeep.cli.chat.state import Attachment, Chat
 from kvkeep.cli.chat.status import remark, status
 from kvkeep.cli.output import interruptible
 from kvkeep.decode.cached_text import common_prefix
-from kvkeep.decode.chat import Conversation
 from kvkeep.decode.generate import Generation
 from kvkeep.policies.endless import ENDLESS
 
@@ -27,36 +24,6 @@ LONG_S = 60.0
 """The chat asks before it reads for more than this many estimated seconds: Ctrl-C would throw the time away."""
 SAMPLE_TOKENS = 128
 """The minimum number of tokens whose reading says how fast the model reads."""
-
-
-class Attachment(NamedTuple):
-    """A file whose text precedes the next question."""
-
-    path: str
-    text: str
-
-
-@dataclass
-class Chat:
-    """One run of the command."""
-
-    talk: Conversation
-    screen: Screen
-    saver: Saver
-    model: str = ""
-    """The model's name."""
-    max_tokens: int = 256
-    temperature: float = 0.0
-    seed: int | None = None
-    at_end: str = context_limit.ASK
-    """Action when the context is full: ask, or the name of a continuation."""
-    attachments: list[Attachment] = field(default_factory=list)
-    read_per_s: float | None = None
-    """Tokens per second at which the model has read a prompt; None before."""
-    retries: int = 0
-    """Number of resampled answers."""
-    failed: bool = False
-    """Whether a line failed."""
 
 
 def ask(chat: Chat, question: str, *files: Attachment) -> None:

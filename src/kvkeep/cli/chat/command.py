@@ -63,9 +63,10 @@ def chat(
     _exit_on_signals()
     with ExitStack() as stack:
         with loading(model.model), startup():
-            from kvkeep.cli.chat import answering, context_limit, loop
+            from kvkeep.cli.chat import commands, context_limit, loop
             from kvkeep.cli.chat.saving import Saver
             from kvkeep.cli.chat.screen import Screen
+            from kvkeep.cli.chat.state import Chat
             from kvkeep.cli.chat.switch_cache import describe
             from kvkeep.decode.chat import Conversation
             from kvkeep.models.silence import without_warnings
@@ -77,7 +78,7 @@ def chat(
             saver = stack.enter_context(Saver(session, sessions))
         with startup(model.model):  # which may download it: a wrong option or session is refused before
             loaded = model.load()
-        screen = Screen()  # after loading, which redirects standard output
+        screen = Screen(commands.completions)  # after loading, which redirects standard output
         kept = saver.session
         if kept is not None and kept.saves:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
@@ -95,9 +96,7 @@ def chat(
         if screen.interactive:
             note(f"{loaded.name}, {describe(talk.cache)}. /help lists the commands, Ctrl-D leaves.")
         full = context_limit.chosen(None if at_end is None else at_end.value, talk)
-        made = answering.Chat(
-            talk, screen, saver, loaded.name, sampling.max_tokens, sampling.temperature, sampling.seed, full
-        )
+        made = Chat(talk, screen, saver, loaded.name, sampling.max_tokens, sampling.temperature, sampling.seed, full)
         with without_warnings():
             loop.run(made)
         if saver.error is not None:

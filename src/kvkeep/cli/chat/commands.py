@@ -12,6 +12,7 @@ from pathlib import Path
 from kvkeep.cache import KeepCache
 from kvkeep.cli import options
 from kvkeep.cli.chat import answering, context_limit
+from kvkeep.cli.chat.state import Attachment, Chat
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.cli.output import note
 from kvkeep.cli.startup import startup
@@ -40,7 +41,7 @@ class Command:
     takes: str
     """Arguments that may follow the name."""
     help: str
-    run: Callable[[answering.Chat, str], None]
+    run: Callable[[Chat, str], None]
     """Runs the command with the chat and the stripped text after the name."""
     words: Callable[[str], Iterable[str]] = lambda begun: ()
     """Returns completions of the text after the name."""
@@ -57,7 +58,7 @@ def is_command(line: str) -> bool:
     return _NAME.fullmatch(line.split(maxsplit=1)[0]) is not None if line else False
 
 
-def run(chat: answering.Chat, line: str) -> None:
+def run(chat: Chat, line: str) -> None:
     """Run the command of a line. Raises UsageError for an unknown one."""
     name, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(name.removeprefix("/"))
@@ -75,18 +76,18 @@ def completions(line: str) -> Iterable[tuple[str, str]]:
         yield from ((word, "") for word in COMMANDS[name[1:]].words(rest))
 
 
-def _help(chat: answering.Chat, rest: str) -> None:
+def _help(chat: Chat, rest: str) -> None:
     chat.screen.table([(command.usage, command.help) for command in COMMANDS.values()])
     chat.screen.note("Ctrl-C stops an answer, Ctrl-D leaves, Alt-Enter begins a new line.")
 
 
-def _file(chat: answering.Chat, rest: str) -> None:
+def _file(chat: Chat, rest: str) -> None:
     if rest == NONE:
         chat.attachments.clear()
         chat.screen.note("No file is attached.")
         return
     path, question = _path_and_question(rest)
-    file = answering.Attachment(path, read_text(path))
+    file = Attachment(path, read_text(path))
     if question:
         answering.ask(chat, question, file)
         return
@@ -96,14 +97,14 @@ def _file(chat: answering.Chat, rest: str) -> None:
     chat.screen.note(f"{path}: {tokens:,} tokens; your next question will follow them. '/file none' removes them.")
 
 
-def _undo(chat: answering.Chat, rest: str) -> None:
+def _undo(chat: Chat, rest: str) -> None:
     *_, question = chat.talk.undo().split("\n\n")  # files come first
     answering.save(chat)
     line = " ".join(question.split())
     chat.screen.note(f"Forgotten: {line if len(line) <= 60 else f'{line[:57]}...'}")
 
 
-def _system(chat: answering.Chat, rest: str) -> None:
+def _system(chat: Chat, rest: str) -> None:
     if rest:
         chat.talk.set_system(None if rest == NONE else rest)
         answering.save(chat)
@@ -111,7 +112,7 @@ def _system(chat: answering.Chat, rest: str) -> None:
     chat.screen.note(f"System prompt: {chat.talk.system or NONE}.{again}")
 
 
-def _model(chat: answering.Chat, rest: str) -> None:
+def _model(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(f"{chat.model}; 'kvkeep models' lists others.")
         return
@@ -130,7 +131,7 @@ def _model(chat: answering.Chat, rest: str) -> None:
     chat.screen.note(f"The conversation continues with {chat.model}, which reads it before its next answer.")
 
 
-def _method(chat: answering.Chat, rest: str) -> None:
+def _method(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(f"{describe(chat.talk.cache)}; 'kvkeep methods' lists all.")
         return
@@ -139,7 +140,7 @@ def _method(chat: answering.Chat, rest: str) -> None:
     answering.save(chat)
 
 
-def _budget(chat: answering.Chat, rest: str) -> None:
+def _budget(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(f"{describe(chat.talk.cache)}; a budget is entries (512), bytes (64MB) or a share (25%).")
         return
@@ -147,7 +148,7 @@ def _budget(chat: answering.Chat, rest: str) -> None:
     answering.save(chat)
 
 
-def _temperature(chat: answering.Chat, rest: str) -> None:
+def _temperature(chat: Chat, rest: str) -> None:
     if rest:
         try:
             value = float(rest)
@@ -159,7 +160,7 @@ def _temperature(chat: answering.Chat, rest: str) -> None:
     chat.screen.note(f"Temperature: {chat.temperature:g}{'' if chat.temperature else ' (greedy)'}.")
 
 
-def _context(chat: answering.Chat, rest: str) -> None:
+def _context(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(context_limit.usage(chat))
         return
@@ -167,7 +168,7 @@ def _context(chat: answering.Chat, rest: str) -> None:
     answering.save(chat)
 
 
-def _memory(chat: answering.Chat, rest: str) -> None:
+def _memory(chat: Chat, rest: str) -> None:
     memory = memory_of(chat.talk.cache)
     rows = [("resident", memory.resident_bytes), ("compressed", memory.compressed_bytes)]
     rows += [(f"checkpoints on {place}", count) for place, count in memory.checkpoint_bytes.items()]
@@ -175,7 +176,7 @@ def _memory(chat: answering.Chat, rest: str) -> None:
     chat.screen.table([(name, size(count)) for name, count in rows if count or name == "resident"])
 
 
-def _save(chat: answering.Chat, rest: str) -> None:
+def _save(chat: Chat, rest: str) -> None:
     saver = chat.saver
     if rest and rest != saver.name:
         earlier = saver.name
@@ -190,7 +191,7 @@ def _save(chat: answering.Chat, rest: str) -> None:
         chat.screen.note(f"Saved {saver.place}, as after every answer.")
 
 
-def _reset(chat: answering.Chat, rest: str) -> None:
+def _reset(chat: Chat, rest: str) -> None:
     chat.talk.reset()
     chat.attachments.clear()
     if chat.saver.session is not None and chat.saver.session.saves:
@@ -198,7 +199,7 @@ def _reset(chat: answering.Chat, rest: str) -> None:
     chat.screen.note("The conversation is forgotten.")
 
 
-def _exit(chat: answering.Chat, rest: str) -> None:
+def _exit(chat: Chat, rest: str) -> None:
     raise Leave
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvkeep.cache import KeepCache
+from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.switch_cache import use_request
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.chat import Conversation
@@ -12,9 +11,6 @@ from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless
 from kvkeep.policies.request import Request
-
-if TYPE_CHECKING:
-    from kvkeep.cli.chat.answering import Chat
 
 ASK = "ask"
 """Refuse the question, and name the ways to continue."""

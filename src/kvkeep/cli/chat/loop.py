@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvkeep.cli.chat import answering, commands
+from kvkeep.cli.chat.state import Chat
 from kvkeep.errors import KvkeepError, ran_out_of_memory
 
 _NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."
 
 
-def run(chat: answering.Chat) -> None:
+def run(chat: Chat) -> None:
     """Process lines until the last. An error is shown, and the chat continues."""
     while _line(chat):
         pass
@@ -16,7 +17,7 @@ def run(chat: answering.Chat) -> None:
         chat.screen.note(f"Saved {chat.saver.place}.")
 
 
-def _line(chat: answering.Chat) -> bool:
+def _line(chat: Chat) -> bool:
     """Process the next line; return whether another may follow."""
     try:
         line = chat.screen.ask()

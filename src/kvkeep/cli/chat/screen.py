@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import IO, Any
 
@@ -37,13 +37,14 @@ class Screen:
     """The input and output of a chat. Raises UsageError if standard input is closed.
 
     ``ask()`` returns the next question, stripped. It raises EOFError after the last, KeyboardInterrupt for Ctrl-C, and
-    UsageError for one that is not UTF-8. ``interactive``: a person types on a terminal.
+    UsageError for one that is not UTF-8. ``interactive``: a person types on a terminal. completions: returns those of a
+    line, each with its meaning.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, completions: Callable[[str], Iterable[tuple[str, str]]]) -> None:
         source = standard_input()
         self.interactive = sys.stdin.isatty()
-        self.ask: Callable[[], str] = _prompt() if self.interactive else lambda: _line(source)
+        self.ask: Callable[[], str] = _prompt(completions) if self.interactive else lambda: _line(source)
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -113,7 +114,7 @@ def _echo_off(interactive: bool) -> Iterator[None]:
         yield
 
 
-def _prompt() -> Callable[[], str]:
+def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable[[], str]:
     """Return a function that asks on the terminal."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
@@ -122,8 +123,6 @@ def _prompt() -> Callable[[], str]:
     from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
-
-    from kvkeep.cli.chat.commands import completions
 
     class Commands(Completer):
         def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:

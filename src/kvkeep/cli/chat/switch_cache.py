@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from transformers.cache_utils import Cache
 
 from kvkeep.blocks.sessions import check_savable
 from kvkeep.cache import KeepCache
+from kvkeep.cli.chat.state import Chat
 from kvkeep.decode.chat import Conversation
 from kvkeep.decode.generate import positions_of
 from kvkeep.errors import NotCarried, UsageError
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request
 from kvkeep.stock import STOCK, new_cache, requested
-
-if TYPE_CHECKING:
-    from kvkeep.cli.chat.answering import Chat
 
 NONE = "none"
 """Word for no budget, system prompt or file."""
