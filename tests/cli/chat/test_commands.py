@@ -15,11 +15,10 @@ from families import tiny
 
 from kvkeep import Conversation, KeepCache, KvkeepError, UsageError, generate
 from kvkeep.cli.chat import answering, commands, loop
+from kvkeep.cli.chat.answering import status
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
-from kvkeep.cli.chat.saving import Saver
-from kvkeep.cli.chat.state import Chat
-from kvkeep.cli.chat.status import status
+from kvkeep.cli.chat.state import Chat, Saver
 from kvkeep.stock import STOCK, new_cache
 from kvkeep.units import size
 

@@ -64,9 +64,8 @@ def chat(
     with ExitStack() as stack:
         with loading(model.model), startup():
             from kvkeep.cli.chat import commands, context_limit, loop
-            from kvkeep.cli.chat.saving import Saver
             from kvkeep.cli.chat.screen import Screen
-            from kvkeep.cli.chat.state import Chat
+            from kvkeep.cli.chat.state import Chat, Saver
             from kvkeep.cli.chat.switch_cache import describe
             from kvkeep.decode.chat import Conversation
             from kvkeep.models.silence import without_warnings
