@@ -138,8 +138,8 @@ def run(
             os.environ[PYTHON] = kvpress  # child processes need it too
         chosen = load_experiment(experiment)
         if smoke:
-            whole, chosen = chosen, chosen.smoked()
-            sizes = f"from {len(whole.cells(''))} to {len(chosen.cells(''))} cells"
+            full, chosen = chosen, chosen.smoked()
+            sizes = f"from {len(full.cells(''))} to {len(chosen.cells(''))} cells"
             note(f"--smoke shrinks '{chosen.name}' {sizes}: fewer methods and budgets, smaller texts.")
         chosen = chosen.with_(models=model) if model else chosen
         if budget and not isinstance(chosen, Experiment):
