@@ -35,20 +35,30 @@ from kvkeep.transfer import fork
 class KeepCache(Cache):
     """A cache for ``model`` by a named method, within a budget.
 
-    model: a transformers decoder. method: a name of ``kvkeep methods``; by default "full" without a budget and
-    "kv-direct" with one. budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share
-    (``"25%"``) of ``context`` tokens (by default all the model's positions). checkpoint: "kv", "tokens",
-    "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
-    default disk for a model on the CPU, and host for a model on an accelerator. capacity: maximum number of entries in
-    the checkpoint. folder: folder of a checkpoint on disk. chunk: prompt tokens processed in one pass. page: rows
-    rebuilt at a time. batch: rows of the batch that share a budget in bytes. recall: how evicted entries are read
-    ("verified"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
-    :class:`~kvkeep.policies.request.Request`, which replaces all other options.
+    A cache always continues the text that it has read. :meth:`reset` empties it for another text. :meth:`close`, or the
+    end of a ``with`` block, frees the memory and the files.
 
-    A cache always continues the text that it has read. :meth:`reset` empties it for another text. The end of a ``with``
-    block does the same, and so frees the memory and the files.
+    Args:
+        model: a transformers decoder.
+        method: a name of ``kvkeep methods``; by default "full" without a budget and "kv-direct" with one.
+        budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share (``"25%"``) of
+            ``context`` tokens.
+        checkpoint: what is stored of evicted entries: "kv", "tokens", "residual" or "residual:STRIDE"; by default the
+            smaller of kv and residual.
+        where: "device", "host" or "disk"; by default disk for a model on the CPU, and host for a model on an
+            accelerator.
+        capacity: maximum number of entries in the checkpoint.
+        folder: folder of a checkpoint on disk.
+        chunk: prompt tokens processed in one pass.
+        page: rows rebuilt at a time.
+        context: tokens of the whole text; by default all the model's positions.
+        batch: rows of the batch that share a budget in bytes.
+        recall: how evicted entries are read ("verified", "pages:8"), as if the method's name ended with it; without a
+            method it is added to "snapkv".
+        request: a :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 
-    Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
+    Raises:
+        UsageError, BudgetError, UnsupportedModelError, StoreError: each with one sentence.
     """
 
     def __init__(
@@ -314,6 +324,10 @@ class KeepCache(Cache):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory and the files. The cache is empty then, and may read another text."""
         self.reset()
 
     def __repr__(self) -> str:

@@ -151,7 +151,7 @@ def test_an_odd_reference_is_one_sentence_for_every_command(what: str, tmp_path:
         about = json.loads(json.dumps(stored.about))
         ODD[what](about)
         stored.commit(about)
-    for given in (["list"], ["list", "--json"], ["show", "s"], ["verify"]):
+    for given in (["list"], ["list", "--json"], ["show", "s"], ["check"]):
         found = CliRunner().invoke(app, [*given, "--sessions", str(tmp_path / "store")])
         assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
         assert "\x1b[2J" not in found.output

@@ -89,7 +89,7 @@ def test_a_session_of_another_version_is_refused_and_stays(what: str, tmp_path: 
     assert found.sound and len(found.other_version) == 1 and "another version" in found.other_version[0]
     listed = CliRunner().invoke(app, ["list", "--sessions", str(store.folder)])
     assert listed.exit_code == 0 and "of another version" in listed.output
-    assert CliRunner().invoke(app, ["verify", "--sessions", str(store.folder)]).exit_code == 0
+    assert CliRunner().invoke(app, ["check", "--sessions", str(store.folder)]).exit_code == 0
     store.evict()
     assert content(store.folder) == before and [info.name for info in store.sessions()] == [NAME]
     reference.write_bytes(own)  # the other version

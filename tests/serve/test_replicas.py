@@ -377,7 +377,7 @@ def test_what_cannot_be_replicated_is_one_sentence(
     assert code == 2 and "'cores' has to be a number" in err and "Traceback" not in err
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     code, _, err = run(*common, "--replicas", "2")
-    assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err
+    assert code == 2 and "pip install '.[ray]'" in err and "Traceback" not in err
 
 
 # -- two of them ------------------------------------------------------------------------------------------

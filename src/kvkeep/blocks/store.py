@@ -83,8 +83,8 @@ class SessionInfo:
     """Tokens in the cache."""
     missing: int = 0
     """The number of blocks that the store does not have any more; their text will be read again."""
-    family: str | None = None
-    """The model's family."""
+    model: str | None = None
+    """The model's name, or its family where nobody has noted the name."""
     method: str | None = None
     budget: str | None = None
     mark: str = ""
@@ -322,7 +322,7 @@ class Store(MarkedFolder):
                 saves=reference.saves,
                 tokens=about["past"]["rows"] * about["past"]["length"],
                 missing=sizes.count(0),
-                family=about["family"],
+                model=_model_of(about),
                 method=about["method"],
                 budget=about["budget"],
                 mark=reference.mark,
@@ -354,6 +354,11 @@ class Store(MarkedFolder):
                 ) from error
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
+
+
+def _model_of(about: dict[str, Any]) -> str:
+    name = about["notes"].get("model")
+    return name if isinstance(name, str) and name.isprintable() else str(about["family"])
 
 
 def _is_folder(path: Any) -> bool:

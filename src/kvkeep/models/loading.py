@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,10 @@ from kvkeep.models.weights import read_weights
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 DEFAULT = "smollm2"
 TOKENIZER_BYTES = 20
 """Memory that reading a tokenizer takes for a byte of tokenizer.json (measured: 17.8)."""
@@ -44,9 +48,10 @@ TOKENIZER_BYTES = 20
 class Loaded:
     """A model and its tokenizer."""
 
-    model: Any = field(repr=False)
+    model: PreTrainedModel = field(repr=False)
     """The model, in eval mode."""
-    tokenizer: Any = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    """Its tokenizer, with a chat template."""
     name: str
     """The requested name."""
     source: str

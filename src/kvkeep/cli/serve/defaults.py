@@ -6,8 +6,8 @@ import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import note
+from kvkeep.cli.startup import fetch_model
 from kvkeep.errors import BudgetError, UsageError
 
 if TYPE_CHECKING:

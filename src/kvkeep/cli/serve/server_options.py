@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from kvkeep.budget import bytes_of
-from kvkeep.cli import completion, options
+from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.errors import UsageError
 from kvkeep.units import size
@@ -47,7 +47,6 @@ class MemoryOptions:
             "--method",
             "-x",
             help="Default cache method of a session ('kvkeep methods' lists them).",
-            autocompletion=completion.methods,
             show_default="kv-direct with a budget; without, full if it fits, else kv-direct",
         ),
     ] = None
