@@ -118,6 +118,7 @@ def add(source: Path, store: Store, name: str) -> int:
                 reference.saves = found.saves - 1
                 reference.commit(about | {"state": state})
             except BaseException:
+                reference.discard()
                 for block in written:
                     store.blocks.remove(block)
                 raise
