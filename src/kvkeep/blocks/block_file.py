@@ -83,7 +83,7 @@ def read(path: Path, home: Place) -> Content:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise BlockDamaged("is no regular file")
-        length = length_of(file)
+        _, length = described(file)
         if length != facts.st_size:
             raise BlockDamaged("is truncated" if length > facts.st_size else "is longer than was written")
         content: Content = home.allocate((length,), torch.uint8).numpy()
@@ -106,12 +106,12 @@ def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def length_of(file: BinaryIO) -> int:
-    """Return the bytes that a block's file should have; ``file`` is at its beginning. Raises BlockDamaged, and
-    BlockVersion."""
+def described(file: BinaryIO) -> tuple[str, int]:
+    """Return the name of a block, and the bytes that its file should have; ``file`` is at its beginning. Raises
+    BlockDamaged, and BlockVersion."""
     about, start = _description(file.read(HEADER.size), file.read)
     try:
-        return start + int(about["bytes"])
+        return str(about["name"]), start + int(about["bytes"])
     except (LookupError, ValueError, TypeError, OverflowError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
