@@ -78,7 +78,6 @@ def test_a_session_of_another_version_is_refused_and_stays(what: str, tmp_path: 
     works: tuple[Callable[[], object], ...] = (
         lambda: check_whole(store, NAME, "h2o"),
         lambda: store_text(store, NAME, "h2o"),
-        lambda: store.fork(NAME, "me/other"),
         lambda: archive.export(store, NAME, tmp_path / "talk.tar"),
         lambda: store.open(NAME).close() or StoredSession(store, NAME, writing=True).request(model()),
     )

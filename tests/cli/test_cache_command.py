@@ -83,27 +83,6 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     assert not files(folder)
 
 
-def test_a_session_is_forked(run: Run, folder: str, model_folder: Path) -> None:
-    code, _, err = run("cache", "fork", "ann", "bob", "--sessions", folder)
-    assert (code, err) == (0, "Forked ann as bob; they share their blocks.\n")
-    code, out, _ = run("cache", "fork", "bob", "cid", "--sessions", folder, "--json")
-    assert code == 0 and json.loads(out) == {"forked": "bob", "as": "cid"}
-    for pair in (
-        ("ann", "bob"),
-        ("ann", "../bob"),
-        ("ann", "./bob"),
-        ("ann", "me/bob"),
-        ("dan", "eve"),
-        ("ann", "e" * 300),
-    ):
-        code, _, err = run("cache", "fork", *pair, "--sessions", folder)
-        assert code and len(err.splitlines()) == 1, err
-    common = ("chat", "-m", str(model_folder), "-n", "3", "--sessions", folder)
-    for name in ("ann", "bob"):
-        code, _, err = run(*common, "--session", name, stdin="was it\n")
-        assert code == 0 and "4 messages" in err and "again" not in err
-
-
 def test_a_session_at_a_path(run: Run, folder: str, model_folder: Path, tmp_path: Path) -> None:
     file, path = str(tmp_path / "file"), str(tmp_path / "moved.session")
     assert run("cache", "export", "ann", file, "--sessions", folder)[0] == 0

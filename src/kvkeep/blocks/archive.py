@@ -69,12 +69,17 @@ def export(store: Store, name: str, target: Path) -> int:
     def write(file: IO[bytes]) -> None:
         nonlocal written
         head, digest = encode({"saves": reference.saves, "about": about}), blake2b(digest_size=_DIGEST_BYTES)
-        blocks = (_content(store, BlockName(store.space(name), key)) for key in sorted(keys_of(about)))
         written = 0
-        for part in (HEAD.pack(MAGIC, len(head)) + head, *filter(None, blocks)):
+
+        def put(part: bytes | bytearray) -> None:
             file.write(part)
             digest.update(part)
-            written += 1
+
+        put(HEAD.pack(MAGIC, len(head)) + head)
+        for key in sorted(keys_of(about)):
+            if (content := _content(store, BlockName(store.space(name), key))) is not None:
+                put(content)
+                written += 1
         file.write(digest.digest())
         if store.read(name).mark != reference.mark:  # its blocks may be gone
             raise SessionError(f"The session '{name}' was changed while it was exported; repeat the command.")
@@ -83,7 +88,7 @@ def export(store: Store, name: str, target: Path) -> int:
         write_whole(target, write, private=True)
     except OSError as error:
         raise SessionError(f"The file '{target}' cannot be written: {reason_of(error)}.") from error
-    return len(keys_of(about)) - (written - 1)
+    return len(keys_of(about)) - written
 
 
 def add(source: Path, store: Store, name: str) -> int:

@@ -193,12 +193,6 @@ class BlockFolder:
         paths = [Path(path) for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
 
-    def clear(self, space: str) -> None:
-        """Remove all blocks of a namespace and of the namespaces within it."""
-        for name in self.names():
-            if name.space == space or name.space.startswith(f"{space}/"):
-                self.remove(name)
-
     def remove_folder(self) -> None:
         """Remove all blocks, and the folder unless it has other files. Raises OSError."""
         for path in [*map(Path, self._paths()), self.folder / LEDGER]:

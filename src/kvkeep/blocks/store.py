@@ -22,17 +22,14 @@ from typing import Any
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.header import checked
 from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
-from kvkeep.blocks.names import belongs_to_sessions, session_key, state_key, tail_key
+from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
 from kvkeep.clock import ClockWatch
 from kvkeep.errors import (
-    BlockDamaged,
-    BlockMissing,
     SessionBusy,
     SessionError,
     SessionUnwritable,
     SessionVersion,
-    StoreError,
     UsageError,
     reason_of,
 )
@@ -231,41 +228,6 @@ class Store(MarkedFolder):
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
                 for one in (key, tail_key(key), state_key(key)):
                     self.blocks.remove(BlockName(space, one))
-
-    def fork(self, name: str, other: str) -> None:
-        """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
-        another program may be writing to. Both name the same blocks, and each has its own state. Raises SessionError,
-        and UsageError if there is such a session."""
-        self.path(other)
-        self._existing(name)
-        if self.space(name) != self.space(other):
-            raise UsageError(
-                f"The session '{other}' cannot use the blocks of '{name}', which has another owner; use 'kvkeep cache "
-                "export' and 'kvkeep cache import'."
-            )
-        with self.open(other) as twin:
-            if twin.saves:
-                raise UsageError(f"There is a session '{other}' already; give another name.")
-            while not self._forked(name, twin):
-                pass
-
-    def _forked(self, name: str, twin: Reference) -> bool:
-        """Make the last save of the session ``name`` that of ``twin``; return False, and leave nothing, if the session
-        was saved meanwhile, so that its blocks may be gone. Raises SessionError."""
-        source, state = self.read(name), BlockName(self.space(name), session_key())
-        about, forked = checked(source.about), False
-        try:
-            with suppress(BlockDamaged, BlockMissing):  # its text is read again
-                self.blocks.write(state, self.blocks.read(BlockName(state.space, about["state"])))
-            twin.commit(about | {"state": state.key})
-            forked = self.read(name).mark == source.mark
-        except StoreError as error:
-            raise SessionUnwritable(f"The session '{name}' cannot be forked: {error}") from error
-        finally:
-            if not forked:
-                twin.discard()
-                self.blocks.remove(state)
-        return forked
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""

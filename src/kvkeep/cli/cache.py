@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
 app = typer.Typer(
-    help="List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
+    help="List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -187,19 +187,6 @@ def prune(
     blocks, count = (max(old - new, 0) for old, new in zip(before, store.blocks.count(), strict=True))
     removed = f"Removed {_number(gone, 'session')} and {_number(blocks, 'block')}, {size(count)}."
     _done(removed, {"sessions": gone, "blocks": blocks, "bytes": count}, json)
-
-
-@app.command("fork")
-@options.command
-def fork(
-    place: StorePlace,
-    name: Word,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new session.")],
-    json: options.Json = False,
-) -> None:
-    """Add a session that continues from the last save of another. They share their blocks; nothing is copied."""
-    place.store().fork(name, new)
-    _done(f"Forked {name} as {new}; they share their blocks.", {"forked": name, "as": new}, json)
 
 
 @app.command("export")
