@@ -264,14 +264,11 @@ def test_what_is_no_file_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(SessionError, match="There is no file"):
             archive.add(tmp_path / place, store, NAME)
     (tmp_path / "closed").write_bytes(b"")
-    opened = os.open
 
-    def refuse(path: Any, *given: Any, **named: Any) -> int:
-        if str(path).endswith("closed"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, *given, **named)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(SessionError, match="cannot be read: permission denied"):
         archive.add(tmp_path / "closed", store, NAME)
     assert not store.folder.exists()

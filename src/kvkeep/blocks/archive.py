@@ -7,7 +7,6 @@ Nothing in a file says where an import writes.
 from __future__ import annotations
 
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -179,17 +178,11 @@ def _read(file: BinaryIO, count: int) -> bytearray:
 
 @contextmanager
 def _opened(source: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open an archive, not waiting for one; yield it and its bytes. Raises SessionError and OSError."""
-    try:
-        handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SessionError(f"There is no file '{source}'.") from error
-    facts = os.fstat(handle)
-    if not stat.S_ISREG(facts.st_mode):
-        os.close(handle)
+    """Open a file that is there, and yield it and its bytes. Raises SessionError and OSError."""
+    if not source.is_file():  # opening a pipe would wait
         raise SessionError(f"There is no file '{source}'.")
-    with os.fdopen(handle, "rb") as file:
-        yield file, facts.st_size
+    with source.open("rb") as file:
+        yield file, os.fstat(file.fileno()).st_size
 
 
 @contextmanager

@@ -120,11 +120,6 @@ class BlockFolder:
         with as_file(open_file(self.path(name)), "r") as file:
             return bytearray(file.read())
 
-    def check(self, name: BlockName) -> int:
-        """Read a block and return its bytes. Raises as :meth:`read`."""
-        self.read(name)
-        return self.size(name)
-
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
