@@ -72,7 +72,7 @@ class MarkedFolder:
                 ) from error
             return
         if MARKER not in found:
-            if not self._is_new([name for name in found if not is_ours(name)]):
+            if not self._is_new([name for name in found if name not in _OF_DISKS and not is_temporary(name)]):
                 raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
             return
         version = read_file(folder / MARKER, 1000).decode(errors="replace").strip()
@@ -135,8 +135,3 @@ class MarkedFolder:
             self._note_marker()
         except OSError as error:
             raise unwritable(self.folder, error) from error
-
-
-def is_ours(name: str) -> bool:
-    """Return whether a name in a store's folder is that of a file that kvkeep writes, or a disk has."""
-    return name == MARKER or name in _OF_DISKS or is_temporary(name)

@@ -84,8 +84,6 @@ class SessionInfo:
     """The model's family."""
     method: str | None = None
     budget: str | None = None
-    mark: str = ""
-    """The mark of the last save."""
 
 
 def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
@@ -174,10 +172,24 @@ class Store(MarkedFolder):
 
     def remove(self, name: str) -> None:
         """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
-        SessionBusy if a program has it open for writing."""
-        self._existing(name)
-        if not self._removed(name):
+        SessionBusy if a program has it open for writing, and SessionUnwritable."""
+        files, keys = self._existing(name), set[str]()
+        if files.in_use():
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
+        try:
+            with suppress(SessionError):
+                keys = keys_of(Reference(files).about)
+            try:
+                files.remove_all()
+            finally:
+                if gone := not files.generations():
+                    self.release(name, keys)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and gone:
+                raise SessionUnwritable(
+                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
+                ) from error
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
@@ -188,7 +200,8 @@ class Store(MarkedFolder):
         for name in [*self._names()] if age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - self.files(name).used() > (age or 0):
-                    gone += self._removed(name)
+                    self.remove(name)
+                    gone += 1
         self.blocks.evict(age)
         if steady < ABANDONED_S:
             return gone
@@ -275,32 +288,10 @@ class Store(MarkedFolder):
                 family=about["family"],
                 method=about["method"],
                 budget=about["budget"],
-                mark=reference.mark,
             )
         except SessionError as error:
             problem, other = (str(error) if files.generations() else UNSAVED), isinstance(error, SessionVersion)
         return SessionInfo(**common, bytes=0, problem=problem, other_version=other)
-
-    def _removed(self, name: str) -> bool:
-        """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
-        files, keys = self.files(name), set[str]()
-        if files.in_use():
-            return False
-        try:
-            with suppress(SessionError):
-                keys = keys_of(Reference(files).about)
-            try:
-                files.remove_all()
-            finally:
-                if not files.generations():
-                    self.release(name, keys)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not files.generations():
-                raise SessionUnwritable(
-                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
-                ) from error
-            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
-        return True
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:
