@@ -31,6 +31,7 @@ from kvkeep.errors import (
     reason_of,
 )
 from kvkeep.files import write_whole
+from kvkeep.private_files import open_file
 from kvkeep.units import size
 
 MAGIC = b"kvsess03"
@@ -209,8 +210,8 @@ def _explaining(source: Path) -> Iterator[None]:
 
 def _content(store: Store, block: BlockName) -> bytearray | None:
     """Return the content of a block's file; None if it is missing or damaged."""
-    with suppress(OSError, StoreError):
-        content = store.blocks.content(block)
+    with suppress(OSError, StoreError), os.fdopen(open_file(store.blocks.path(block)), "rb") as file:
+        content = bytearray(file.read())
         parse(content, block.key)
         return content
     return None

@@ -26,7 +26,7 @@ from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
 from kvkeep.files import sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import as_file, check_kind, is_file, make_folder, open_file, wait_for_lock
+from kvkeep.private_files import as_file, check_kind, is_file, make_folder, wait_for_lock
 
 SUFFIX = ".block"
 LEDGER = "bytes"
@@ -114,11 +114,6 @@ class BlockFolder:
             raise kind(f"The block '{path}' cannot be read: {reason}") from error
         self._in_memory[name, home.name] = content
         return tensors
-
-    def content(self, name: BlockName) -> bytearray:
-        """Return the bytes of a block's file. Raises OSError."""
-        with as_file(open_file(self.path(name)), "r") as file:
-            return bytearray(file.read())
 
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY

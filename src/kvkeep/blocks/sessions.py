@@ -12,7 +12,6 @@ again. It never gives other entries than those that were saved.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import re
@@ -186,41 +185,33 @@ class StoredSession(Reference):
         return renewed
 
     def _written(self, write: Callable[[], None]) -> bool:
-        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was, or had
-        been before. Raises SessionError, and what ``write`` raises."""
+        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was removed
+        or replaced, then or since the last save. Raises SessionError, and what ``write`` raises."""
         renewed = False
-        for number in itertools.count(1):
-            renewed |= self._renew()
+        for left in reversed(range(_REMOVALS + 1)):
+            self.store.create()
+            replaced = self.store.replaced != self._replaced
+            if self.renew(replaced):
+                renewed = True
+                if not replaced:  # otherwise the store has said so
+                    log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
+            self._replaced = self.store.replaced
             try:
                 write()
             except (StoreError, SessionError):
-                if number > _REMOVALS or not self._removed():
+                if not left or not self._removed():
                     raise
             else:
-                if number > _REMOVALS or not self._removed():
+                if not left or not self._removed():
                     break
         return renewed
 
     def _removed(self) -> bool:
-        """Return whether the session's folder was removed or replaced since it was renewed, as far as that is known."""
+        """Return whether the session's folder was removed or replaced meanwhile, as far as that is known."""
         with suppress(KvkeepError, OSError):
             self.store.create()
             return self.store.replaced != self._replaced or not self.files.has_lock()
         return False
-
-    def _renew(self) -> bool:
-        """Go where the session is saved, if its folder was removed or replaced; return whether it was. Raises
-        SessionError."""
-        self.store.create()
-        replaced = self.store.replaced != self._replaced
-        renewed = self.renew(replaced)
-        self._replaced = self.store.replaced
-        if renewed and not replaced:  # otherwise the store has said so
-            log.warning(
-                "The folder of the session '%s' was removed or replaced while it was in use; it is saved again.",
-                self.name,
-            )
-        return renewed
 
     def _remove_state(self, key: str) -> None:
         """Remove the state of an earlier save, unless a fork has it (of an earlier version, which noted that)."""
