@@ -58,7 +58,8 @@ def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> Non
 
 def test_ray_is_started_in_one_place() -> None:
     """And by no module of kvkeep, which names neither Ray nor S3."""
-    files = [path for folder in ("src", "lab/src", "connectors") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("src", "lab/src", "connectors/cluster/src", "connectors/vllm/src")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     text = {path: path.read_text(encoding="utf-8") for path in files}
     assert [path.name for path, own in text.items() if re.search(r"\bray\.init\(", own)] == ["ray_cluster.py"]
     names = re.compile(r"\bray\b|\bRay\b|\bS3\b|\bs3\b|fsspec")
