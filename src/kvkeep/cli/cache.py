@@ -61,7 +61,7 @@ class StorePlace:
         if word == name:
             return self.store(), word
         store.check()
-        if not store.folder.is_dir():
+        if not store.files(word).exists():
             raise SessionError(f"There is no session at '{name}'.")
         return store, word
 
@@ -212,7 +212,7 @@ def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
 def _facts(info: SessionInfo) -> dict[str, Any]:
     now = time.time()
     ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
-    return {name: value for name, value in asdict(info).items() if name not in ("used", "created", "mark")} | ages
+    return {name: value for name, value in asdict(info).items() if name not in ("used", "created")} | ages
 
 
 def _problem(info: SessionInfo) -> str:

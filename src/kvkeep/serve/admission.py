@@ -111,8 +111,8 @@ class Admission:
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
-        session = self.sessions.memory.get(job.name)
-        if session is None or not session.current:
+        session = self.sessions.get(job.name)
+        if session is None:
             if job.disk is None:
                 job.disk = self.sessions.storage.open(job.name, job.cache)
             if not job.disk.done():

@@ -45,8 +45,6 @@ class OpenSession:
     """Whether its turns are only in the store."""
     busy: bool = False
     """Whether an answer is in generation, or the store is being read or written."""
-    current: bool = True
-    """Whether no other server can have continued it since it was compared with the store."""
     wanted: bool = False
     """Whether an answer waits until its blocks are stored, which then ends early."""
     note: str | None = None

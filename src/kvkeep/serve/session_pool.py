@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -48,6 +47,10 @@ class SessionPool:
         """The numbers of sessions parked, restored and saved so far."""
         return {"parked": self.parked, "restored": self.storage.restored, "saved": self.storage.saved}
 
+    def get(self, name: Name) -> OpenSession | None:
+        """Return the session in memory that can be continued; None if it has to be opened first."""
+        return self.memory.get(name)
+
     def idle(self) -> list[OpenSession]:
         """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them
         again; then the least recently used; last those with an unsaved turn."""
@@ -55,25 +58,11 @@ class SessionPool:
         return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
 
     def adopt(self, opened: OpenedSession) -> OpenSession:
-        """Return an opened session: the one in memory if no other server has continued it, otherwise one with an empty
-        cache, whose turns must be restored. Raises SessionError and the errors of KeepCache."""
-
-        def session() -> OpenSession:
-            return self._still_in_memory(opened) or opened.session(self.model)
-
-        found = self.memory[opened.name] = self.storage.naming_session(opened.name, session)
-        found.current = True
+        """Return an opened session, with an empty cache, whose turns must be restored. Raises SessionError and the
+        errors of KeepCache."""
+        found = self.storage.naming_session(opened.name, lambda: opened.session(self.model))
+        self.memory[opened.name] = found
         return found
-
-    def _still_in_memory(self, opened: OpenedSession) -> OpenSession | None:
-        session = self.memory.get(opened.name)
-        if session is None:
-            return None
-        if session.stored is not None and opened.stored is not None and opened.stored.mark == session.stored.mark:
-            session.stored = opened.stored
-            return session
-        self.park(session)
-        return None
 
     def touch(self, session: OpenSession) -> None:
         """Mark a session as answering."""
@@ -91,7 +80,6 @@ class SessionPool:
         """Mark a session as idle; remove it if it has read nothing, unless it had before an error."""
         stay = stay and (session.away or session.emptied or session.past.cache.get_seq_length() > 0)
         session.busy = session.wanted = False
-        session.current = session.stored is None or not self.storage.shared
         session.recount()
         if not stay:
             self.park(session)
@@ -145,22 +133,10 @@ class SessionPool:
         self.park(session)
         return True
 
-    def facts(self, owner: str, name: str | None = None, marks: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def facts(self, owner: str, name: str | None = None) -> dict[str, Any]:
         """Return the facts that clients may see about the owner's sessions in memory, or one of them, by name, and the
-        notes on evicted ones.
-
-        marks: the marks of the stored sessions, if other servers also use the store. Then a session in memory counts
-        only if this server has saved it last, and is evicted if it is not stored any more.
-        """
+        notes on evicted ones."""
         sessions = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
-        if marks is not None:
-            for key, one in [*sessions.items()]:
-                if one.busy or one.unsaved is not None or one.stored is None:
-                    continue
-                if one.stored.mark != marks.get(key):
-                    del sessions[key]
-                    if key not in marks:
-                        self.park(one)
         lost = {key[1]: {"note": note} for key, note in [*self.storage.lost_turns.items()] if key[0] == owner}
         return lost | {key: one.facts() for key, one in sessions.items()}
 

@@ -1,9 +1,7 @@
 """What a server keeps in its store (:mod:`kvkeep.blocks`): named sessions, and the beginnings of all conversations.
 
-A named session is open for writing while it is in memory, and each turn is saved when its answer ends. If several
-servers share the store, any of them can continue a session: a session in memory is compared with the stored one before
-it is used, and the turn of a session that another server has continued is not saved. After an answer of a session
-without a name, its blocks are stored, and a prompt begins with the stored blocks of its owner.
+A named session is open for writing while it is in memory, and each turn is saved when its answer ends. After an answer
+of a session without a name, its blocks are stored, and a prompt begins with the stored blocks of its owner.
 
 One thread saves, opens and restores sessions and stores blocks, in order; a second one reads beginnings, so that a
 prompt does not wait for another session's save. An error of the store affects only the session, never the engine.
@@ -82,11 +80,6 @@ class SessionStorage:
         self._futures: list[Future[Any]] = []
         self._close_lock = threading.Lock()
         self._problem: str | None = None  # why blocks were not stored last time
-
-    @property
-    def shared(self) -> bool:
-        """Whether other servers also use the store."""
-        return self.store is not None and self.store.shared
 
     @property
     def busy(self) -> bool:

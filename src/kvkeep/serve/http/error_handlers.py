@@ -85,7 +85,7 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, SessionBusy):
         what = str(error).partition(";")[0].rstrip(".")  # the rest advises to end the other program
         return APIError(409, f"{what}; retry in a moment.", "session_in_use", headers={"Retry-After": "1"})
-    if isinstance(error, SessionUnwritable):  # its message may name a path or the address of a bucket
+    if isinstance(error, SessionUnwritable):  # its message may name a path
         return APIError(503, "The store of sessions cannot be used now; retry later.", "store_unavailable")
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged):
         return APIError(409, str(error), "session")  # the session has another model, tokenizer or version

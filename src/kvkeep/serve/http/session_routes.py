@@ -26,8 +26,7 @@ def session_routes(engine: Engine) -> APIRouter:
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
         saved = await asyncio.to_thread(_saved, storage.store, owner, name)
-        marks = {_name(info): info.mark for info in saved} if storage.shared else None
-        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))
+        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name)))
         return await asyncio.to_thread(_merged, saved, opened)
 
     @routes.get("", responses=error_responses(503))
@@ -91,8 +90,8 @@ def _name(info: SessionInfo) -> str:
 
 
 def _saved(store: Store | None, owner: str, name: str | None) -> list[SessionInfo]:
-    """Return the facts about all stored sessions of an owner, or about one. Raises SessionUnwritable if the store is a
-    bucket that cannot be used now."""
+    """Return the facts about all stored sessions of an owner, or about one. Raises SessionUnwritable if the store
+    cannot be used now."""
     if store is None:
         return []
     if name is None:
