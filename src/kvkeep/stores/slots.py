@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.entries import EntryState
+from kvkeep.memory.ledger import Ledger
+
 
 def compact(wanted: Tensor) -> Tensor:
     """Return the slots marked in ``wanted`` (lanes, slots) bool: (lanes, n), where n is the largest number of any lane,
@@ -44,3 +47,12 @@ def without(slots: Tensor, gone: Tensor) -> Tensor:
     if not length:
         return slots
     return slots.masked_fill(flags_of(gone, length).gather(1, slots.clamp(min=0).long()) & (slots >= 0), -1)
+
+
+def merged_states(ledger: Ledger, lanes: int, length: int) -> Tensor:
+    """Return codes (lanes, ``length``): merged, and for padding dropped."""
+    codes = torch.full((lanes, length), EntryState.MERGED, dtype=torch.int8)
+    if ledger.visible is not None and lanes:
+        real = ledger.visible[:, :length].repeat_interleave(lanes // ledger.batch, 0).cpu()
+        codes[:, : real.shape[1]].masked_fill_(~real, EntryState.DROPPED)
+    return codes

@@ -18,9 +18,8 @@ from single import attended, greedy, layer_of, site
 from kvkeep import EntryState, KeepCache
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.models.binding import bind
-from kvkeep.policies.fates.kvslimmer import KVSlimmer
+from kvkeep.policies.fates.kvslimmer import KVSlimmer, Neighbours
 from kvkeep.policies.fates.merge import Merge
-from kvkeep.policies.fates.neighbours import Neighbours
 from kvkeep.policies.methods import parts
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.evicted.pairs import OrderedEntries, cheapest, cheapest_pairs, merge

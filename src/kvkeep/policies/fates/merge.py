@@ -1,7 +1,9 @@
-"""``merge``: an evicted entry is merged into the most similar resident one."""
+"""Merging on eviction: an evicted entry is merged into a resident one, which then stands for several tokens
+(:attr:`Bank.extra`). ``merge``: into the most similar one."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,11 +13,12 @@ from torch.linalg import vector_norm
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
-from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict, counts_of, newest_of
 from kvkeep.stores.resident.banks import Bank
+from kvkeep.stores.slots import merged_states
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,29 @@ class Merge(Fate):
         return MergeLikest(site, self.by)
 
 
+class MergeOnEvict(EvictedStore):
+    """A store that keeps no entries: :meth:`merge` merges evicted entries into those of a bank."""
+
+    merges = True
+
+    def __init__(self, site: Site) -> None:
+        self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        with self.meter.merging():
+            for bank in resident.banks:
+                if bank.columns:  # a row of padding has no columns
+                    self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
+
+    @abstractmethod
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
+        """Merge the evicted entries ``left`` into those of a bank, and update ``bank.extra`` and ``bank.newest``, the
+        last slot merged into an entry."""
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        return merged_states(self.ledger, lanes, length)
+
+
 class MergeLikest(MergeOnEvict):
     """Merges each entry into the most similar one, by "key" or by "slot"."""
 
@@ -48,7 +74,8 @@ class MergeLikest(MergeOnEvict):
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
         target = self.target(bank, left)
-        counts = counts_of(left) * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
+        counts = (1.0 if left.extra is None else 1.0 + left.extra) * (left.slots >= 0)  # tokens of each entry
+        counts = counts * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
         if target.shape[1] == 1:  # a decoded token moves one entry; a chunk may move all
             at, place = target, torch.zeros_like(target)
         else:
@@ -62,7 +89,8 @@ class MergeLikest(MergeOnEvict):
             summed = summed.scatter_add(1, place[..., None].expand_as(new), new.float() * counts[..., None])
             rows.scatter_(1, wide, (summed / total[..., None]).to(rows.dtype))
         extra.scatter_(1, at, total - 1)
-        newest.scatter_reduce_(1, target, newest_of(left).masked_fill(counts == 0, 0).to(newest.dtype), "amax")
+        last = left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
+        newest.scatter_reduce_(1, target, last.masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
     def target(self, bank: Bank, left: EvictedEntries) -> Tensor:
         """Return the column into which each evicted entry is merged, (lanes, n) int64."""

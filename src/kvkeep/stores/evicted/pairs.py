@@ -27,7 +27,7 @@ class Pairs:
     output: Tensor | None
     """(lanes, 1, value_dim), the layer's output, averaged in the same way; None where the store does not record it."""
     clues: tuple[Tensor, Tensor] | None
-    """Further data of each entry (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`)."""
+    """Further data of each entry (:meth:`~kvkeep.stores.evicted.neighbours.MergeNeighbours.clues`)."""
     real: Tensor
     """(lanes, pairs) bool; False marks an empty place."""
 
