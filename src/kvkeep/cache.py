@@ -461,5 +461,6 @@ class KeepCache(Cache):
     def merges(self) -> tuple[int, int]:
         """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key
         weight, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
-        merged = [layer.evicted.merged() for layer in self._bounded()]
+        stores = [layer.evicted.neighbours for layer in self._bounded()]
+        merged = [store.merged() for store in stores if store is not None]
         return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

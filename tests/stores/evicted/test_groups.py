@@ -162,7 +162,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         for step, evict in zip(steps, evicts, strict=True):
             assert (step.evict is not None) == evict
             native.insert(step, numbers(1), numbers(1))
-        one.commit(None)
+        one.commit()
         for lane, (step, found) in enumerate(zip(steps, spans, strict=True)):
             step.attend = found or ()
             assert_read_alike(step, other, lane)

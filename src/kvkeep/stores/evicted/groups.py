@@ -154,11 +154,11 @@ class Groups(EvictedStore):
             self._evicted[view.lanes] = -1
         return view.spans if self.count + evicts else view.spans[:-1]
 
-    def commit(self, slot: int | None) -> None:
+    def commit(self) -> None:
         keys, values, slots = self.waiting
         place = slots[:, self.count]
-        place.copy_(self._evicted[:, 0]) if slot is None else place.fill_(slot)
-        if slot is None and bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
+        place.copy_(self._evicted[:, 0])
+        if bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
             keys[empty, self.count], values[empty, self.count], self.gaps = 0, 0, True
             if any(view.seen is None for view in self._views.values()):
                 self._views = {}
