@@ -1,4 +1,4 @@
-"""Groups of 32: the last of them in order, whatever sizes entries come in; and the segments that promise most."""
+"""NewestGroups of 32: the last of them in order, whatever sizes entries come in; and the segments that promise most."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment
-from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
+from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 
@@ -51,7 +51,7 @@ class Plain(Codec):
 )
 def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int], cut: int, back: int) -> None:
     """What is held is the last groups, and what waits; after a rollback, and where some are resident again, less."""
-    groups, total, lanes = Groups(room, Plain()), 0, 3
+    groups, total, lanes = NewestGroups(room, Plain()), 0, 3
     for count in counts:
         slots = torch.arange(total, total + count, dtype=torch.int32).expand(lanes, -1)
         rows = slots[..., None].float()
@@ -62,7 +62,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     states = [2 * (slot >= first) if slot < written * GROUP else 1 for slot in range(total)]  # what waits is as it was
     states = [{0: EntryState.DROPPED, 1: EntryState.RESIDENT, 2: EntryState.QUANTISED}[state] for state in states]
 
-    def assert_held(store: Groups, expected: list[int], rows: int) -> None:
+    def assert_held(store: NewestGroups, expected: list[int], rows: int) -> None:
         assert store.states(rows, total).tolist() == [expected] * rows
         for piece in store.pieces(torch.empty(0), NOBODY, total):
             there = piece.slots >= 0
@@ -71,7 +71,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
             assert torch.equal(piece.values, -piece.keys)
 
     assert_held(groups, states, lanes)
-    again = Groups(room, Plain())
+    again = NewestGroups(room, Plain())
     again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
     groups.truncate(cut, NOBODY)
     assert_held(groups, [state * (slot < cut) for slot, state in enumerate(states)], lanes)
@@ -87,7 +87,7 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
     generator, lanes, count = torch.Generator().manual_seed(0), 3, 20
     keys, values = (torch.randn(lanes, count * GROUP, 6, generator=generator) for _ in range(2))
     slots = torch.arange(count * GROUP, dtype=torch.int32).expand(lanes, -1)
-    store = Groups(None, Promising(4, Meter()))
+    store = NewestGroups(None, Promising(4, Meter()))
     store.take(EvictedEntries(keys, values, slots), NOBODY)
     query = torch.randn(lanes, 2, 3, 6, generator=generator)
     (piece,) = store.pieces(query, NOBODY, count * GROUP)
@@ -128,7 +128,7 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
 def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: list[int], room: int) -> None:
     """Codes, waiting entries and slots are those of entries that are taken with empty places; a step reads them all."""
     random = torch.Generator().manual_seed(seed)
-    one, other = (Groups(room, Quantised(4, Meter())) for _ in range(2))
+    one, other = (NewestGroups(room, Quantised(4, Meter())) for _ in range(2))
     planned = 0
 
     def numbers(*shape: int) -> Tensor:
@@ -174,7 +174,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         assert torch.equal(mine[:, : one.count], theirs[:, : one.count])
 
 
-def assert_read_alike(step: LayerStep, store: Groups, lane: int) -> None:
+def assert_read_alike(step: LayerStep, store: NewestGroups, lane: int) -> None:
     """A planned step reads the entries that a store yields for its lane."""
     query, row = torch.linspace(-2, 2, 16).bfloat16().expand(1, 1, 1, 16), step.append
     resident = Segment(row.keys[:, None], row.values[:, None])
