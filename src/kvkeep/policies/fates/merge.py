@@ -53,7 +53,7 @@ class MergeOnEvict(EvictedStore):
         with self.meter.merging():
             for bank in resident.banks:
                 if bank.columns:  # a row of padding has no columns
-                    self.merge(bank, EvictedEntries(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
+                    self.merge(bank, left.each(bank.of))
 
     @abstractmethod
     def merge(self, bank: Bank, left: EvictedEntries) -> None:

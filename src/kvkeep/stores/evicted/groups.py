@@ -70,7 +70,7 @@ class FewBits(Codec):
         self.meter.hold(-size)
 
 
-class Kept(NamedTuple):
+class EncodedGroups(NamedTuple):
     """Encoded groups of one codec."""
 
     codec: Codec
@@ -117,7 +117,7 @@ class Groups(EvictedStore):
         """Whether some slots of waiting entries are -1."""
 
     @abstractmethod
-    def groups(self) -> Iterator[Kept]:
+    def groups(self) -> Iterator[EncodedGroups]:
         """Yield the encoded groups, as views."""
 
     def waits(self, count: int) -> tuple[Any, Any]:
@@ -192,10 +192,10 @@ class NewestGroups(Groups):
     def kept(self) -> int:
         return self.written if self.capacity is None else min(self.written, self.capacity)
 
-    def groups(self) -> Iterator[Kept]:
+    def groups(self) -> Iterator[EncodedGroups]:
         if self.kept and self.slots is not None:
             parts = [part[:, : self.kept] for part in self.parts]
-            yield Kept(self.codec, parts, self.slots[:, : self.kept], self.holes)
+            yield EncodedGroups(self.codec, parts, self.slots[:, : self.kept], self.holes)
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         rows = left[:3]

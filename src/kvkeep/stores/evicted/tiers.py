@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.contracts.entries import EvictedEntries, gathered
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.memory.extent import Extent, ShapeError, fits_each, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.portable import summed
 from kvkeep.step.plan import Span
 from kvkeep.stores.evicted.coded import ByChannel, CodedKeys, NormalisedValues, encode
-from kvkeep.stores.evicted.groups import GROUP, FewBits, Groups, Kept
+from kvkeep.stores.evicted.groups import GROUP, EncodedGroups, FewBits, Groups
 from kvkeep.stores.evicted.tier_sizes import Bits, channel_bytes, prices, tier_counts, tiers, waiting_form
 
 
@@ -93,14 +93,14 @@ class Tier(FewBits):
             slots, scores = parts[-2:]
             order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
-            *codes, slots, scores = picked(parts, falling)
+            *codes, slots, scores = (gathered(part, falling) for part in parts)
             keys, values = (part.dense(coming.keys.dtype).unflatten(1, (-1, GROUP)) for part in self.coded(codes))
             if coming.groups:  # new groups that pass through are not encoded here
                 new = (falling - groups).clamp(min=0)
                 passes = (falling >= groups)[..., None, None]
-                keys = torch.where(passes, picked([coming.keys], new)[0], keys)
-                values = torch.where(passes, picked([coming.values], new)[0], values)
-            self.parts = picked(parts, staying)
+                keys = torch.where(passes, gathered(coming.keys, new), keys)
+                values = torch.where(passes, gathered(coming.values, new), values)
+            self.parts = [gathered(part, staying) for part in parts]
         return EntryGroups(keys, values, slots, scores)
 
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
@@ -148,7 +148,7 @@ class Tiers(Groups):
                 fresh = [torch.cat([old, new], 1) for old, new in zip(waited, fresh, strict=True)]
             if count >= 2 * GROUP:  # entries with similar attention share a group
                 order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
-                fresh = picked(fresh, order)
+                fresh = [gathered(part, order) for part in fresh]
             grouped = count // GROUP * GROUP
             with self.meter.holding(*fresh[:2]):
                 self._fall(EntryGroups(*(part[:, :grouped].unflatten(1, (-1, GROUP)) for part in fresh)))
@@ -180,9 +180,9 @@ class Tiers(Groups):
             if coming.groups or tier.groups > spare:
                 coming = tier.settle(coming, spare)
             spare -= tier.groups
-        held = [tier for tier in self.tiers if tier.groups]
-        empty = torch.stack([(tier.parts[-2] < 0).any() for tier in held]).tolist()  # one transfer from the device
-        for tier, holes in zip(held, empty, strict=True):
+        present = [tier for tier in self.tiers if tier.groups]
+        empty = torch.stack([(tier.parts[-2] < 0).any() for tier in present]).tolist()  # one transfer from the device
+        for tier, holes in zip(present, empty, strict=True):
             tier.holes = holes
 
     def _normalise(self, channels: list[Tensor]) -> None:
@@ -191,10 +191,10 @@ class Tiers(Groups):
 
     # -- what attention sees ------------------------------------------------------------------------
 
-    def groups(self) -> Iterator[Kept]:
+    def groups(self) -> Iterator[EncodedGroups]:
         for tier in self.tiers:
             if tier.groups:
-                yield Kept(tier, tier.parts, tier.parts[-2], tier.holes)
+                yield EncodedGroups(tier, tier.parts, tier.parts[-2], tier.holes)
 
     def waits(self, count: int) -> tuple[ByChannel, ByChannel]:
         keys, values, *_ = self.waiting
@@ -218,8 +218,8 @@ class Tiers(Groups):
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or not self.waiting:
             return
-        held = [tier.parts[-2:] for tier in self.tiers if tier.groups]
-        places = [[part.view(len(part), -1) for part in one] for one in held]
+        present = [tier.parts[-2:] for tier in self.tiers if tier.groups]
+        places = [[part.view(len(part), -1) for part in one] for one in present]
         places.append([part[:, : self.count] for part in self.waiting[2:]])
         slots, scores = (torch.cat(parts, 1) for parts in zip(*places, strict=True))
         found = resident.observed(slots, scores, torch.cat([*weights], 1), queries)
@@ -287,10 +287,3 @@ class Tiers(Groups):
     @property
     def bookkeeping_bytes(self) -> int:
         return nbytes(*self.waiting[2:], *(part for tier in self.tiers for part in tier.parts[-2:]))
-
-
-def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
-    """Gather ``index`` (lanes, n) along the second axis of each."""
-    return [
-        one.gather(1, index.view(*index.shape, *[1] * (one.ndim - 2)).expand(-1, -1, *one.shape[2:])) for one in tensors
-    ]

@@ -334,7 +334,7 @@ class Selected(WorkingSet):
             chosen = bank.of(slots)[:, : bank.columns]
             columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
             if self.store.keeps:
-                gone = bank.at(columns, self.ranking.scored)
+                gone = bank.entries(self.ranking.scored).at(columns)
                 left.append(gone._replace(slots=gone.slots.masked_fill(chosen < 0, -1)))
             lane, number = (chosen >= 0).nonzero(as_tuple=True)
             column = columns[lane, number]
@@ -370,7 +370,7 @@ class Selected(WorkingSet):
             place = torch.arange(bank.columns, device=leaving.device) < empty + count
             if self.store.keeps:
                 width = min(bank.columns, int(empty.max()) + count)
-                gone = bank.at(leaving[:, :width], self.ranking.scored)
+                gone = bank.entries(self.ranking.scored).at(leaving[:, :width])
                 left.append(gone._replace(slots=gone.slots.masked_fill(~place[:, :width], -1)))
             empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
             bank.slots.masked_fill_(empty, -1)
