@@ -59,11 +59,6 @@ class Fate(ABC):
         return stored
 
     @property
-    def swaps(self) -> bool:
-        """Whether estimates of evicted entries may become resident."""
-        return False
-
-    @property
     def reference_queries(self) -> int:
         """About how many queries of each KV head a reconstruction keeps for :meth:`EvictedStore.fit`; 0: none."""
         return 0

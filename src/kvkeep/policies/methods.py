@@ -186,11 +186,6 @@ class Method:
                 "Recall would bring back an entry that has also been merged into others, and attention would "
                 "count it twice."
             )
-        if self.recall.reads_single and self.fate.swaps:
-            return (
-                "With swap above 0, estimates become resident again, and the recall cannot bring back the exact "
-                "entries; use swap=0."
-            )
         return None
 
 

@@ -73,6 +73,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     assert_held(groups, states, lanes)
     again = NewestGroups(room, Plain())
     again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
+    assert (again.count, again.gaps, again.written, again.holes) == (groups.count, False, written, False)
     groups.truncate(cut, NOBODY)
     assert_held(groups, [state * (slot < cut) for slot, state in enumerate(states)], lanes)
     again.select(torch.tensor([1, 0, 1, 2]))

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.attention import Segment, attend, attend_scored
 from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, prices, tier_counts, waiting_bytes
@@ -116,6 +117,26 @@ def test_attention_that_returns_keeps_a_group() -> None:
         tiers.take(entries(number * GROUP, GROUP), NOBODY)
     for lane in range(LANES):
         assert torch.isin(spared[lane], held(tiers, lane)).all()
+
+
+def test_saved_tiers_are_read_as_they_were() -> None:
+    """Also by other lanes, and after a rollback; a saved state of another form is refused."""
+    tiers, _ = filled(9000, [70, *[1] * 30, 900, 7])
+    again = new(9000)
+    again.restore({name: tensor.clone() for name, tensor in tiers.state().items()})
+    again.check(Extent(LANES, 1007, DIM, DIM))
+    assert again.spans() is not None and again.compressed_bytes == tiers.compressed_bytes
+    again.select(torch.tensor([2, 0, 1]))
+    for store in (tiers, again):
+        store.truncate(800, NOBODY)
+    for lane, other in enumerate([2, 0, 1]):
+        assert torch.equal(held(again, lane), held(tiers, other))
+    state = tiers.state()
+    for name in ("waiting.0", "bounds.1", "0.0", "0.7", "channels.0"):
+        with pytest.raises((ShapeError, RuntimeError)):
+            spoilt = new(9000)
+            spoilt.restore(state | {name: state[name][:1]})
+            spoilt.check(Extent(LANES, 1007, DIM, DIM))
 
 
 def test_what_attention_reads_is_near_to_what_was_taken() -> None:

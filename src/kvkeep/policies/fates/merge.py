@@ -16,29 +16,20 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.errors import UsageError
 from kvkeep.stores.resident.banks import Bank
 from kvkeep.stores.slots import merged_states
 
 
 @dataclass(frozen=True)
 class Merge(Fate):
-    """An evicted entry is merged into a resident entry of its lane, which then stands for both: its key and value are
-    means over all their tokens."""
-
-    by: str = "key"
-    """The entry to merge into: "key" is the entry with the most similar key (cosine, as cached), "slot" the nearest
-    entry in the text."""
+    """An evicted entry is merged into the resident entry of its lane with the most similar key (cosine, as cached),
+    which then stands for both: its key and value are means over all their tokens."""
 
     label: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.by not in ("key", "slot"):
-            raise UsageError(f"Fate 'merge' merges by 'key' or by 'slot', not by '{self.by}'.")
-
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return MergeLikest(site, self.by)
+        return MergeLikest(site)
 
 
 class MergeOnEvict(EvictedStore):
@@ -65,15 +56,11 @@ class MergeOnEvict(EvictedStore):
 
 
 class MergeLikest(MergeOnEvict):
-    """Merges each entry into the most similar one, by "key" or by "slot"."""
-
-    def __init__(self, site: Site, by: str) -> None:
-        super().__init__(site)
-        self.by = by
+    """Merges each entry into the one with the most similar key."""
 
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
-        target = self.target(bank, left)
+        target = most_similar(bank, left.keys)
         counts = (1.0 if left.extra is None else 1.0 + left.extra) * (left.slots >= 0)  # tokens of each entry
         counts = counts * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
         if target.shape[1] == 1:  # a decoded token moves one entry; a chunk may move all
@@ -92,13 +79,10 @@ class MergeLikest(MergeOnEvict):
         last = left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
         newest.scatter_reduce_(1, target, last.masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
-    def target(self, bank: Bank, left: EvictedEntries) -> Tensor:
-        """Return the column into which each evicted entry is merged, (lanes, n) int64."""
-        slots = bank.slots[:, None, : bank.used]
-        if self.by == "slot":
-            similarity = -(slots - left.slots[..., None]).abs().float()
-        else:
-            keys = bank.keys[:, : bank.used].float()
-            # Cosines times the length of the evicted key, which is the same for all columns.
-            similarity = left.keys.float() @ keys.transpose(1, 2) / vector_norm(keys, dim=-1)[:, None].clamp(min=1e-12)
-        return similarity.masked_fill(slots < 0, float("-inf")).argmax(2)
+
+def most_similar(bank: Bank, keys: Tensor) -> Tensor:
+    """Return the column whose key is most similar to each of ``keys`` (lanes, n, dim): (lanes, n) int64."""
+    columns = bank.keys[:, : bank.used].float()
+    # Cosines times the length of the evicted key, which is the same for all columns.
+    similarity = keys.float() @ columns.transpose(1, 2) / vector_norm(columns, dim=-1)[:, None].clamp(min=1e-12)
+    return similarity.masked_fill(bank.slots[:, None, : bank.used] < 0, float("-inf")).argmax(2)

@@ -65,15 +65,16 @@ class Sketch(Fate):
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
 
-    @property
-    def swaps(self) -> bool:
-        return self.swap > 0
-
     def refuses(self, method: Any) -> str | None:
         if self.swap and method.selector.needs_kv:
             return (
                 "This selector ranks entries by their keys and values, and a sketch holds only sums of them; use "
                 "another selector."
+            )
+        if self.swap and method.recall.reads_single:
+            return (
+                "With swap above 0, estimates become resident again, and the recall cannot bring back the exact "
+                "entries; use swap=0."
             )
         return None
 
