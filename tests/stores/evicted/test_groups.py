@@ -23,7 +23,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment
-from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
+from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 
@@ -50,7 +50,7 @@ class Plain(Codec):
 )
 def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int], cut: int, back: int) -> None:
     """What is held is the last groups, and what waits; after a rollback, and where some are resident again, less."""
-    groups, total, lanes = Groups(room, Plain()), 0, 3
+    groups, total, lanes = NewestGroups(room, Plain()), 0, 3
     for count in counts:
         slots = torch.arange(total, total + count, dtype=torch.int32).expand(lanes, -1)
         rows = slots[..., None].float()
@@ -61,7 +61,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     states = [2 * (slot >= first) if slot < written * GROUP else 1 for slot in range(total)]  # what waits is as it was
     states = [{0: EntryState.DROPPED, 1: EntryState.RESIDENT, 2: EntryState.QUANTISED}[state] for state in states]
 
-    def assert_held(store: Groups, expected: list[int], rows: int) -> None:
+    def assert_held(store: NewestGroups, expected: list[int], rows: int) -> None:
         assert store.states(rows, total).tolist() == [expected] * rows
         for piece in store.pieces(torch.empty(0), NOBODY, total):
             there = piece.slots >= 0
@@ -70,8 +70,9 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
             assert torch.equal(piece.values, -piece.keys)
 
     assert_held(groups, states, lanes)
-    again = Groups(room, Plain())
+    again = NewestGroups(room, Plain())
     again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
+    assert (again.count, again.gaps, again.written, again.holes) == (groups.count, False, written, False)
     groups.truncate(cut, NOBODY)
     assert_held(groups, [state * (slot < cut) for slot, state in enumerate(states)], lanes)
     again.select(torch.tensor([1, 0, 1, 2]))
@@ -108,7 +109,7 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
 def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: list[int], room: int) -> None:
     """Codes, waiting entries and slots are those of entries that are taken with empty places; a step reads them all."""
     random = torch.Generator().manual_seed(seed)
-    one, other = (Groups(room, Quantised(4, Meter())) for _ in range(2))
+    one, other = (NewestGroups(room, Quantised(4, Meter())) for _ in range(2))
     planned = 0
 
     def numbers(*shape: int) -> Tensor:
@@ -142,7 +143,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         for step, evict in zip(steps, evicts, strict=True):
             assert (step.evict is not None) == evict
             native.insert(step, numbers(1), numbers(1))
-        one.commit(None)
+        one.commit()
         for lane, (step, found) in enumerate(zip(steps, spans, strict=True)):
             step.attend = found or ()
             assert_read_alike(step, other, lane)
@@ -154,7 +155,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         assert torch.equal(mine[:, : one.count], theirs[:, : one.count])
 
 
-def assert_read_alike(step: LayerStep, store: Groups, lane: int) -> None:
+def assert_read_alike(step: LayerStep, store: NewestGroups, lane: int) -> None:
     """A planned step reads the entries that a store yields for its lane."""
     query, row = torch.linspace(-2, 2, 16).bfloat16().expand(1, 1, 1, 16), step.append
     resident = Segment(row.keys[:, None], row.values[:, None])

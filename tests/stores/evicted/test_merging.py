@@ -18,9 +18,8 @@ from single import attended, greedy, layer_of, site
 from kvkeep import EntryState, KeepCache
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.models.binding import bind
-from kvkeep.policies.fates.kvslimmer import KVSlimmer
+from kvkeep.policies.fates.kvslimmer import KVSlimmer, Neighbours
 from kvkeep.policies.fates.merge import Merge
-from kvkeep.policies.fates.neighbours import Neighbours
 from kvkeep.policies.methods import parts
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.evicted.pairs import OrderedEntries, cheapest, cheapest_pairs, merge
@@ -283,8 +282,7 @@ def test_equal_neighbours_merge_without_a_trace() -> None:
 @pytest.mark.parametrize(
     ("method", "cap"),
     [
-        *((f"{name}+merge", 0) for name in ("h2o", "tova", "random", "streaming-llm")),
-        ("window+merge:slot", 0),
+        *((f"{name}+merge", 0) for name in ("h2o", "tova", "random", "streaming-llm", "window")),
         *((name, cap) for name in METHODS for cap in (0, 5)),
     ],
 )
@@ -321,8 +319,6 @@ def test_what_leaves_joins_its_like_and_weighs_by_its_count() -> None:
     assert bank.extra.tolist() == [[0, 2, 0]] and bank.newest.tolist() == [[0, 7, 0]]
     torch.testing.assert_close(bank.keys[0, 1], torch.tensor([0.0, 7 / 3]))
     torch.testing.assert_close(bank.values, keys)
-    Merge("slot").store(site(1, 2, 3), None).merge(bank, left)
-    assert bank.extra.tolist() == [[2, 2, 0]]  # slot 4 is nearer to 6 than 9 is
 
 
 def test_a_rollback_takes_what_a_forgotten_entry_has_joined() -> None:

@@ -68,7 +68,7 @@ class RecalledBlocks(ReadEvicted):
         settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-        taken = layer.evicted.taken or 0
+        taken = layer.resident.evicted
         if self.first:  # all layers have taken as many
             older = min(taken, max(0, layer.length - self.entries))  # after a crop newer ones are in the checkpoint
             self.choice.choose(older // self.choice.size, step.new, self._gone)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece, gathered
 from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
@@ -143,25 +143,10 @@ class Bank:
         there = (self.slots[:, : self.used] >= 0).float()
         return there if self.extra is None else there * (1 + self.extra[:, : self.used])
 
-    def at(self, columns: Tensor, scored: bool) -> EvictedEntries:
-        """Return copies of the entries in ``columns`` (lanes, n). scored: with scores."""
-        index = columns[..., None]
-        keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
-        scores, extra, newest = (
-            None if one is None else one.gather(1, columns)
-            for one in (self.scored() if scored else None, self.extra, self.newest)
-        )
-        return EvictedEntries(keys, values, self.slots.gather(1, columns), scores, extra, newest)
-
-    def empty_entries(self, scored: bool) -> EvictedEntries:
-        """Return empty tensors for one evicted entry of each lane."""
-        keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
-        slots, scores, extra, newest = (
-            None if one is None else one.new_empty(len(one), 1)
-            for one in (self.slots, self.scored() if scored else None, self.extra, self.newest)
-        )
-        assert slots is not None
-        return EvictedEntries(keys, values, slots, scores, extra, newest)
+    def entries(self, scored: bool) -> EvictedEntries:
+        """Return all columns, without a copy. scored: with scores."""
+        scores = self.scored() if scored else None
+        return EvictedEntries(self.keys, self.values, self.slots, scores, self.extra, self.newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
@@ -313,11 +298,19 @@ class Banks:
                     continue
                 if getattr(bank, name) is None:
                     setattr(bank, name, rows.new_zeros(bank.slots.shape))
-                index = chosen.view(*chosen.shape, *(1,) * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
-                getattr(bank, name)[:, : chosen.shape[1]] = bank.of(rows).gather(1, index)
+                getattr(bank, name)[:, : chosen.shape[1]] = gathered(bank.of(rows), chosen)
             bank.recount()
             self.banks.append(bank)
         return stays & (entries.slots >= 0)
+
+    def tail_entries(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first keys and values of the tail, (lanes, ``count``, dim)."""
+        first = self.banks[0]
+        keys, values = (part.new_empty(self.lanes, count, part.shape[2]) for part in (first.keys, first.values))
+        for bank in self.banks:
+            span = slice(bank.used, bank.used + count)
+            keys[bank.index], values[bank.index] = bank.keys[:, span], bank.values[:, span]
+        return keys, values
 
     def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
         device = self.banks[0].slots.device if self.banks else None

@@ -10,18 +10,18 @@ from torch import Tensor
 from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import JoinedRows, PagedRows, Ring, concatenated
 from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.stores.evicted.in_order import InOrder
 
 
 class Newest(Resident):
     """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier slots, in
     order."""
 
-    def __init__(self, site: Site, store: EvictedStore) -> None:
+    def __init__(self, site: Site, store: InOrder) -> None:
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
@@ -79,14 +79,12 @@ class Newest(Resident):
         self._keys.advance()
         self._values.advance()
         if self.evicted > evicted:
-            self.store.commit(evicted)
+            self.store.commit()
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         self._next = None
         length = sum(piece.shape[1] for piece in keys)
         evicted = self.store.adopt(keys, values, max(0, length - self._keys.capacity))
-        if evicted is None:
-            return False
         for rows, pieces in ((self._keys, keys), (self._values, values)):
             rows.first = rows.length = evicted
             for piece in _after(pieces, evicted):
@@ -160,7 +158,7 @@ class Newest(Resident):
         within("resident entries", count, 0, min(extent.slots, self._keys.capacity) + 1)
         if count and extent.entries(self._keys.data, self._values.data) < count:
             raise ShapeError("resident entries are missing")
-        if self.store.taken not in (None, self.evicted):
+        if self.store.taken != self.evicted:
             raise ShapeError("entries are missing or there twice")
 
 

@@ -42,7 +42,7 @@ class Selected(WorkingSet):
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
-        scored = store.listens or store.merges or store.makes_room
+        scored = store.listens or store.merges or store.neighbours is not None
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
@@ -210,7 +210,7 @@ class Selected(WorkingSet):
 
     def commit(self) -> None:
         if any(bank.used == bank.columns for bank in self.banks):
-            self.store.commit(None)
+            self.store.commit()
         for bank in self.banks:
             bank.advance()
         self.length += 1
@@ -252,7 +252,8 @@ class Selected(WorkingSet):
         observed = bool(self._scores)
         self._scores, self._hand = {}, 0
         self.length = first + new.count
-        self.store.settled(observed, self)
+        if self.store.neighbours is not None:
+            self.store.neighbours.settled(observed, self)
         return left
 
     def _divide(self, new: Arriving) -> EvictedEntries | None:
@@ -289,8 +290,8 @@ class Selected(WorkingSet):
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
-        if store.makes_room:
-            store.make_room(bank, new, self)
+        if store.neighbours is not None:
+            store.neighbours.make_room(bank, new, self)
             return None
         if store.merges:
             bank.counted()
@@ -333,7 +334,7 @@ class Selected(WorkingSet):
             chosen = bank.of(slots)[:, : bank.columns]
             columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
             if self.store.keeps:
-                gone = bank.at(columns, self.ranking.scored)
+                gone = bank.entries(self.ranking.scored).at(columns)
                 left.append(gone._replace(slots=gone.slots.masked_fill(chosen < 0, -1)))
             lane, number = (chosen >= 0).nonzero(as_tuple=True)
             column = columns[lane, number]
