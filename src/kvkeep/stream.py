@@ -240,7 +240,7 @@ class CacheStream:
         for members in groups.values():
             residents = [self.layers[index].resident for index in members]
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
-            group.plan([steps[index] for index in members])
+            steps |= zip(members, group.plan([steps[index] for index in members]), strict=True)
             self._groups.append(group)
         return steps
 

@@ -181,7 +181,7 @@ class Tiers(EvictedStore):
         """(lanes, entries), in the same order."""
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
-        self._spans: list[Span] | None = None  # tiers and waiting entries; valid for these tensors
+        self._read: tuple[list[Span], tuple[Any, Any]] | None = None  # tiers, waiting entries; until these are new ones
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Tiers(EvictedStore):
 
     def _begin(self, fresh: Sequence[Tensor]) -> None:
         """Begin a group of waiting entries, with bounds from the present keys, values and slots."""
-        self._spans = None
+        self._read = None
         self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
     def _fall(self, coming: EntryGroups) -> None:
@@ -278,13 +278,11 @@ class Tiers(EvictedStore):
             return None
         if not self.waiting.parts:
             return ()
-        if self._spans is None:
-            pairs: list[tuple[Any, Any]] = [self.waiting.read()]
-            if self.channels is not None:
-                pairs = [*(tier.read(self.channels) for tier in self.tiers if tier.groups), *pairs]
-            self._spans = [Span(*pair, 0, pair[0].shape[2]) for pair in pairs]
-        self._spans[-1].stop = self.waiting.count
-        return self._spans if self.waiting.count else self._spans[:-1]
+        if self._read is None:
+            tiers = [] if self.channels is None else [tier.read(self.channels) for tier in self.tiers if tier.groups]
+            self._read = [Span(key, value, 0, key.shape[2]) for key, value in tiers], self.waiting.read()
+        spans, waiting = self._read
+        return [*spans, Span(*waiting, 0, self.waiting.count)] if self.waiting.count else spans
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None or self.without == "attention":
@@ -326,7 +324,7 @@ class Tiers(EvictedStore):
 
     def _put(self, named: dict[str, list[Tensor]]) -> None:
         """Replace all tensors, in the form that :meth:`_tensors` returns."""
-        self._spans = None
+        self._read = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)
         if "places" in named:
