@@ -94,6 +94,7 @@ class CacheStream:
         self.disk = DiskChecks(partial(_rows_on_disk, made))
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
+        self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._masked = False  # whether the caller's mask masks more than padding
 
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
@@ -257,8 +258,7 @@ class CacheStream:
         """Record that the steps of :meth:`plan` have run in ``layers``, and let selectors score by their attention.
         completed: the whole pass has run."""
         for index in layers:
-            size = self.geometry.layers[index].entry_elements * self.geometry.dtype_bytes
-            self._pending_bytes = max(self._pending_bytes, size)
+            self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
             self.layers[index].commit()
         for group in self._groups:
             group.finish(completed)

@@ -30,7 +30,7 @@ class LayerGroup:
         scores = [None] * len(slots) if self.scores is None else self.scores.split(self._lanes)
         self._views = list(zip(slots, scores, strict=True))
         for bank, (own_slots, own_scores) in zip(self.banks, self._views, strict=True):
-            bank.slots, bank.scores = own_slots, own_scores
+            bank.move_beside(own_slots, own_scores)
         self._received: Tensor | None = None
 
     def holds(self, residents: Sequence[Selected]) -> bool:

@@ -88,6 +88,11 @@ class Bank:
         else:
             self.scored()[:, : self.used] = scores
 
+    def move_beside(self, slots: Tensor, scores: Tensor | None) -> None:
+        """Keep slots and scores in these tensors from now on: parts of the tensors of a group of layers, which has
+        copied them there."""
+        self.slots, self.scores = slots, scores
+
     def counted(self) -> tuple[Tensor, Tensor]:
         """Return :attr:`extra` and :attr:`newest`, zeros where nothing was merged yet."""
         if self.extra is None or self.newest is None:
@@ -113,11 +118,6 @@ class Bank:
             (lane, rows, self.keys[rows], self.values[rows])
             for lane, rows in zip(self.lanes.tolist(), own, strict=True)
         ]
-
-    @property
-    def next_row(self) -> int:
-        """The column of the next entry, unless it takes the lowest-ranked one's: the first unused one."""
-        return self.used % max(1, self.columns)
 
     def counts(self) -> Tensor:
         """Return the number of tokens that each column in use stands for, (lanes, used) float32, 0 for an empty one."""

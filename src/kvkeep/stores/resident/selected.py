@@ -158,19 +158,20 @@ class Selected(WorkingSet):
         bank, selector = self.banks.banks[0], self.selector
         if selector.scores_by_slot:
             return self._plan_scored()
-        if not bank.columns or self._seen_by_all() != bank.used:
+        columns, used = bank.columns, bank.used
+        if not columns or self._seen_by_all() != used:
             return None
         if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
             return None
-        evicts = bank.used == bank.columns
-        if evicts and bank.columns < bank.budget:
+        evicts = used == columns
+        if evicts and columns < bank.budget:
             return None
-        append = Destination(bank.keys, bank.values, bank.next_row, bank.slots, bank.scores)
+        append = Destination(bank.keys, bank.values, used % columns, bank.slots, bank.scores)
         share = self.store.plan(append, 0, evicts)
         if share is None:
             return None
         evicted, evict, seen = share
-        spans = [*evicted, Span(bank.keys, bank.values, 0, bank.used + (not evicts))]
+        spans = [*evicted, Span(bank.keys, bank.values, 0, used + (not evicts))]
         return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
 
     def _plan_scored(self) -> LayerStep | None:
@@ -195,7 +196,7 @@ class Selected(WorkingSet):
                 ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
             oldest = self.selector.may_tie or self.ranking.scored
             for first_lane, lanes, keys, values in bank.runs:
-                append = Destination(keys, values, bank.next_row, bank.slots[lanes], bank.scores[lanes])
+                append = Destination(keys, values, bank.used % bank.columns, bank.slots[lanes], bank.scores[lanes])
                 share = self.store.plan(append, first_lane, evicts)
                 if share is None:
                     return None
@@ -216,8 +217,8 @@ class Selected(WorkingSet):
     @property
     def group(self) -> Hashable | None:
         bank = self.banks.banks[0]
-        scored = not self.selector.scores_by_slot and (bank.used == bank.columns or self.window != 0)
-        return (*bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
+        scored = not self.selector.scores_by_slot and (self.window != 0 or bank.used == bank.columns)
+        return (bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
