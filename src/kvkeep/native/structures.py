@@ -186,4 +186,3 @@ def piece_table(count: int) -> Table:
 def copy_pieces(table: Table, number: int, pieces: Table) -> None:
     """Copy pieces into a table of at least ``number`` more."""
     ctypes.memmove(ctypes.byref(table, number * ctypes.sizeof(KvPiece)), pieces, ctypes.sizeof(pieces))
-

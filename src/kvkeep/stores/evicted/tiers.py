@@ -282,7 +282,7 @@ class Tiers(EvictedStore):
             tiers = [] if self.channels is None else [tier.read(self.channels) for tier in self.tiers if tier.groups]
             self._read = [Span(key, value, 0, key.shape[2]) for key, value in tiers], self.waiting.read()
         spans, waiting = self._read
-        return [*spans, Span(*waiting, 0, self.waiting.count)] if self.waiting.count else spans
+        return [*spans, Span(waiting[0], waiting[1], 0, self.waiting.count)] if self.waiting.count else spans
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None or self.without == "attention":
