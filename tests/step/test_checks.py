@@ -16,7 +16,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.checks import PlanError
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
-from kvkeep.step.plan import Destination, JoinedSpans, LayerStep, Pages, Span
+from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
 LANES, ROWS, DIM = 2, 8, 4
@@ -191,7 +191,7 @@ def test_what_was_compiled_is_forgotten_with_the_tensors() -> None:
 
 def test_full_pages_are_one_span_until_one_of_them_changes() -> None:
     """Also if a page is replaced by an equal one."""
-    keys, values, pages = [numbers(1, 4, 2) for _ in "ab"], [numbers(1, 4, 2) for _ in "ab"], Pages()
+    keys, values, pages = [numbers(1, 4, 2) for _ in "ab"], [numbers(1, 4, 2) for _ in "ab"], FullPages()
     assert pages.span([], []) is None
     first = pages.span(keys, values)
     assert first is not None and first.stop == 8 and pages.span([*keys], [*values]) is first

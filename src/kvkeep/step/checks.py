@@ -126,8 +126,8 @@ def check_token(step: LayerStep, target: Entries, left: Entries | None, spans: S
 def check_span(span: Span, found: Entries) -> None:
     """Raise PlanError where a span has rows that are not there. Codes begin at the first one, and a span of several
     pages has all of them."""
-    whole = not found.coded or not (span.start or (span.stop != found.rows and isinstance(span.keys, JoinedSpans)))
-    if not 0 <= span.start <= span.stop <= found.rows or not whole:
+    complete = not found.coded or not (span.start or (span.stop != found.rows and isinstance(span.keys, JoinedSpans)))
+    if not 0 <= span.start <= span.stop <= found.rows or not complete:
         raise PlanError("attend", f"has the rows {span.start} to {span.stop} of {found.rows}")
 
 

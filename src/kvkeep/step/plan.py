@@ -120,7 +120,7 @@ def _joined(span: Span) -> bool:
     return isinstance(span.keys, JoinedSpans)
 
 
-class Pages:
+class FullPages:
     """Full pages as one span, which stays the same object as long as the pages do."""
 
     def __init__(self) -> None:

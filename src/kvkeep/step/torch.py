@@ -80,9 +80,9 @@ def run(
             lanes += _lanes(part)
         check_all_lanes(lanes, key.shape[1])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
-        own = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
-        _write(step, key[0, own, token], value[0, own, token])
-        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[own, :, None]
+        lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
+        _write(step, key[0, lanes_here, token], value[0, lanes_here, token])
+        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
         if step.reduce:
             assert step.received is not None
@@ -90,7 +90,7 @@ def run(
             torch.cat(received, 1, out=step.received)
         else:
             found = combined(grouped, segments, scaling)[0].to(query.dtype)
-        output[0, token].unflatten(0, (key.shape[1], -1))[own] = found.flatten(1, 2)
+        output[0, token].unflatten(0, (key.shape[1], -1))[lanes_here] = found.flatten(1, 2)
     return output
 
 

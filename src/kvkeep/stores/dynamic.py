@@ -14,7 +14,7 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
-from kvkeep.step.plan import Destination, LayerStep, Pages, Span
+from kvkeep.step.plan import Destination, FullPages, LayerStep, Span
 
 
 def holding_of(layer: Any) -> Any:
@@ -76,7 +76,7 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized = False  # transformers' constructor also sets keys and values
         self.limit, self.in_pieces = limit, pieces
         self._keys, self._values = (SharedRows(BLOCK, limit, pieces) for _ in range(2))
-        self._full = Pages()
+        self._full = FullPages()
 
     @property
     def keys(self) -> Tensor | None:

@@ -14,7 +14,7 @@ from kvkeep.memory.places import Place
 from kvkeep.memory.recent_pages import RecentPages
 from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated, pick_each
 from kvkeep.step import native
-from kvkeep.step.plan import Destination, JoinedSpans, Pages, Span
+from kvkeep.step.plan import Destination, FullPages, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
@@ -46,7 +46,7 @@ class EntryCheckpoint(Checkpoint):
     ) -> None:
         self.spec, self.home, self.capacity = spec, home, spec.capacity
         self.device, self.meter, self.page = device, meter, page
-        self._full = {layer: Pages() for layer in layers}
+        self._full = {layer: FullPages() for layer in layers}
         self._rows = {layer: (rows_of(home, spec, beginning), rows_of(home, spec, beginning)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:

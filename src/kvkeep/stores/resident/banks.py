@@ -113,10 +113,10 @@ class Bank:
         each run its first lane, its lanes within the bank, and views of its keys and values."""
         if self.lanes is None:
             return [(0, slice(None), self.keys, self.values)]
-        own = [slice(number, number + 1) for number in range(len(self.lanes))]
+        places = [slice(number, number + 1) for number in range(len(self.lanes))]
         return [
             (lane, rows, self.keys[rows], self.values[rows])
-            for lane, rows in zip(self.lanes.tolist(), own, strict=True)
+            for lane, rows in zip(self.lanes.tolist(), places, strict=True)
         ]
 
     def counts(self) -> Tensor:
