@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvkeep.step.checks import PlanError
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Span
+from kvkeep.stores.evicted.waiting import ByChannel
 
 pytestmark = pytest.mark.usefixtures("kernels")
 LANES, ROWS, DIM = 2, 8, 4
@@ -174,6 +176,16 @@ def test_the_library_is_given_no_entries_whose_numbers_lie_apart(part: Tensor) -
     entry = torch.ones(1, LANES, 1, DIM).bfloat16()
     with pytest.raises(PlanError):
         native.run([appended(keys=part)(good())], [0], entry, entry, entry, 1.0)
+
+
+@pytest.mark.parametrize("name", ["scale", "offset"])
+def test_codes_whose_scales_are_too_few_are_not_read(name: str) -> None:
+    codes = torch.zeros(LANES, ROWS, 16, dtype=torch.int8)
+    scales = numbers(LANES, 1, 16, dtype=torch.float16)
+    good_one = ByChannel(codes, scales, scales)
+    assert native_entries.compiled("attend", good_one, good_one).readable
+    with pytest.raises(PlanError, match="'attend'"):
+        native_entries.compiled("attend", replace(good_one, **{name: scales[:1]}), good_one)
 
 
 def test_what_was_compiled_is_forgotten_with_the_tensors() -> None:

@@ -120,6 +120,7 @@ class Compiled(Entries):
                 raise PlanError(field, "has entries that are not on the CPU, or whose numbers lie apart")
             self._describe(self.pieces[0], keys, values)
         elif self.readable:
+            _check_scales(field, keys, values)
             _BY_LAYOUT[keys.layout](self.pieces[0], keys, values, self.copies)
         self.addresses = self.pieces[0].keys or 0, self.pieces[0].values or 0  # without entries, they are 0
 
@@ -175,6 +176,15 @@ def table_of(spans: Sequence[Span], compiled: Sequence[Compiled]) -> Table:
             one.narrow(table[number], span)
         number += len(one.pieces)
     return table
+
+
+def _check_scales(field: str, keys: Any, values: Any) -> None:
+    """Raise PlanError where scales or offsets of codes do not have the shape of the codes."""
+    for part in (keys, values) if keys.layout != "sketched" else ():
+        shape = part.codes.shape
+        wanted = (*shape[:-1], 1) if keys.layout == "grouped" else (shape[0], 1, shape[2])
+        if any(one.shape != wanted or one.dtype is not torch.float16 for one in (part.scale, part.offset)):
+            raise PlanError(field, f"has codes {tuple(shape)} whose scales or offsets are not {wanted} float16")
 
 
 def _contiguous(part: Tensor, copies: list[Tensor]) -> Tensor:
