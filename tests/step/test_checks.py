@@ -91,7 +91,6 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("slot", changed(slot=2**31)),
     ("slot", changed(slot=-1)),
     ("ranks", changed(ranks=bytes_of(columns=ROWS + 1))),
-    ("ranks", changed(ranks=bytes_of(dtype=torch.float64))),
     ("ranks", changed(ranks=bytes_of(ROWS, LANES).T)),
     ("new_scores", changed(new_scores=numbers(1, dtype=torch.float32))),
     ("evict.row", evicted(row=3)),
@@ -149,6 +148,18 @@ def test_a_wrong_plan_is_an_error_that_names_its_field(
         executor.run([step], [0], query, entry, entry, 1.0)
     assert isinstance(error.value, KvkeepError) and f"'{field}' " in str(error.value)
     assert all(torch.equal(one, other) for one, other in zip(before, everything(step), strict=True))
+
+
+def test_the_library_reads_ranks_of_two_types() -> None:
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    for dtype in (torch.float32, torch.int32, torch.float64, torch.int64):
+        step = good()._replace(ranks=bytes_of(dtype=dtype))
+        if dtype.itemsize == 4:
+            native.run([step], [0], entry, entry, entry, 1.0)
+            continue
+        with pytest.raises(PlanError, match="'ranks'"):
+            native.run([step], [0], entry, entry, entry, 1.0)
+        plain.run([step], [0], entry, entry, entry, 1.0)
 
 
 @pytest.mark.parametrize("token", [-1, 1])

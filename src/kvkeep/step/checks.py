@@ -99,7 +99,7 @@ def check_token(step: LayerStep, target: Entries, left: Entries | None, spans: S
             raise PlanError("append.slots", f"has {columns} columns for {target.rows} rows")
         _check_beside("append", append, target, columns)
         if step.ranks is not None:
-            _fits("ranks", step.ranks, _NUMBERS, (target.lanes, columns), target)
+            _fits("ranks", step.ranks, (step.ranks.dtype,), (target.lanes, columns), target)
         if step.new_scores is not None:
             _fits("new_scores", step.new_scores, _FLOAT, (target.lanes,), target)
     if evict is not None and left is not None:
@@ -162,7 +162,7 @@ def _check_beside(field: str, one: Destination, of: Entries, columns: int, sourc
                 raise PlanError(f"{field}.{name}", f"is copied from append.{name}, which is missing")
 
 
-_FLOAT, _INTEGER, _NUMBERS = (torch.float32,), (torch.int32,), (torch.float32, torch.int32)
+_FLOAT, _INTEGER = (torch.float32,), (torch.int32,)
 
 
 def _fits(field: str, part: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], of: Entries) -> None:

@@ -183,8 +183,8 @@ class LayerStep(NamedTuple):
     slot: int = 0
     """The slot of the new entry."""
     ranks: Tensor | None = None
-    """(lanes, columns) float32 or int32. The new entry takes the row of lowest rank; rows with slot -1 come first.
-    None: it takes ``append.row``."""
+    """(lanes, columns), for the library float32 or int32. The new entry takes the row of lowest rank; rows with slot -1
+    come first. None: it takes ``append.row``."""
     oldest: bool = False
     """Among rows of equal rank, the one with the lowest slot is taken; otherwise the first."""
     new_scores: Tensor | None = None

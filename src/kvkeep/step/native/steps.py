@@ -26,13 +26,15 @@ from kvkeep.step.checks import PlanError, check_all_lanes, check_lanes, check_to
 from kvkeep.step.native.entries import compiled, table_of
 from kvkeep.step.plan import LayerStep
 
+_RANKS = torch.float32, torch.int32
+
 
 def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
     """Return whether the library can write new entries as a step says; any type of numbers will do."""
     append, ranks = step.append, step.ranks
     return (
         append.keys.device.type == "cpu"
-        and (ranks is None or ranks.dtype in (torch.float32, torch.int32))
+        and (ranks is None or ranks.dtype in _RANKS)
         and (keys.dtype, values.dtype) == (append.keys.dtype, append.values.dtype)
         and append.keys.is_contiguous()
         and append.values.is_contiguous()
@@ -175,6 +177,8 @@ class _Form:
                 self._spans[number].narrow(self._pieces[number], span)
                 self._shown[number] = bounds
         insert.column, insert.new_slot = append.row, step.slot
+        if step.ranks is not None and step.ranks.dtype not in _RANKS:
+            raise PlanError("ranks", f"is {step.ranks.dtype}; the library reads float32 and int32")
         if append.slots is not None:
             insert.slots, insert.columns = append.slots.data_ptr(), append.slots.shape[1]
             insert.scores, insert.new_scores = address(append.scores), address(step.new_scores)
