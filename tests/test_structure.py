@@ -118,6 +118,41 @@ def test_every_combination_works_or_says_why_not() -> None:
                 assert step(model, cache, prompt(1, 201)[:, low:high]).isfinite().all(), spec
 
 
+# -- classes ----------------------------------------------------------------------------------------------
+
+LARGER = {"Conversation", "Engine", "KeepCache", "Layer", "Selected"}
+"""Classes of more methods than others may have."""
+
+
+def parsed(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    """The modules in some folders."""
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_class_has_more_than_thirty_methods() -> None:
+    large = {
+        node.name
+        for _, module in parsed("src")
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body) > 30
+    }
+    assert large <= LARGER, "split it by what its parts know"
+
+
+def test_nothing_is_assigned_to_a_stream_or_its_record_from_outside() -> None:
+    """They have methods with names of what happens."""
+    for path, module in parsed("src", "lab/src", "connectors"):
+        for node in ast.walk(module):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in (
+                one for given in targets for one in (given.elts if isinstance(given, ast.Tuple) else [given])
+            ):
+                owner = target.value if isinstance(target, ast.Attribute) else None
+                assert getattr(owner, "attr", "") not in ("stream", "record"), f"{path}:{target and target.lineno}"
+
+
 # -- imports ----------------------------------------------------------------------------------------------
 
 

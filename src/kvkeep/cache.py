@@ -133,7 +133,7 @@ class KeepCache(Cache):
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
         before, self.reading = self.stream, False
         self._use(made, self.request)
-        self.stream.on_progress, self.stream.on_block = before.on_progress, before.on_block
+        self.stream.record.tell(before.record.on_progress, before.record.on_block)
 
     @property
     def shares(self) -> list[list[int]] | None:
@@ -244,7 +244,6 @@ class KeepCache(Cache):
         for part in (*self.layers, *self.made.beside.values()):
             part.crop(tokens_to_remove)
         self.stream.forget_from(length)
-        self.stream.text = None
 
     def lacks(self, length: int) -> bool:
         """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without
@@ -286,12 +285,7 @@ class KeepCache(Cache):
     @outside_inference_mode
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
-        self.stream.roll_back()
-        self.stream.disk.check(compare=True)  # digests are made anew of what is copied
-        if self.stream.text is not None:
-            length, digests = self.stream.text
-            self.stream.text = length, [digests[row] for row in index.tolist()]
-        self.stream.blocks, self.stream.block_ends = [], {}
+        self.stream.select(index)
         for holding in self.made.holdings:
             holding.select(index)
         self.ledger.select(index.to(self.made.device))
@@ -407,7 +401,7 @@ class KeepCache(Cache):
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
         found = report.memory(self.made)
-        bookkeeping = found.bookkeeping_bytes + self.stream.block_end_bytes
+        bookkeeping = found.bookkeeping_bytes + self.stream.record.block_end_bytes
         return replace(found, bookkeeping_bytes=bookkeeping, process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:

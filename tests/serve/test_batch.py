@@ -46,11 +46,11 @@ def parts(cache: KeepCache, length: int, seed: int) -> list[tuple[list[int], boo
 
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int], cut: bool) -> Tensor:
-    cache.stream.cut = cut
+    cache.stream.record.expect_more(cut)
     try:
         return model(input_ids=torch.tensor([ids]), cache=cache, use_cache=True).logits[0, -1]
     finally:
-        cache.stream.cut = False
+        cache.stream.record.expect_more(False)
 
 
 def compared(model: Any, made: list[tuple[str, Any, int]]) -> list[tuple[str, Tensor, Tensor]]:

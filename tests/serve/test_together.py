@@ -64,13 +64,13 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
-    own = steps._step_table
 
-    def counted(steps: Any, tokens: Any) -> Any:
-        calls.append(len(steps))
-        return own(steps, tokens)
+    class Counted(steps._StepTable):
+        def __init__(self, of_layer: Any, *given: Any) -> None:
+            calls.append(len(of_layer))
+            super().__init__(of_layer, *given)
 
-    monkeypatch.setattr(steps, "_step_table", counted)
+    monkeypatch.setattr(steps, "_StepTable", Counted)
     return calls
 
 

@@ -348,5 +348,5 @@ class ReferenceAnswer:
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.stream.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
+            cache.stream.record.tell(lambda done: report(self.work(done, 0)) if done < prompt else None)
         return cache

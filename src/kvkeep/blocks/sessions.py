@@ -137,7 +137,7 @@ class StoredSession(Reference):
         text = TextRows(cache, parts)
         state = {name: transfer.tensor_of(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        for place, end in cache.stream.block_ends.items():
+        for place, end in cache.stream.record.block_ends.items():
             state |= {f"end.{place}.{name}": tensor for name, tensor in end.items()}
         key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
@@ -229,10 +229,11 @@ class StoredSession(Reference):
         first, fitting = origin(cache, text.forms), folder.fitting(count, text.nbytes, state_bytes)
         if first is not None:
             names = chain(first, ids[0])
-            cache.stream.blocks = [*names]  # beyond its exact part the text goes on after them
+            cache.stream.record.name_blocks(names)  # beyond its exact part the text goes on after them
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
-            names = cache.stream.blocks
-            names += [session_key() for _ in range(numbers.stop - len(names))]
+            before = cache.stream.record.blocks
+            names = [*before, *(session_key() for _ in range(numbers.stop - len(before)))]
+            cache.stream.record.name_blocks(names)
             names = names[numbers.start : numbers.stop]
             fitting = fitting if fitting == count else 0  # a part of them is of no use
         if len((self.about or {}).get("blocks", ())) <= fitting < count:
@@ -334,7 +335,7 @@ class StoredSession(Reference):
                 raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
         else:
-            cache.stream.blocks = [""] * _first_block(about) + about["blocks"]
+            cache.stream.record.name_blocks([""] * _first_block(about) + about["blocks"])
             return int(past["length"])
         cache.reset()
         if past.get("plain") is not True:
@@ -383,7 +384,7 @@ class StoredSession(Reference):
         check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
         for length, end in ends.items():
             check_end(cache, length, end)
-        cache.stream.block_ends = ends
+        cache.stream.record.keep_block_ends(ends)
 
 
 def _first_block(about: dict[str, Any]) -> int:

@@ -13,7 +13,9 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import Destination, Span, StoreShare
+
+_NOTHING = StoreShare()
 
 
 class SecondReading(NamedTuple):
@@ -58,18 +60,19 @@ class EvictedStore(Part):
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 
-    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        """If the new entry ``evicts`` one, write into ``step`` where the evicted entry of each lane is copied: to the
-        place where :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
+    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
+        """Return what the step of a token reads of this store; None where the store cannot plan it. If the new entry
+        ``evicts`` one, the step copies the evicted entry of each lane to the place where :meth:`take` would put it.
+        append: where the new entries of the lanes from ``first_lane`` on are written."""
         more = self.keeps or self.listens or self.watches or self.merges or self.neighbours is not None
-        return None if more else ()
+        return None if more else _NOTHING
 
     def commit(self) -> None:
         """Note that a step of :meth:`plan` that evicts has run. It wrote the slots beside the entries."""
 
     def spans(self) -> Sequence[Span] | None:
-        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them. As
-        long as the tensors stay, each call returns the same objects. None where attention needs a copy."""
+        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them.
+        None where attention needs a copy."""
         return None if self.keeps else ()
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:

@@ -213,7 +213,7 @@ class Conversation:
         """Have the cache keep the windows and recurrent states to which :meth:`undo` and :meth:`retry` go back: those
         before the first ``known`` tokens, which precede the last question, and before its end, ``question``."""
         if isinstance(self.cache, KeepCache):
-            before = sorted(self.cache.stream.block_ends)[:1] if same_question else [known]
+            before = sorted(self.cache.stream.record.block_ends)[:1] if same_question else [known]
             watch(self.cache, *before, question)
 
     # -- messages and cache -----------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class FusedLayers:
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:
         """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token."""
-        return run_layers(*self.tables, steps, x, *_turns(angles))
+        return run_layers(*self.tables, self.layers[0].kv_heads, steps, x, *_turns(angles))
 
 
 def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -147,8 +147,6 @@ class KvNumber(ctypes.Structure):
 
 STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
 """All structures that calls of the library point to."""
-PIECE_BYTES = ctypes.sizeof(KvPiece)
-"""The bytes from one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or numbers in memory, as kernels read it."""
 
@@ -185,6 +183,6 @@ def piece_table(count: int) -> Table:
     return (KvPiece * count)()
 
 
-def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
-    """Copy a piece into a table of them."""
-    ctypes.memmove(ctypes.addressof(table) + number * PIECE_BYTES, ctypes.addressof(piece), PIECE_BYTES)
+def copy_pieces(table: Table, number: int, pieces: Table) -> None:
+    """Copy pieces into a table of at least ``number`` more."""
+    ctypes.memmove(ctypes.byref(table, number * ctypes.sizeof(KvPiece)), pieces, ctypes.sizeof(pieces))

@@ -145,10 +145,10 @@ class Job:
             with suppress(KvkeepError):  # a session that cannot be restored is reset below
                 scheduler.remove(self.scheduled)
             past.recover(answer.known)
-            if self.session.cache.stream.undone and not self.session.cache.crops:  # entries may be missing
+            undone = self.session.cache.stream.record.take_undone()
+            if undone and not self.session.cache.crops:  # entries may be missing
                 past.cache.reset()
                 self.session.emptied = True
-            self.session.cache.stream.undone = False
         except Exception as error:  # the session then reads its text again
             log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
             past.cache.reset()

@@ -124,28 +124,26 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         entries = left(first, torch.arange(max(first)))
         for store in (one, other):
             store.take(entries, NOBODY)
-    rows = [Destination(numbers(1, 1), numbers(1, 1), 0, torch.zeros(1, 1, dtype=torch.int32)) for _ in range(2)]
     for slot in range(max(first), max(first) + 90):
         evicts = [bool(torch.rand(1, generator=random) < share) for share in (0.9, 0.3)]
         if not any(evicts):
             continue
         fresh = left([int(evict) for evict in evicts], torch.tensor([slot]))
-        for lane, row in enumerate(rows):
-            row.keys[:], row.values[:] = fresh.keys[lane], fresh.values[lane]
-            row.slots = torch.full((1, 1), slot, dtype=torch.int32)
-        steps = [LayerStep(row, slot, first_lane=lane) for lane, row in enumerate(rows)]
-        spans = [one.plan(step, evict) for step, evict in zip(steps, evicts, strict=True)]
+        here = torch.full((1, 1), slot, dtype=torch.int32)
+        rows = [Destination(fresh.keys[lane][None], fresh.values[lane][None], 0, here.clone()) for lane in range(2)]
+        shares = [one.plan(row, lane, evicts[lane]) for lane, row in enumerate(rows)]
         other.take(fresh, NOBODY)
-        if any(found is None for found in spans):
+        if any(found is None for found in shares):
             one.take(fresh, NOBODY)
             continue
         planned += 1
-        for step, evict in zip(steps, evicts, strict=True):
-            assert (step.evict is not None) == evict
-            native.insert(step, numbers(1), numbers(1))
+        steps = []
+        for lane, (row, share) in enumerate(zip(rows, shares, strict=True)):
+            assert share is not None and (share.evict is not None) == evicts[lane]
+            steps.append(LayerStep(row, slot, evict=share.evict, attend=share.attend, seen=share.seen, first_lane=lane))
+            native.insert(steps[-1], numbers(1), numbers(1))
         one.commit()
-        for lane, (step, found) in enumerate(zip(steps, spans, strict=True)):
-            step.attend = found or ()
+        for lane, step in enumerate(steps):
             assert_read_alike(step, other, lane)
     assert planned > 50
     for mine, theirs in zip([*one.parts, one.slots], [*other.parts, other.slots], strict=True):

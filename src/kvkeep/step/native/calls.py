@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import (
-    BLOCK_ENTRIES,
-    KvAttention,
-    address,
-    address_of,
-    copy_piece,
-    piece_table,
-)
-from kvkeep.step.native.entries import can_attend, piece_of, spans_of
+from kvkeep.native.structures import BLOCK_ENTRIES, KvAttention, address, address_of
+from kvkeep.step.native.entries import can_attend, compiled, spans_of, table_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
@@ -50,9 +43,8 @@ class Call:
         self.value_dim: int = spans[0].values.shape[-1]
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        self._spans, self._table = spans, piece_table(len(spans))  # the library reads both
-        for number, span in enumerate(spans):
-            copy_piece(self._table, number, piece_of(span))
+        self._spans = spans  # the library reads them, and the table
+        self._table = table_of(spans, [compiled("attend", span.keys, span.values) for span in spans])
         self.entries = sum(span.entries for span in spans)
         self.struct = KvAttention(
             self.query.data_ptr(),
@@ -64,7 +56,7 @@ class Call:
             queries,
             dim,
             self.value_dim,
-            len(spans),
+            len(self._table),
             self.entries,
             -1 if past is None else past,
             0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
@@ -290,7 +282,7 @@ def attend_all(
     batch, heads, queries, dim = query.shape
     kv_heads, entries = pieces[0][0].shape[1], sum(keys.shape[2] for keys, _ in pieces)
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
-    spans = [Span(keys.flatten(0, 1), values.flatten(0, 1), 0, keys.shape[2]) for keys, values in pieces]
+    spans = [span for keys, values in pieces for span in spans_of(keys.flatten(0, 1), values.flatten(0, 1))]
     if mask is not None:
         mask = mask.expand(-1, -1, queries, -1)[:, 0]
         mask = mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, 0)

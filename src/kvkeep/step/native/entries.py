@@ -1,7 +1,11 @@
-"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of their addresses."""
+"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of their addresses.
+
+What is compiled of keys and values belongs to this module. It is made once for the same objects, and forgotten with
+them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +16,13 @@ from kvkeep.native.library import library
 from kvkeep.native.structures import (
     MAX_DIM,
     TILE_ENTRIES,
-    KvAttention,
+    KvInsert,
     KvPiece,
     Table,
-    address_of,
-    copy_piece,
+    copy_pieces,
     piece_table,
 )
+from kvkeep.step.checks import Entries, PlanError, check_span
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
@@ -90,67 +94,111 @@ _READABLE = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel,
 def spans_of(key: Any, value: Any) -> Sequence[Span]:
     """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`JoinedSpans`."""
     if isinstance(key, Tensor):
+        if key.stride(-1) != 1 or value.stride(-1) != 1:
+            key, value = key.contiguous(), value.contiguous()
         return [Span(key, value, 0, key.shape[1])]
     return key.spans if isinstance(key, JoinedSpans) else [Span(key, value, 0, key.shape[2])]
 
 
-class SpanTable:
-    """The library's table of spans. Only spans that changed are written again."""
+class Compiled(Entries):
+    """Keys and values in the library's form. It has pointers to the tensors, and does not keep them."""
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[Span, int, int]] = []
-        self._table: Table = piece_table(0)
+    __slots__ = ("addresses", "copies", "insert", "lane_bytes", "lies_densely", "pieces", "readable", "row_bytes")
 
-    def show(self, attention: KvAttention, spans: Sequence[Span]) -> None:
-        """Write ``spans`` into the table, and set it in ``attention``."""
-        if len(spans) != len(self._spans):
-            self._table, self._spans = piece_table(len(spans)), [(span, -1, -1) for span in spans]
-        entries = 0
-        for number, span in enumerate(spans):
-            known, start, stop = self._spans[number]
-            entries += span.stop - span.start
-            if known is not span or start != span.start or stop != span.stop:
-                copy_piece(self._table, number, piece_of(span))
-                self._spans[number] = span, span.start, span.stop
-        attention.pieces, attention.piece_count, attention.entries = address_of(self._table), len(spans), entries
+    def __init__(self, field: str, keys: Any, values: Any) -> None:
+        super().__init__(field, keys, values)
+        self.copies: list[Tensor] = []  # made for the library
+        self.readable, self.lies_densely, self.row_bytes = can_read(keys, values), False, (0, 0)
+        if isinstance(keys, JoinedSpans):
+            parts = [compiled(field, span.keys, span.values) for span in keys.spans]
+            self.pieces = table_of(keys.spans, parts)
+            return
+        self.pieces = piece_table(1)
+        if not self.coded:
+            if self.device != torch.device("cpu") or keys.stride(-1) != 1 or values.stride(-1) != 1:
+                raise PlanError(field, "has entries that are not on the CPU, or whose numbers lie apart")
+            self._describe(self.pieces[0], keys, values)
+        elif self.readable:
+            _check_scales(field, keys, values)
+            _BY_LAYOUT[keys.layout](self.pieces[0], keys, values, self.copies)
+        self.addresses = self.pieces[0].keys or 0, self.pieces[0].values or 0  # without entries, they are 0
 
+    def _describe(self, piece: KvPiece, keys: Tensor, values: Tensor) -> None:
+        size = keys.itemsize
+        piece.keys, piece.values, piece.lanes, piece.entries = keys.data_ptr(), values.data_ptr(), self.lanes, self.rows
+        piece.key_lane_stride, piece.key_row_stride, _ = keys.stride()[-3:]
+        piece.value_lane_stride, piece.value_row_stride, _ = values.stride()[-3:]
+        self.row_bytes = size * piece.key_row_stride, size * piece.value_row_stride
+        self.lane_bytes = size * piece.key_lane_stride, size * piece.value_lane_stride
+        self.lies_densely = keys.is_contiguous() and values.is_contiguous()
+        self.insert = KvInsert(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            key_lane_bytes=self.lane_bytes[0],
+            key_bytes=size * self.dim,
+            value_lane_bytes=self.lane_bytes[1],
+            value_bytes=size * self.value_dim,
+        )
 
-def piece_of(span: Span) -> KvPiece:
-    """Return a span as the library reads it, up to date."""
-    if span.compiled is None:
-        piece, rows = KvPiece(), (0, 0)
-        tensors = _describe(piece, span.keys, span.values)
-        if isinstance(span.keys, Tensor):
-            rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries, the address is 0
-    piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
-    piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
-    piece.entries = span.stop - span.start
-    return piece
-
-
-def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
-    if isinstance(keys, Tensor):
-        return _entries(row, keys, values)
-    by_layout = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
-    return by_layout[keys.layout](row, keys, values)
-
-
-def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        keys, values = keys.contiguous(), values.contiguous()
-    row.keys, row.values, (row.lanes, row.entries, _) = keys.data_ptr(), values.data_ptr(), keys.shape
-    row.key_lane_stride, row.key_row_stride, _ = keys.stride()
-    row.value_lane_stride, row.value_row_stride, _ = values.stride()
-    return [keys, values]
+    def narrow(self, piece: KvPiece, span: Span) -> None:
+        """Let a copy of the piece begin and end with a span."""
+        (keys, values), (key_bytes, value_bytes), start = self.addresses, self.row_bytes, span.start
+        piece.keys, piece.values = keys + start * key_bytes, values + start * value_bytes
+        piece.entries = span.stop - start
 
 
-def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+_COMPILED: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Compiled]] = {}
+"""By id of the keys, as long as they live: keys, values, and what was compiled of them."""
+
+
+def compiled(field: str, keys: Any, values: Any) -> Compiled:
+    """Return keys and values in the library's form, which is made once for the same tensors or codes. field: their name
+    in messages. Raises PlanError where the library cannot use them."""
+    number = id(keys)
+    known = _COMPILED.get(number)
+    if known is not None and known[0]() is keys and known[1]() is values:
+        return known[2]
+    made = Compiled(field, keys, values)
+    _COMPILED[number] = weakref.ref(keys, lambda _: _COMPILED.pop(number, None)), weakref.ref(values), made
+    return made
+
+
+def table_of(spans: Sequence[Span], compiled: Sequence[Compiled]) -> Table:
+    """Return the library's table of some spans, whose keys and values are ``compiled``."""
+    table, number = piece_table(sum(len(one.pieces) for one in compiled)), 0
+    for span, one in zip(spans, compiled, strict=True):
+        if not one.readable:
+            raise PlanError("attend", "has entries that the library does not read")
+        check_span(span, one)
+        copy_pieces(table, number, one.pieces)
+        if span.start or span.stop != one.rows:
+            one.narrow(table[number], span)
+        number += len(one.pieces)
+    return table
+
+
+def _check_scales(field: str, keys: Any, values: Any) -> None:
+    """Raise PlanError where scales or offsets of codes do not have the shape of the codes."""
+    for part in (keys, values) if keys.layout != "sketched" else ():
+        shape = part.codes.shape
+        wanted = (*shape[:-1], 1) if keys.layout == "grouped" else (shape[0], 1, shape[2])
+        if any(one.shape != wanted or one.dtype is not torch.float16 for one in (part.scale, part.offset)):
+            raise PlanError(field, f"has codes {tuple(shape)} whose scales or offsets are not {wanted} float16")
+
+
+def _contiguous(part: Tensor, copies: list[Tensor]) -> Tensor:
+    """Return a tensor whose numbers lie in order. If it is a copy, it is appended to ``copies``."""
+    if part.is_contiguous():
+        return part
+    copies.append(part.contiguous())
+    return copies[-1]
+
+
+def _describe_codes(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
     row.lanes, _, row.entries, _ = keys.shape
     row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
     tensors = [
-        part if part[0].is_contiguous() else part.contiguous()
+        part if part[:1].is_contiguous() else _contiguous(part, copies)
         for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
     ]
     codes, scale, offset = tensors[:3]
@@ -163,13 +211,11 @@ def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
     row.value_row_stride = codes[0].numel() // groups * codes.itemsize
     if (mean := getattr(values, "mean", None)) is not None:
-        channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
+        channels = [_contiguous(part.expand(len(codes), -1, -1), copies) for part in (mean, values.deviation)]
         row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
-        tensors += channels
-    return tensors
 
 
-def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+def _describe_channels(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
     row.lanes, _, row.entries, _ = keys.shape
     row.key_bits = row.value_bits = 8
     for name, part in (("key", keys), ("value", values)):
@@ -179,22 +225,23 @@ def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
         setattr(row, f"{name}_scale", part.scale.data_ptr())
         setattr(row, f"{name}_offset", part.offset.data_ptr())
         setattr(row, f"{name}_scale_stride", part.scale.stride(0))
-    return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
 
 
-def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
+def _describe_estimates(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
     row.sums, row.lanes, row.entries = keys.at.shape
     row.use_median = keys.by == "median"
     places = keys.at.int().contiguous()
-    tensors = [places]
+    copies.append(places)
     row.cell_indices = places.data_ptr()
     for name, part in (("key", keys), ("value", values)):
-        cells = part.cells.contiguous()
-        tensors.append(cells)
+        cells = _contiguous(part.cells, copies)
         setattr(row, f"{name}s", cells.data_ptr())
         setattr(row, f"{name}_lane_stride", cells.stride(0))
     if keys.mean is not None:
         means = [part.mean.float().contiguous() for part in (keys, values)]
-        tensors += means
+        copies += means
         row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
-    return tensors
+
+
+_BY_LAYOUT = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
+"""By layout: the function that fills a piece with the addresses of such codes."""

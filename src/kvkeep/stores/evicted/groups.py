@@ -20,7 +20,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step import native
-from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.step.plan import Destination, Span, StoreShare
 from kvkeep.stores.slots import codes_of
 
 GROUP = 32
@@ -82,22 +82,27 @@ class EncodedGroups(NamedTuple):
     """Whether some slots are -1."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class View:
     """What the planned steps of some lanes read and write. It is valid until a group is written."""
 
     lanes: slice
     """Which lanes."""
-    spans: list[Span]
-    """Groups, then waiting entries."""
+    coded_spans: list[Span]
+    """The groups."""
+    waiting: tuple[Tensor, Tensor, Tensor]
+    """Keys, values (lanes, GROUP, dim) of waiting entries, and the slots that steps evict, (lanes, 1)."""
     seen: Tensor | None
     """:attr:`LayerStep.seen`; None: no place is empty."""
     coded: int
     """The number of entries of the groups that are read."""
-    evict: Destination
-    """The waiting entries' tensors."""
     readable: bool
     """Whether the native library reads the spans."""
+
+    def spans(self, count: int) -> list[Span]:
+        """Return the groups, and ``count`` waiting entries."""
+        keys, values, _ = self.waiting
+        return [*self.coded_spans, Span(keys, values, 0, count)] if count else self.coded_spans
 
     def holds(self, lanes: int, rows: int) -> bool:
         """Return whether it is of ``lanes`` lanes, and of at least ``rows`` resident entries."""
@@ -230,21 +235,21 @@ class NewestGroups(Groups):
             part[:, : self.kept] = before[:, : self.kept]
         *self.parts, self.slots = fresh
 
-    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
+    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
         if not self.waiting or not self.codec.as_kept or (evicts and self.count == GROUP - 1):
             return None  # a first group begins, or a group is encoded
         if not native.can_read(*self.waiting[:2]):
             return None
-        rows = step.append.keys
-        view = self._view(step.first_lane, len(rows), rows.shape[1])
+        view = self._view(first_lane, len(append.keys), append.keys.shape[1])
         if not view.readable:
             return None
-        step.seen, view.spans[-1].stop = view.seen, self.count + evicts
+        evict = None
         if evicts:
-            step.evict, view.evict.row = view.evict, self.count
+            keys, values, slots = view.waiting
+            evict = Destination(keys, values, self.count, slots)
         else:
             self._evicted[view.lanes] = -1
-        return view.spans if self.count + evicts else view.spans[:-1]
+        return StoreShare(view.spans(self.count + evicts), evict, view.seen)
 
     def commit(self) -> None:
         keys, values, slots = self.waiting
@@ -264,9 +269,7 @@ class NewestGroups(Groups):
             return None
         if not self.waiting:
             return ()
-        spans = self._view(0, len(self.waiting[2]), 0).spans
-        spans[-1].stop = self.count
-        return spans if self.count else spans[:-1]
+        return self._view(0, len(self.waiting[2]), 0).spans(self.count)
 
     def _view(self, first: int, lanes: int, rows: int) -> View:
         """Return what steps of ``lanes`` lanes from ``first`` on read before their at most ``rows`` resident entries:
@@ -283,15 +286,14 @@ class NewestGroups(Groups):
             pieces = self.codec.read(keys[:0], parts, groups[:, start:stop], False)
             spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
         coded = sum(span.entries for span in spans)
-        spans.append(Span(keys, values, 0, 0))
-        readable = all(native.can_read(span.keys, span.values) for span in spans)
+        readable = all(native.can_read(span.keys, span.values) for span in spans) and native.can_read(keys, values)
         if readable and (self.holes or self.gaps):
             seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
             known = [*(groups[:, start:stop].flatten(1) for start, stop in runs), slots[:, : self.count]]
             seen[:, : coded + self.count] = torch.cat(known, 1) >= 0
         if len(self._evicted) != len(self.waiting[2]):
             self._evicted = self.waiting[2].new_full((len(self.waiting[2]), 1), -1)
-        view = View(which, spans, seen, coded, Destination(keys, values, 0, self._evicted[which]), readable)
+        view = View(which, spans, (keys, values, self._evicted[which]), seen, coded, readable)
         self._views[first] = view
         return view
 

@@ -13,7 +13,7 @@ from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.rows import Rows
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import Destination, StoreShare
 
 
 class InOrder(EvictedStore):
@@ -53,14 +53,14 @@ class InOrder(EvictedStore):
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 
-    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
+    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
         self.checkpoint.truncate(self.layer, self.taken)
-        if evicts:
-            step.evict = self.checkpoint.next_row(self.layer)
-            if step.evict is None:
-                return None
+        evict = self.checkpoint.next_row(self.layer) if evicts else None
+        if evicts and evict is None:
+            return None
         stop = self.taken + evicts
-        return self.checkpoint.spans(self.layer, stop) if stop else ()
+        spans = self.checkpoint.spans(self.layer, stop) if stop else ()
+        return None if spans is None else StoreShare(spans, evict)
 
     def commit(self) -> None:
         self.checkpoint.commit(self.layer)

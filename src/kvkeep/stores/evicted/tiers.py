@@ -131,7 +131,7 @@ class Tiers(Groups):
         self.limit = limit - channel_bytes(value_dim)
         self.tiers = [Tier(bits, meter) for bits in tiers(width)]
         self.bounds: list[Tensor] = []  # scale and offset of waiting keys, then of values, (lanes, 1, dim) each
-        self._spans: list[Span] | None = None  # tiers and waiting entries; valid for these tensors
+        self._read: tuple[list[Span], tuple[Any, Any]] | None = None  # tiers, waiting entries; until these are new ones
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Tiers(Groups):
         size = len(slots), GROUP
         self.waiting = [*(one.codes for one in kept), slots.new_full(size, -1), scores.new_zeros(size)]
         self.bounds = [part for one in kept for part in (one.scale, one.offset)]
-        self._spans, self.count = None, 0
+        self._read, self.count = None, 0
 
     def _fall(self, coming: EntryGroups) -> None:
         if not self.tiers[0].channels:
@@ -206,14 +206,11 @@ class Tiers(Groups):
             return None
         if not self.waiting:
             return ()
-        if self._spans is None:
-            pairs: list[tuple[Any, Any]] = [
-                *(tier.coded(tier.parts) for tier in self.tiers if tier.groups),
-                self.waits(GROUP),
-            ]
-            self._spans = [Span(*pair, 0, pair[0].shape[2]) for pair in pairs]
-        self._spans[-1].stop = self.count
-        return self._spans if self.count else self._spans[:-1]
+        if self._read is None:
+            tiers = [tier.coded(tier.parts) for tier in self.tiers if tier.groups]
+            self._read = [Span(key, value, 0, key.shape[2]) for key, value in tiers], self.waits(GROUP)
+        spans, waiting = self._read
+        return [*spans, Span(waiting[0], waiting[1], 0, self.count)] if self.count else spans
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or not self.waiting:
@@ -238,7 +235,7 @@ class Tiers(Groups):
         return tiers | {"waiting": self.waiting, "bounds": self.bounds, "channels": self.tiers[0].channels}
 
     def put(self, named: dict[str, list[Tensor]]) -> None:
-        self._spans = None
+        self._read = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), [])
         self.waiting, self.bounds = named.get("waiting", []), named.get("bounds", [])

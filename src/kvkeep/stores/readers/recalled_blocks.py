@@ -54,8 +54,7 @@ class RecalledBlocks(ReadEvicted):
         if self.choice.gone != self._gone:
             return None
         near = _last(step.attend, layer.length + 1 - self.choice.blocks * self.choice.size)
-        step.attend = near if self._copies is None else [self._copies, *near]
-        return step
+        return step._replace(attend=near if self._copies is None else [self._copies, *near])
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if self._exactly(layer):

@@ -18,14 +18,11 @@ from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step import native
 from kvkeep.step import torch as plain
-from kvkeep.step.plan import Destination
+from kvkeep.step.plan import Destination, LayerStep
 from kvkeep.stores.resident.banks import Bank, Banks
 
 # Ranks of empty columns are below every entry's, and rise by column: the first is filled first.
 LOWEST, _STEP = -3e38, 1e33
-
-BESIDE = ("slots", "scores", "extra", "newest")
-"""Tensors beside keys and values, in a bank and in the destination of a step."""
 
 
 @dataclass(frozen=True)
@@ -132,24 +129,23 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     scores = ranking.arrived(bank, new)
     if scores is not None or ranking.scored:
         bank.scored()
-    step, _ = bank.next_step(new.first, bank.used)
     if bank.scores is not None:
         bank.scores = bank.scores.contiguous()  # a selector may return an expanded tensor
-    for name in BESIDE:
-        setattr(step.append, name, getattr(bank, name))
-    step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
-    step.oldest = ranking.selector.may_tie or ranking.scored  # estimates that return may be equal
     left = None
     if wanted:
         every = bank.entries(ranking.scored)._replace(holes=holes)
         left = every.each(lambda rows: rows.new_empty(len(rows), 1, *rows.shape[2:]))
-        step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
+    step = LayerStep(
+        Destination(bank.keys, bank.values, 0, bank.slots, bank.scores, bank.extra, bank.newest),
+        new.first,
+        rank.contiguous(),
+        ranking.selector.may_tie or ranking.scored,  # estimates that return may be equal
+        None if scores is None else scores.float().contiguous().flatten(),
+        None if left is None else Destination(left.keys, left.values, 0, *left[2:6]),
+    )
     keys, values = new.keys[:, 0], new.values[:, 0]
     executor = native if native.can_insert(step, keys, values) else plain
     executor.insert(step, keys, values)
-    for name in BESIDE:  # the bank may replace these
-        setattr(step.append, name, None)
-    step.ranks = step.new_scores = step.evict = None
     return left
 
 

@@ -25,7 +25,6 @@ class Newest(Resident):
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid for the rings' tensors
 
     @property
     def rows(self) -> tuple[Ring, Ring]:
@@ -56,23 +55,20 @@ class Newest(Resident):
             return None
         if (row := self.length % capacity) >= keys.shape[1]:  # the ring has no row for it yet
             return None
-        if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
-            step = LayerStep(Destination(keys, values))
-            self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
-        step, (before, after) = self._next
-        evicts = self.length - self.evicted == capacity
-        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring, the row of the oldest entry
-        evicted = self.store.plan(step, evicts)
-        if evicted is None:
+        append = Destination(keys, values, row)  # in a full ring, the row of the oldest entry
+        first = self.evicted + (evicts := self.length - self.evicted == capacity)
+        share = self.store.plan(append, 0, evicts)
+        if share is None:
             return None
-        if step.evict is not None:
-            step.evict.slots = None  # the slots are known
-        first = self.evicted + evicts
-        before.start = first % capacity
-        before.stop = min(before.start + self.length + 1 - first, capacity)
-        after.stop = self.length + 1 - first - before.entries
-        step.attend = [*evicted, before, after] if after.stop else [*evicted, before]
-        return step
+        evicted, evict, seen = share
+        if evict is not None and evict.slots is not None:
+            evict = Destination(evict.keys, evict.values, evict.row)  # the slots are known
+        start = first % capacity
+        stop = start + self.length + 1 - first
+        spans = [*evicted, Span(keys, values, start, min(stop, capacity))]
+        if stop > capacity:
+            spans.append(Span(keys, values, 0, stop - capacity))
+        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
 
     def commit(self) -> None:
         evicted = self.evicted
@@ -82,7 +78,6 @@ class Newest(Resident):
             self.store.commit()
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        self._next = None
         length = sum(piece.shape[1] for piece in keys)
         evicted = self.store.adopt(keys, values, max(0, length - self._keys.capacity))
         for rows, pieces in ((self._keys, keys), (self._values, values)):
@@ -106,7 +101,6 @@ class Newest(Resident):
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
-        self._next = None  # it refers to replaced rings
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -132,7 +126,6 @@ class Newest(Resident):
         self._values.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        self._next = None
         self._keys.select(lanes)
         self._values.select(lanes)
 
