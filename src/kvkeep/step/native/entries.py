@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,20 @@ from torch import Tensor
 
 from kvkeep.native.library import library
 from kvkeep.native.structures import (
+    BY_CHANNEL,
+    GROUPED,
     MAX_DIM,
+    PLAIN,
+    SKETCHED,
     TILE_ENTRIES,
     KvAttention,
     KvPiece,
     Table,
     address_of,
+    array,
     copy_piece,
     piece_table,
+    rows,
 )
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
@@ -118,84 +124,59 @@ class SpanTable:
 
 def piece_of(span: Span) -> KvPiece:
     """Return a span as the library reads it, up to date."""
-    if span.compiled is None:
-        piece, rows = KvPiece(), (0, 0)
-        tensors = _describe(piece, span.keys, span.values)
-        if isinstance(span.keys, Tensor):
-            rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries, the address is 0
-    piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
-    piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
-    piece.entries = span.stop - span.start
+    if span.compiled is None or span.compiled[2] is not span.keys or span.compiled[3] is not span.values:
+        layout = PLAIN if isinstance(span.keys, Tensor) else _FORMATS[span.keys.layout]
+        made, tensors = KvPiece(format=layout), list[Tensor]()
+        _DESCRIBE[layout](made, span.keys, span.values, tensors)
+        span.compiled = made, tensors, span.keys, span.values
+    piece: KvPiece = span.compiled[0]
+    piece.first, piece.entries = span.start, span.stop - span.start
     return piece
 
 
-def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
-    if isinstance(keys, Tensor):
-        return _entries(row, keys, values)
-    by_layout = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
-    return by_layout[keys.layout](row, keys, values)
-
-
-def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
+def _describe_rows(piece: KvPiece, keys: Tensor, values: Tensor, tensors: list[Tensor]) -> None:
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         keys, values = keys.contiguous(), values.contiguous()
-    row.keys, row.values, (row.lanes, row.entries, _) = keys.data_ptr(), values.data_ptr(), keys.shape
-    row.key_lane_stride, row.key_row_stride, _ = keys.stride()
-    row.value_lane_stride, row.value_row_stride, _ = values.stride()
-    return [keys, values]
+    piece.keys.rows, piece.values.rows = rows(keys), rows(values)
+    tensors += [keys, values]
 
 
-def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
-    tensors = [
-        part if part[0].is_contiguous() else part.contiguous()
-        for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
-    ]
-    codes, scale, offset = tensors[:3]
-    groups = row.entries // TILE_ENTRIES
-    row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.key_lane_stride, row.key_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.key_row_stride = codes[0].numel() // groups * codes.itemsize
-    codes, scale, offset = tensors[3:]
-    row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.value_row_stride = codes[0].numel() // groups * codes.itemsize
+def _describe_codes(piece: KvPiece, keys: Any, values: Any, tensors: list[Tensor]) -> None:
+    piece.values.group, groups = values.width, keys.shape[2] // TILE_ENTRIES
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.bits = part.bits
+        for name, numbers in (("rows", part.codes), ("scale", part.scale), ("offset", part.offset)):
+            tensors.append(lanes := numbers if numbers[0].is_contiguous() else numbers.contiguous())
+            setattr(side, name, rows(lanes.view(len(lanes), groups, lanes[0].numel() // max(1, groups))))
     if (mean := getattr(values, "mean", None)) is not None:
-        channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
-        row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
+        channels = [part.expand(len(keys.codes), -1, -1).contiguous() for part in (mean, values.deviation)]
+        piece.values.mean, piece.values.deviation = map(array, channels)
         tensors += channels
-    return tensors
 
 
-def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits = row.value_bits = 8
-    for name, part in (("key", keys), ("value", values)):
-        setattr(row, f"{name}s", part.codes.data_ptr())
-        setattr(row, f"{name}_lane_stride", part.codes.stride(0))
-        setattr(row, f"{name}_row_stride", part.codes.stride(1))
-        setattr(row, f"{name}_scale", part.scale.data_ptr())
-        setattr(row, f"{name}_offset", part.offset.data_ptr())
-        setattr(row, f"{name}_scale_stride", part.scale.stride(0))
-    return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
+def _describe_channels(piece: KvPiece, keys: Any, values: Any, tensors: list[Tensor]) -> None:
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.rows, side.scale, side.offset = rows(part.codes), rows(part.scale), rows(part.offset)
+        tensors += [part.codes, part.scale, part.offset]
 
 
-def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.sums, row.lanes, row.entries = keys.at.shape
-    row.use_median = keys.by == "median"
+def _describe_estimates(piece: KvPiece, keys: Any, values: Any, tensors: list[Tensor]) -> None:
     places = keys.at.int().contiguous()
-    tensors = [places]
-    row.cell_indices = places.data_ptr()
-    for name, part in (("key", keys), ("value", values)):
-        cells = part.cells.contiguous()
-        tensors.append(cells)
-        setattr(row, f"{name}s", cells.data_ptr())
-        setattr(row, f"{name}_lane_stride", cells.stride(0))
-    if keys.mean is not None:
-        means = [part.mean.float().contiguous() for part in (keys, values)]
-        tensors += means
-        row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
-    return tensors
+    piece.sums, piece.use_median, piece.cell_indices = len(places), keys.by == "median", array(places)
+    tensors.append(places)
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        tensors.append(cells := part.cells.contiguous())
+        side.rows = rows(cells)
+        if keys.mean is not None:
+            tensors.append(mean := part.mean.float().contiguous())
+            side.mean = array(mean)
+
+
+_FORMATS = {"grouped": GROUPED, "by channel": BY_CHANNEL, "sketched": SKETCHED}
+_DESCRIBE: dict[int, Callable[[KvPiece, Any, Any, list[Tensor]], None]] = {
+    PLAIN: _describe_rows,
+    GROUPED: _describe_codes,
+    BY_CHANNEL: _describe_channels,
+    SKETCHED: _describe_estimates,
+}
+"""By format: the function that fills a piece, and adds the tensors that it points to, some of them copies."""

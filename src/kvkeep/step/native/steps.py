@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from kvkeep.native.structures import (
     KvInsert,
     KvStep,
     Table,
-    address,
     address_of,
     address_table,
+    array,
     count_table,
+    rows,
 )
 from kvkeep.step.native.entries import SpanTable
 from kvkeep.step.plan import Destination, LayerStep
@@ -37,9 +39,7 @@ def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
 
 def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
-    keys, values = keys.contiguous(), values.contiguous()
-    compiled = _compiled(step)
-    kernels().kvkeep_insert(address_of(compiled.struct.insert), len(keys), keys.data_ptr(), values.data_ptr())
+    kernels().kvkeep_insert(address_of(_compiled(step).struct.insert), keys.contiguous(), values.contiguous())
 
 
 def run(
@@ -57,17 +57,7 @@ def run(
     lse = torch.empty(row, heads)
     table = _step_table(steps, tokens)
     kernels().kvkeep_attend_sessions(
-        address_of(table),
-        len(table),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        row,
-        heads,
-        False,
-        scaling,
-        output.data_ptr(),
-        lse.data_ptr(),
+        address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
     )
     return output
 
@@ -90,10 +80,9 @@ def run_layers(
         address_of(scaling),
         len(by_layer),
         address_of(counts),
-        x.shape[1],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        x.data_ptr(),
+        cos,
+        sin,
+        x,
     )
     return x
 
@@ -123,45 +112,41 @@ class _Compiled:
 
     def __init__(self, append: Destination) -> None:
         self.append = append
-        keys, values = append.keys, append.values
-        attention = KvAttention(
-            lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], causal_offset=-1
-        )
+        lanes, _, dim = append.keys.shape
+        attention = KvAttention(lanes=lanes, queries=1, dim=dim, value_dim=append.values.shape[-1], causal_offset=-1)
         self.struct = KvStep(attention, KvInsert())
         self._insert: KvInsert = self.struct.insert
         self._attention: KvAttention = self.struct.attention
-        self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
-        self._insert.key_lane_bytes, self._insert.value_lane_bytes = (
-            part.stride(0) * part.itemsize for part in (keys, values)
-        )
-        self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
         self._table = SpanTable()
+        self._shown: dict[str, Tensor | None] = {}  # the tensors that the structures point to
 
     def update(self, step: LayerStep) -> None:
-        insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
-        insert.column, insert.new_slot = append.row, step.slot
-        insert.slots, insert.scores = address(append.slots), address(append.scores)
-        insert.extra, insert.newest = address(append.extra), address(append.newest)
-        insert.new_scores = address(step.new_scores)
-        insert.ranks = address(ranks)
-        if append.slots is not None:
-            insert.columns = append.slots.shape[1]
-        if ranks is not None:
-            insert.integer_ranks, insert.oldest_first = ranks.dtype == torch.int32, step.oldest
-        if evict is None:
-            insert.evicted_keys = None
-        else:
-            self._evict(evict)
-        self.struct.received, self.struct.reduce_max = address(step.received), step.reduce == "max"
-        self._attention.mask = address(step.seen)
-        self._attention.mask_lane_stride = 0 if step.seen is None else step.seen.stride(0)
+        insert, append, evict = self._insert, step.append, step.evict
+        insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
+        insert.columns = 0 if append.slots is None else append.slots.shape[1]
+        insert.evicted_row = 0 if evict is None else evict.row
+        for name, described in _DESTINATION.items():
+            self._show(insert, name, getattr(append, name), described)
+            self._show(insert, f"evicted_{name}", None if evict is None else getattr(evict, name), described)
+        self._show(insert, "new_scores", step.new_scores)
+        self._show(insert, "ranks", step.ranks)
+        self._show(self.struct, "received", step.received)
+        self.struct.reduce_max = step.reduce == "max"
+        self._show(self._attention, "mask", step.seen, _mask)
         self._table.show(self._attention, step.attend)
 
-    def _evict(self, evict: Destination) -> None:
-        insert, keys, values = self._insert, evict.keys, evict.values
-        insert.evicted_key_lane_bytes = keys.stride(0) * keys.itemsize
-        insert.evicted_value_lane_bytes = values.stride(0) * values.itemsize
-        insert.evicted_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
-        insert.evicted_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
-        insert.evicted_slots, insert.evicted_scores = address(evict.slots), address(evict.scores)
-        insert.evicted_extra, insert.evicted_newest = address(evict.extra), address(evict.newest)
+    def _show(
+        self, struct: Any, name: str, tensor: Tensor | None, described: Callable[[Tensor | None], Any] = array
+    ) -> None:
+        """Set a field of a structure, unless it points to this tensor already."""
+        if self._shown.get(name) is not tensor:
+            setattr(struct, name, described(tensor))
+            self._shown[name] = tensor
+
+
+def _mask(seen: Tensor | None) -> Any:
+    return rows(None if seen is None else seen[:, None])
+
+
+_DESTINATION = {"keys": rows, "values": rows, "slots": array, "scores": array, "extra": array, "newest": array}
+"""The tensors of a :class:`Destination`, and how they are described."""
