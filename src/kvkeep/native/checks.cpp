@@ -399,8 +399,9 @@ bool received_fits(const KvAttention& a, const KvArray& lse, const KvArray& rece
 
 bool insert_fits(const KvInsert& e, const KvArray& new_keys, const KvArray& new_values) {
   if (!bank_fits(e, e.keys.lanes)) return false;
-  RULE(holds(new_keys, e.keys.numbers.type, Wide(e.keys.lanes) * e.keys.width) &&
-           holds(new_values, e.values.numbers.type, Wide(e.keys.lanes) * e.values.width),
+  const Wide keys = Wide(e.keys.lanes) * e.keys.width, values = Wide(e.keys.lanes) * e.values.width;
+  RULE(holds(new_keys, e.keys.numbers.type, keys) && new_keys.length == keys &&
+           holds(new_values, e.values.numbers.type, values) && new_values.length == values,
        "new entries must have the width and type of a bank's rows, one for each lane");
   return true;
 }

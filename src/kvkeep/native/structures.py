@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 # ---- the header ----------------------------------------------------------------------------------
 
-_DECLARED = re.sub(r"/\*([^*]|\*+[^*/])*\*+/", "", Path(__file__).with_name("kvkeep.h").read_text(encoding="utf-8"))
-INTERFACE = hashlib.sha256(re.sub(r"[ \t\r\n]+", "", _DECLARED).encode()).hexdigest()
+_HEADER = Path(__file__).with_name("kvkeep.h").read_text(encoding="utf-8")
+_DECLARED = re.sub(r"/\*.*?\*/", "", _HEADER, flags=re.DOTALL)
+_STRUCTURES = dict(re.findall(r"typedef struct (\w+) \{(.*?)\}", _DECLARED, re.DOTALL))
+INTERFACE = hashlib.sha256("".join(_DECLARED.split()).encode()).hexdigest()
 """The SHA-256 of the header without comments and spaces; CMakeLists.txt gives the library the same."""
 
 
@@ -38,9 +40,8 @@ def _constants() -> dict[str, int]:
 
 def _fields(structure: str) -> list[tuple[str, Any]]:
     """Return the fields of a structure, whose own structures are defined above it."""
-    (body,) = re.findall(rf"typedef struct {structure} \{{(.*?)\}} {structure};", _DECLARED, re.DOTALL)
     found = []
-    for kind, pointer, name, count in re.findall(r"(\w+)([* ]+)(\w+)(?:\[(\d+)\])?;", body):
+    for kind, pointer, name, count in re.findall(r"(\w+)([* ]+)(\w+)(?:\[(\d+)\])?;", _STRUCTURES[structure]):
         made = ctypes.c_void_p if "*" in pointer else _SIMPLE.get(kind) or globals()[kind]
         found.append((name, made * int(count) if count else made))
     return found
