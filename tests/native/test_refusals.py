@@ -609,7 +609,8 @@ def test_norms_angles_and_digests_that_do_not_fit_are_refused() -> None:
     for angles in ((positions.int(), frequencies, y), (positions, frequencies.half(), y), (positions, weight, y)):
         with pytest.raises(BadCall):
             kernels().kvkeep_angles(angles[0], angles[1], 1.0, angles[2], angles[2])
-    page, found = rows(torch.zeros(2, 32, 8)), torch.zeros(2, 4, dtype=torch.int64)
+    numbers, found = torch.zeros(2, 32, 8), torch.zeros(2, 4, dtype=torch.int64)
+    page = rows(numbers)
     kernels().kvkeep_digests(address_of(page), 0, 4, 8, found)
     for first, blocks, count, digests in ((1, 4, 8, found), (0, 4, 9, found), (-1, 4, 8, found), (0, 4, 8, found[:1])):
         with pytest.raises(BadCall):

@@ -25,43 +25,43 @@ KVKEEP_PATHS
 
 namespace {
 
-// ---- what a processor has -------------------------------------------------------------------------------------------
+// ---- what a processor has: of the paths that are compiled in, some of these are used ---------------------------------
 
-bool has_plain() { return true; }
+[[maybe_unused]] bool has_plain() { return true; }
 
 #if defined(__x86_64__)
 // The builtin also asks whether the system keeps these registers of a thread.
-bool has_avx2() {
+[[maybe_unused]] bool has_avx2() {
   unsigned a, b, c, d;
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & 1 << 29;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
 }
 #if defined(KVKEEP_SIMDE_PATHS)
-bool has_avx512() { return has_avx2(); }
-bool has_avxvnni() { return has_avx2(); }
+[[maybe_unused]] bool has_avx512() { return has_avx2(); }
+[[maybe_unused]] bool has_avxvnni() { return has_avx2(); }
 #else
-bool has_avxvnni() {
+[[maybe_unused]] bool has_avxvnni() {
   unsigned a, b, c, d;
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
 }
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni");
 }
 #endif
 #elif defined(__aarch64__)
-bool has_neon() { return true; }
+[[maybe_unused]] bool has_neon() { return true; }
 #if defined(__APPLE__)
-bool has_dotprod() { return true; }  // every Apple processor that runs macOS
-bool has_i8mm() {                    // from M2 on
+[[maybe_unused]] bool has_dotprod() { return true; }  // every Apple processor that runs macOS
+[[maybe_unused]] bool has_i8mm() {                    // from M2 on
   int there = 0;
   size_t size = sizeof there;
   return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) && there;
 }
 #else
-bool has_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }
-bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }
+[[maybe_unused]] bool has_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }
+[[maybe_unused]] bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }
 #endif
 #endif
 
