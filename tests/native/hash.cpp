@@ -266,8 +266,8 @@ void hash_layer() {
             key(2 * n * Layer::KV_HEADS * D), value(2 * n * Layer::KV_HEADS * D);
         fill(x, n, 41);
         fill_angles(cos, sin, n, D / 2);
-        done(kvkeep_before_attention(&one.layer, numbers(x), 2, numbers(cos), numbers(sin), numbers(query), numbers(key),
-                                numbers(value)));
+        done(kvkeep_before_attention(&one.layer, numbers(x), 2, numbers(cos), numbers(sin), numbers(query),
+                                     numbers(key), numbers(value)));
         hash.add(query);
         hash.add(key);
         hash.add(value);
@@ -431,7 +431,8 @@ void hash_attention() {
           fill(values, value_dim, 60);
           KvPiece piece{};
           piece.entries = count;
-          piece.keys.rows = rows_of(keys, LANES, count, dim); piece.values.rows = rows_of(values, LANES, count, value_dim);
+          piece.keys.rows = rows_of(keys, LANES, count, dim);
+          piece.values.rows = rows_of(values, LANES, count, value_dim);
           attend_rows(query, piece, queries, out, lse, nullptr, 0);
           hash.add(out);
           hash.add(lse);
@@ -562,8 +563,8 @@ void hash_sessions() {
     fill(key, 83, 45);
     fill(value, 84, 45);
     for (int by_token = 0; by_token < 2; by_token++) {
-      done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token, 0.125f,
-                             numbers(out), numbers(lse)));
+      done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token,
+                                  0.125f, numbers(out), numbers(lse)));
       hash.add(out);
       hash.add(lse);
     }

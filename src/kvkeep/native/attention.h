@@ -58,9 +58,10 @@ struct AttentionJob {  // the arguments of kvkeep_attend
     return max64(first_block(lane), block_of(attention->entries - 1 + shift_of(*attention, lane))) + 1;
   }
   int64_t blocks() const {  // of the lane that has the most
-    int64_t most = 1;
-    for (int64_t lane = 0; lane < attention->lanes; lane++) most = max64(most, stop_block(lane) - first_block(lane));
-    return most;
+    int64_t longest = 1;
+    for (int64_t lane = 0; lane < attention->lanes; lane++)
+      longest = max64(longest, stop_block(lane) - first_block(lane));
+    return longest;
   }
 
   // Writes the result of row number `row` of all lanes.
@@ -104,7 +105,8 @@ static void attend_part(const AttentionJob& job, int64_t lane, int64_t part) {
 }
 
 static size_t bytes_by_blocks(const AttentionJob& job) {
-  return size_t(job.attention->lanes * job.rows() * job.blocks()) * (size_t(job.attention->value_dim) * 4 + sizeof(Softmax));
+  const size_t bytes = size_t(job.attention->value_dim) * 4 + sizeof(Softmax);
+  return size_t(job.attention->lanes * job.rows() * job.blocks()) * bytes;
 }
 
 // Attends with blocks as tasks, where there are few rows; then combines them in order.

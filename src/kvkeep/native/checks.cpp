@@ -99,8 +99,8 @@ bool by_channel_fits(const KvPiece& p, int64_t dim, int64_t value_dim) {
   return true;
 }
 
-// Indices are read here once more than the kernel needs: a comparison for each, where an estimate takes a vector of each
-// 16 channels. To clamp them in the kernel would hide that a sketch is damaged.
+// Indices are read here once more than the kernel needs: a comparison for each, where an estimate takes a vector of
+// each 16 channels. To clamp them in the kernel would hide that a sketch is damaged.
 bool are_below(const int32_t* indices, int64_t count, int64_t limit) {
   uint32_t greatest = 0;  // a negative one is greater than any limit
   for (int64_t i = 0; i < count; i++) greatest = uint32_t(indices[i]) > greatest ? uint32_t(indices[i]) : greatest;
@@ -137,7 +137,7 @@ bool piece_fits(const KvPiece& p, int64_t dim, int64_t value_dim) {
   }
 }
 
-bool shift_is_whole(const KvAttention& a) {
+bool begins_at_tiles(const KvAttention& a) {
   const int32_t* shift = numbers<int32_t>(a.shift);
   for (int64_t lane = 0; shift && lane < a.lanes; lane++)
     if (shift[lane] % KV_TILE_ENTRIES) return false;
@@ -165,7 +165,7 @@ bool entries_fit(const KvAttention& a) {
   RULE(entries == a.entries, "an attention must have the entries of its pieces");
   for (const KvArray* one : {&a.first, &a.stop, &a.shift})
     RULE(holds_or_nothing(*one, KV_INT32, a.lanes), "what a lane sees must be int32, one for each lane");
-  RULE(!grouped || shift_is_whole(a), "grouped entries must begin at a tile of a block");
+  RULE(!grouped || begins_at_tiles(a), "grouped entries must begin at a tile of a block");
   if (!has(a.mask.numbers)) return true;
   RULE(lie_within(a.mask) && a.mask.numbers.type == KV_UINT8 && a.mask.width >= a.entries &&
            (a.mask.lanes == 1 || a.mask.lanes >= a.lanes) && (a.mask.rows == 1 || a.mask.rows >= a.queries),
@@ -242,7 +242,8 @@ bool step_fits(const KvStep& step, const Tokens& shared) {
   RULE(lanes > 0 && heads % lanes == 0, "query heads must be a multiple of the lanes of a token");
   RULE(step.first_lane >= 0 && step.first_lane <= lanes - a.lanes, "lanes of a step must be lanes of its token");
   RULE(step.token >= 0 && step.token < tokens, "the token of a step must be one of the call");
-  RULE(holds(shared.query, KV_BFLOAT16, Wide(tokens) * heads * a.dim), "queries must be bfloat16 of each token and head");
+  RULE(holds(shared.query, KV_BFLOAT16, Wide(tokens) * heads * a.dim),
+       "queries must be bfloat16 of each token and head");
   RULE(holds(shared.out, KV_BFLOAT16, Wide(tokens) * heads * a.value_dim) &&
            holds(shared.lse, KV_FLOAT32, Wide(tokens) * heads),
        "outputs must have a place for each token and head");
@@ -425,11 +426,11 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   RULE(holds(cos, KV_BFLOAT16, Wide(tokens) * dim) && holds(sin, KV_BFLOAT16, Wide(tokens) * dim),
        "cosines and sines must be bfloat16 of each token and channel");
   char memory = 0;  // of the library itself, which reserves what lies between the parts of a layer
-  const auto own = [&](int64_t type, Wide length) { return KvArray{&memory, int64_t(length), type}; };
+  const auto reserved = [&](int64_t type, Wide length) { return KvArray{&memory, int64_t(length), type}; };
   const Wide queries = Wide(tokens) * first.heads, keys = Wide(tokens) * first.kv_heads * dim;
   RULE(queries * dim <= MAX_SIZE && keys <= MAX_SIZE, "a call must have no more tokens than memory holds");
-  const Tokens shared{tokens, first.heads, own(KV_BFLOAT16, queries * dim), own(KV_BFLOAT16, keys),
-                      own(KV_BFLOAT16, keys), own(KV_BFLOAT16, queries * dim), own(KV_FLOAT32, queries)};
+  const Tokens shared{tokens, first.heads, reserved(KV_BFLOAT16, queries * dim), reserved(KV_BFLOAT16, keys),
+                      reserved(KV_BFLOAT16, keys), reserved(KV_BFLOAT16, queries * dim), reserved(KV_FLOAT32, queries)};
   for (int64_t layer = 0; layer < count; layer++) {
     const KvLayer& l = *layers[layer];
     if (layer && !layer_fits(l)) return false;
@@ -449,7 +450,8 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
 
 bool blocks_fit(const KvRows& r, int64_t first, int64_t blocks, int64_t block_rows, const KvArray& digests) {
   RULE(lie_within(r) && is_size(first) && is_size(blocks) && is_size(block_rows), "rows must lie within their memory");
-  const Wide block = Wide(block_rows) * r.row_stride, end = Wide(r.lanes - 1) * r.lane_stride + (first + blocks) * block;
+  const Wide block = Wide(block_rows) * r.row_stride;
+  const Wide end = Wide(r.lanes - 1) * r.lane_stride + (first + blocks) * block;
   RULE((first + blocks) * Wide(block_rows) <= r.rows && block * size_of(r.numbers.type) % 8 == 0,
        "blocks must be rows, and multiples of 8 bytes");
   RULE(!r.lanes || end <= r.numbers.length, "blocks must lie within their memory");

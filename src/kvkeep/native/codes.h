@@ -52,7 +52,8 @@ INLINE const uint8_t* codes_of_group(const KvSide& side, int64_t lane, int64_t g
 // A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
 static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
   const uint8_t* codes = codes_of_group(keys, lane, group);
-  const uint16_t *scales = row_of<uint16_t>(keys.scale, lane, group), *offsets = row_of<uint16_t>(keys.offset, lane, group);
+  const uint16_t* scales = row_of<uint16_t>(keys.scale, lane, group);
+  const uint16_t* offsets = row_of<uint16_t>(keys.offset, lane, group);
   const int64_t bits = keys.bits, bytes = TILE_ENTRIES * bits / 8;
   auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));

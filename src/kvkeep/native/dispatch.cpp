@@ -25,7 +25,7 @@ KVKEEP_PATHS
 
 namespace {
 
-// ---- what a processor has: of the paths that are compiled in, some of these are used ---------------------------------
+// ---- what a processor has: for the paths that are compiled in, of which there may be fewer --------------------------
 
 [[maybe_unused]] bool has_plain() { return true; }
 

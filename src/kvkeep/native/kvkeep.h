@@ -4,9 +4,9 @@
  * which declarations it was compiled (kvkeep_interface).
  *
  * Memory is the caller's: it must outlive the call, and the library keeps none of it. It comes as a KvArray or as
- * KvRows, with its length and the type of its numbers. Every function that takes them compares all sizes with each other
- * before it writes anything (checks.cpp). Where one does not fit, it returns KV_BAD_CALL and has written nothing. Tables
- * of structures must have as many as the call says. Tensors are row-major; strides count numbers. A lane is one
+ * KvRows, with its length and the type of its numbers. Every function that takes them compares all sizes with each
+ * other before it writes anything (checks.cpp). Where one does not fit, it returns KV_BAD_CALL and has written nothing.
+ * Tables of structures must have as many as the call says. Tensors are row-major; strides count numbers. A lane is one
  * key/value head of one sequence; a group is one of the query heads that share a lane. Kernels may run in several
  * threads at once. */
 #ifndef KVKEEP_H
@@ -111,7 +111,7 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
 typedef struct KvSide { /* the keys or the values of a piece */
-  KvRows rows;          /* bfloat16, codes or cells, as the format says; grouped: uint8, or int16 for codes of 16 bits */
+  KvRows rows;          /* bfloat16, codes or cells, as the format says; grouped: uint8, or int16 for 16 bits */
   KvRows scale;         /* float16; grouped: (lanes, groups, dim) of keys, (lanes, groups, dim / group *
                            KV_TILE_ENTRIES) of values; by channel: (lanes, 1, dim) */
   KvRows offset;        /* float16, as scale */
@@ -244,8 +244,8 @@ KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, K
  * and averaged over the groups; with `reduce_max` the maximum over both. lse: as kvkeep_attend wrote it, perhaps over
  * more entries. received: (lanes, entries) float32. */
 KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last, int reduce_max, KvArray received);
-/* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the widths
- * and types of insert->keys and insert->values. */
+/* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the
+ * widths and types of insert->keys and insert->values. */
 KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
 /* Runs the attention of one layer for one token of each of some sessions: inserts its entry, then attends. A token's
  * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
@@ -270,8 +270,8 @@ void kvkeep_unmap_file(void* start);
 int64_t kvkeep_lost_files(void);
 /* Returns whether the mapped file that has `address` could not be read. */
 int kvkeep_is_lost(const void* address);
-/* Writes a digest of each of `blocks` blocks of `block_rows` rows, from block `first` on: digests (lanes, blocks) int64.
- * A block is a multiple of 8 bytes, those between its rows among them. */
+/* Writes a digest of each of `blocks` blocks of `block_rows` rows, from block `first` on: digests (lanes, blocks)
+ * int64. A block is a multiple of 8 bytes, those between its rows among them. */
 KvStatus kvkeep_digests(const KvRows* rows, int64_t first, int64_t blocks, int64_t block_rows, KvArray digests);
 
 #pragma GCC visibility pop
