@@ -42,6 +42,17 @@ class OutOfMemory(KvkeepError, MemoryError):
     where its method allows that (:meth:`~kvkeep.stream.CacheStream.roll_back`)."""
 
 
+class BadCall(KvkeepError, ValueError):
+    """The native library refuses a call, and has written nothing: a plan, or a tensor, breaks ``rule``."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(
+            f"The native library refuses a call, and has written nothing: {rule}. This is an error of kvkeep or of an "
+            "installed part; use another method, and report it."
+        )
+        self.rule = rule
+
+
 class EmptyText(UsageError):
     """A file has no text."""
 

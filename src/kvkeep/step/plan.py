@@ -172,8 +172,8 @@ class StoreShare(NamedTuple):
 
 
 class LayerStep(NamedTuple):
-    """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends. Executors
-    check it (:mod:`kvkeep.step.checks`) before they touch memory. Every token has new steps, so they are named tuples:
+    """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends. The
+    native library compares it with its tensors before it writes. Every token has new steps, so they are named tuples:
     these are made in a third of the time of a frozen dataclass."""
 
     append: Destination

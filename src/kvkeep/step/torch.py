@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.step.checks import Entries, PlanError, check_all_lanes, check_lanes, check_token, measured_step
 from kvkeep.step.plan import Coded, LayerStep, Segment
 
 MAX_CODED_QUERIES = 8
@@ -23,20 +22,6 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
-    lanes = _lanes(step)
-    if not len(keys) == len(values) == lanes:
-        raise PlanError("append", f"has {lanes} lanes, and there are {len(keys)} new entries")
-    _write(step, keys, values)
-
-
-def _lanes(step: LayerStep) -> int:
-    """Return the number of lanes of a part of a step. Raises PlanError where it does not fit its tensors."""
-    target, left, spans = measured_step(step, Entries)
-    check_token(step, target, left, spans)
-    return target.lanes
-
-
-def _write(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
     lane = torch.arange(len(own_keys), device=own_keys.device)
@@ -73,15 +58,9 @@ def run(
     (1, kv_heads, row, dim).
     """
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    for one in steps:
-        lanes = 0
-        for part in one.parts:
-            check_lanes(part, lanes, key.shape[1])
-            lanes += _lanes(part)
-        check_all_lanes(lanes, key.shape[1])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
         lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
-        _write(step, key[0, lanes_here, token], value[0, lanes_here, token])
+        insert(step, key[0, lanes_here, token], value[0, lanes_here, token])
         grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
         if step.reduce:

@@ -71,11 +71,6 @@ class Sketch(Fate):
                 "This selector ranks entries by their keys and values, and a sketch holds only sums of them; use "
                 "another selector."
             )
-        if self.swap and method.recall.reads_single:
-            return (
-                "With swap above 0, estimates become resident again, and the recall cannot bring back the exact "
-                "entries; use swap=0."
-            )
         return None
 
     def resident(self, entries: int) -> int:

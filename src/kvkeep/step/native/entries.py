@@ -1,4 +1,4 @@
-"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of their addresses.
+"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of them.
 
 What is compiled of keys and values belongs to this module. It is made once for the same objects, and forgotten with
 them."""
@@ -6,23 +6,28 @@ them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.errors import BadCall
 from kvkeep.native.library import library
 from kvkeep.native.structures import (
+    BY_CHANNEL,
+    GROUPED,
     MAX_DIM,
+    PLAIN,
+    SKETCHED,
     TILE_ENTRIES,
-    KvInsert,
     KvPiece,
     Table,
+    array,
     copy_pieces,
     piece_table,
+    rows,
 )
-from kvkeep.step.checks import Entries, PlanError, check_span
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
@@ -100,90 +105,65 @@ def spans_of(key: Any, value: Any) -> Sequence[Span]:
     return key.spans if isinstance(key, JoinedSpans) else [Span(key, value, 0, key.shape[2])]
 
 
-class Compiled(Entries):
-    """Keys and values in the library's form. It has pointers to the tensors, and does not keep them."""
+class Compiled(NamedTuple):
+    """Keys and values in the library's form. It points to their tensors, and does not keep them."""
 
-    __slots__ = ("addresses", "copies", "insert", "lane_bytes", "lies_densely", "pieces", "readable", "row_bytes")
-
-    def __init__(self, field: str, keys: Any, values: Any) -> None:
-        super().__init__(field, keys, values)
-        self.copies: list[Tensor] = []  # made for the library
-        self.readable, self.lies_densely, self.row_bytes = can_read(keys, values), False, (0, 0)
-        if isinstance(keys, JoinedSpans):
-            parts = [compiled(field, span.keys, span.values) for span in keys.spans]
-            self.pieces = table_of(keys.spans, parts)
-            return
-        self.pieces = piece_table(1)
-        if not self.coded:
-            if self.device != torch.device("cpu") or keys.stride(-1) != 1 or values.stride(-1) != 1:
-                raise PlanError(field, "has entries that are not on the CPU, or whose numbers lie apart")
-            self._describe(self.pieces[0], keys, values)
-        elif self.readable:
-            _check_scales(field, keys, values)
-            _BY_LAYOUT[keys.layout](self.pieces[0], keys, values, self.copies)
-        self.addresses = self.pieces[0].keys or 0, self.pieces[0].values or 0  # without entries, they are 0
-
-    def _describe(self, piece: KvPiece, keys: Tensor, values: Tensor) -> None:
-        size = keys.itemsize
-        piece.keys, piece.values, piece.lanes, piece.entries = keys.data_ptr(), values.data_ptr(), self.lanes, self.rows
-        piece.key_lane_stride, piece.key_row_stride, _ = keys.stride()[-3:]
-        piece.value_lane_stride, piece.value_row_stride, _ = values.stride()[-3:]
-        self.row_bytes = size * piece.key_row_stride, size * piece.value_row_stride
-        self.lane_bytes = size * piece.key_lane_stride, size * piece.value_lane_stride
-        self.lies_densely = keys.is_contiguous() and values.is_contiguous()
-        self.insert = KvInsert(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            key_lane_bytes=self.lane_bytes[0],
-            key_bytes=size * self.dim,
-            value_lane_bytes=self.lane_bytes[1],
-            value_bytes=size * self.value_dim,
-        )
-
-    def narrow(self, piece: KvPiece, span: Span) -> None:
-        """Let a copy of the piece begin and end with a span."""
-        (keys, values), (key_bytes, value_bytes), start = self.addresses, self.row_bytes, span.start
-        piece.keys, piece.values = keys + start * key_bytes, values + start * value_bytes
-        piece.entries = span.stop - start
+    pieces: Table
+    """One piece, or one for each of several spans."""
+    entries: int
+    """The number of their entries."""
+    copies: list[Tensor]
+    """Tensors that were made for the library."""
 
 
 _COMPILED: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Compiled]] = {}
 """By id of the keys, as long as they live: keys, values, and what was compiled of them."""
 
 
-def compiled(field: str, keys: Any, values: Any) -> Compiled:
-    """Return keys and values in the library's form, which is made once for the same tensors or codes. field: their name
-    in messages. Raises PlanError where the library cannot use them."""
+def compiled(keys: Any, values: Any) -> Compiled:
+    """Return keys and values in the library's form, which is made once for the same tensors or codes. Raises BadCall
+    where the library cannot read them."""
     number = id(keys)
     known = _COMPILED.get(number)
     if known is not None and known[0]() is keys and known[1]() is values:
         return known[2]
-    made = Compiled(field, keys, values)
+    made = _compiled(keys, values)
     _COMPILED[number] = weakref.ref(keys, lambda _: _COMPILED.pop(number, None)), weakref.ref(values), made
     return made
 
 
-def table_of(spans: Sequence[Span], compiled: Sequence[Compiled]) -> Table:
-    """Return the library's table of some spans, whose keys and values are ``compiled``."""
-    table, number = piece_table(sum(len(one.pieces) for one in compiled)), 0
-    for span, one in zip(spans, compiled, strict=True):
-        if not one.readable:
-            raise PlanError("attend", "has entries that the library does not read")
-        check_span(span, one)
+def _compiled(keys: Any, values: Any) -> Compiled:
+    if isinstance(keys, JoinedSpans):
+        return Compiled(table_of(keys.spans), keys.shape[2], [])
+    form = PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.layout]
+    table, copies = piece_table(1), list[Tensor]()
+    table[0].format, table[0].entries = form, keys.shape[-2]
+    _DESCRIBE[form](table[0], keys, values, copies)
+    return Compiled(table, keys.shape[-2], copies)
+
+
+def table_of(spans: Sequence[Span]) -> Table:
+    """Return the library's table of some spans."""
+    parts = [compiled(span.keys, span.values) for span in spans]
+    table, number = piece_table(sum(len(one.pieces) for one in parts)), 0
+    for span, one in zip(spans, parts, strict=True):
         copy_pieces(table, number, one.pieces)
-        if span.start or span.stop != one.rows:
-            one.narrow(table[number], span)
+        narrow(table[number], span, one)
         number += len(one.pieces)
     return table
 
 
-def _check_scales(field: str, keys: Any, values: Any) -> None:
-    """Raise PlanError where scales or offsets of codes do not have the shape of the codes."""
-    for part in (keys, values) if keys.layout != "sketched" else ():
-        shape = part.codes.shape
-        wanted = (*shape[:-1], 1) if keys.layout == "grouped" else (shape[0], 1, shape[2])
-        if any(one.shape != wanted or one.dtype is not torch.float16 for one in (part.scale, part.offset)):
-            raise PlanError(field, f"has codes {tuple(shape)} whose scales or offsets are not {wanted} float16")
+def narrow(piece: KvPiece, span: Span, made: Compiled) -> None:
+    """Let a copy of the first piece of ``made`` begin and end with a span of it. The library checks that it has these
+    rows. Raises BadCall for a part of several pieces."""
+    if len(made.pieces) == 1:
+        piece.first, piece.entries = made.pieces[0].first + span.start, span.stop - span.start
+    elif span.start or span.stop != made.entries:
+        raise BadCall("a span of several pages must have all of their rows")
+
+
+def _describe_rows(piece: KvPiece, keys: Tensor, values: Tensor, copies: list[Tensor]) -> None:
+    piece.keys.rows, piece.values.rows = rows(keys), rows(values)
 
 
 def _contiguous(part: Tensor, copies: list[Tensor]) -> Tensor:
@@ -194,54 +174,39 @@ def _contiguous(part: Tensor, copies: list[Tensor]) -> Tensor:
     return copies[-1]
 
 
-def _describe_codes(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
-    tensors = [
-        part if part[:1].is_contiguous() else _contiguous(part, copies)
-        for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
-    ]
-    codes, scale, offset = tensors[:3]
-    groups = row.entries // TILE_ENTRIES
-    row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.key_lane_stride, row.key_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.key_row_stride = codes[0].numel() // groups * codes.itemsize
-    codes, scale, offset = tensors[3:]
-    row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.value_row_stride = codes[0].numel() // groups * codes.itemsize
+def _describe_codes(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
+    piece.values.group, groups = values.width, keys.shape[2] // TILE_ENTRIES
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.bits = part.bits
+        for name, numbers in (("rows", part.codes), ("scale", part.scale), ("offset", part.offset)):
+            lanes = numbers if numbers[:1].is_contiguous() else _contiguous(numbers, copies)
+            setattr(side, name, rows(lanes.view(len(lanes), groups, lanes[0].numel() // max(1, groups))))
     if (mean := getattr(values, "mean", None)) is not None:
-        channels = [_contiguous(part.expand(len(codes), -1, -1), copies) for part in (mean, values.deviation)]
-        row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
+        channels = (_contiguous(part.expand(len(keys.codes), -1, -1), copies) for part in (mean, values.deviation))
+        piece.values.mean, piece.values.deviation = map(array, channels)
 
 
-def _describe_channels(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits = row.value_bits = 8
-    for name, part in (("key", keys), ("value", values)):
-        setattr(row, f"{name}s", part.codes.data_ptr())
-        setattr(row, f"{name}_lane_stride", part.codes.stride(0))
-        setattr(row, f"{name}_row_stride", part.codes.stride(1))
-        setattr(row, f"{name}_scale", part.scale.data_ptr())
-        setattr(row, f"{name}_offset", part.offset.data_ptr())
-        setattr(row, f"{name}_scale_stride", part.scale.stride(0))
+def _describe_channels(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.rows, side.scale, side.offset = rows(part.codes), rows(part.scale), rows(part.offset)
 
 
-def _describe_estimates(row: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
-    row.sums, row.lanes, row.entries = keys.at.shape
-    row.use_median = keys.by == "median"
+def _describe_estimates(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
     places = keys.at.int().contiguous()
+    piece.sums, piece.use_median, piece.cell_indices = len(places), keys.by == "median", array(places)
     copies.append(places)
-    row.cell_indices = places.data_ptr()
-    for name, part in (("key", keys), ("value", values)):
-        cells = _contiguous(part.cells, copies)
-        setattr(row, f"{name}s", cells.data_ptr())
-        setattr(row, f"{name}_lane_stride", cells.stride(0))
-    if keys.mean is not None:
-        means = [part.mean.float().contiguous() for part in (keys, values)]
-        copies += means
-        row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.rows = rows(_contiguous(part.cells, copies))
+        if keys.mean is not None:
+            copies.append(mean := part.mean.float().contiguous())
+            side.mean = array(mean)
 
 
-_BY_LAYOUT = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
-"""By layout: the function that fills a piece with the addresses of such codes."""
+_FORMATS = {"grouped": GROUPED, "by channel": BY_CHANNEL, "sketched": SKETCHED}
+_DESCRIBE: dict[int, Callable[[KvPiece, Any, Any, list[Tensor]], None]] = {
+    PLAIN: _describe_rows,
+    GROUPED: _describe_codes,
+    BY_CHANNEL: _describe_channels,
+    SKETCHED: _describe_estimates,
+}
+"""By format: the function that fills a piece, and adds the copies that it points to."""
