@@ -57,7 +57,7 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
             assert native.can_attend(query, keys, values)
             for span in native.spans_of(keys, values):
-                assert not compiled("attend", span.keys, span.values).copies
+                assert not compiled(span.keys, span.values).copies
                 assert all(part.untyped_storage().data_ptr() in counted for part in tensors(span))
 
 
