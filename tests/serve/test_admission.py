@@ -11,10 +11,9 @@ from answering import Client, alone, run, small, text
 from families import tiny
 
 from kvkeep import KeepCache
-from kvkeep.errors import BudgetError
+from kvkeep.errors import BudgetError, QueueFull
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import UNDECIDED, Engine
-from kvkeep.serve.job import QueueFull
 from kvkeep.serve.session import OpenSession
 
 

@@ -15,8 +15,8 @@ from running import BODY, KEYS, bearer, held, post, serving
 
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.prompt import encode
-from kvkeep.serve.cache_view import cache_view
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.sessions import cache_view
 
 COLUMNS = 7
 
@@ -71,7 +71,7 @@ def test_a_view_is_what_the_cache_says(method: str, budget: int | None) -> None:
 
 
 def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.serve.http import inspection
+    from kvkeep.serve.http import sessions
 
     with serving() as (address, engine):
         found = get(address, "/v1/methods").json()
@@ -83,7 +83,7 @@ def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monk
             method = "endless+blocks:count=2,size=16" if name == "endless" else name  # within 512 positions
             answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": method, **budget}})
             assert answer.status_code == 200, (name, answer.text)
-        monkeypatch.setattr(inspection, "ENGINE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(sessions, "ENGINE_TIMEOUT_S", 0.1)
         with held(engine):
             assert get(address, "/v1/memory").status_code == 503
         assert get(address, "/v1/memory").status_code == 200
@@ -121,9 +121,9 @@ def test_while_a_prompt_is_read_it_says_how_far() -> None:
     read = []
     while not client.done:
         engine.step()
-        if (view := cache_view(engine, ("me", "talk"))) is not None and view.prompt is not None:
+        if (view := cache_view(engine, ("me", "talk"))) is not None and view.facts["prompt"] is not None:
             read.append(len(view.ids))
-            assert view.prompt == 60 and view.running
+            assert view.facts["prompt"] == 60 and view.facts["running"]
     assert len(read) == 3 and read == sorted({*read}) and read[-1] < 60
     view = cache_view(engine, ("me", "talk"))
-    assert view is not None and view.prompt is None and not view.running
+    assert view is not None and view.facts["prompt"] is None and not view.facts["running"]

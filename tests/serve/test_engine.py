@@ -18,11 +18,10 @@ from kvkeep.engine import batch as batches
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.answer import TextPiece
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
 from kvkeep.serve import engine as engines
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import EngineStopping, PromptTooLong
 
 PLENTY = 10**9
 
@@ -113,7 +112,14 @@ def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyP
     for module in (batches, schedulers):
         monkeypatch.setattr(module, "CHUNK", 48)
     engine, steps = serving(), list[int]()
-    monkeypatch.setattr(engine.watch, "stepped", lambda sessions, tokens: steps.append(tokens - sessions + 1))
+    step_of = engine.scheduler.step
+
+    def counted() -> Any:
+        results = step_of()
+        steps.append(sum(len(one.read.ids) for one in results) - len(results) + 1)
+        return results
+
+    monkeypatch.setattr(engine.scheduler, "step", counted)
     kinds: list[dict[str, Any]] = [{"method": "full"}, {"method": "h2o", "budget": 40, "chunk": 32}]
     asked = [(text(20, 0), 60, kinds[0]), *((text(length, length), 4, kinds[0]) for length in (90, 70))]
     clients = [Client(engine, ids, new, **cache) for ids, new, cache in asked[:1]]

@@ -129,7 +129,7 @@ def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
         lines = found.iter_lines()
         next(lines)
         with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.completions.prompt_text", slow)
+            monkeypatch.setattr("kvkeep.serve.http.answering.prompt_text", slow)
             other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
             other.start()
             assert begun.wait(10)
@@ -266,8 +266,7 @@ def test_numbers_that_are_none_and_names_that_cannot_be_are_told_by_the_rule_tha
 
 
 def test_a_slash_in_a_name_is_no_list_of_sessions(address: str) -> None:
-    for path in ("/v1/sessions", "/v1/sessions/"):
-        assert httpx.get(address + path, headers=bearer()).json()["object"] == "list"
+    assert httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["object"] == "list"
     for path in ("/v1/sessions/%2F", "/v1/sessions/%2F/", "/v1/sessions/%2f%2f"):
         assert httpx.get(address + path, headers=bearer()).status_code == 404, path
 
@@ -391,11 +390,11 @@ def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> No
     schema = httpx.get(f"{address}/openapi.json").json()
     assert httpx.get(f"{address}/docs").status_code == 200 and "HTTPValidationError" not in json.dumps(schema)
     operations = {(method, path): one for path, own in schema["paths"].items() for method, one in own.items()}
-    assert {"400", "401", "404", "409", "413", "429", "503"} <= operations["post", CHAT]["responses"].keys()
     for (method, path), one in operations.items():
-        assert "422" not in one["responses"] and "default" in one["responses"] and " " in one["summary"], one
+        assert {"400", "401", "404", "409", "413", "429", "503", "default"} <= one["responses"].keys(), path
+        assert "422" not in one["responses"] and " " in one["summary"], one
         found = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer("wrong"))
-        assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
+        assert (found.status_code == 401) == ("security" in one), path
         own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
         assert str(own.status_code) in one["responses"], path
     extension = schema["components"]["schemas"]["Extension"]["properties"]

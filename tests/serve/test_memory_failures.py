@@ -35,8 +35,8 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.native import room, threads
 from kvkeep.serve import engine as serving
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import workers
-from kvkeep.serve.http.error_handlers import api_error
+from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.job import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
@@ -415,7 +415,7 @@ def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(threading.Thread, "start", limited_start)
     with pytest.raises(RuntimeError, match="new thread"):
-        workers.start_workers()
+        bodies.start_workers()
     for thread in started[1:]:  # the first one is kept for large bodies
         thread.join(10)
     assert threading.active_count() <= before + 1

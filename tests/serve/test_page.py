@@ -20,8 +20,8 @@ from running import KEYS, held, serving, within
 
 from kvkeep.engine import batch
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import completions
-from kvkeep.serve.http.schema import ChatRequest
+from kvkeep.serve.http import answering
+from kvkeep.serve.http.completions import ChatRequest
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -75,12 +75,12 @@ def choose(tab: Browser, method: str, budget: str) -> None:
 
 
 def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 60)  # for texts as long as a model without sense writes them
+    monkeypatch.setattr(answering, "DEFAULT_MAX_TOKENS", 60)  # for texts as long as a model without sense writes them
     with serving() as (address, engine):
         _comes_in(tab, address)
         _talks(tab, engine)
         _looks(tab, engine)
-        monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 300)
+        monkeypatch.setattr(answering, "DEFAULT_MAX_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
         _reloads(tab, engine)
@@ -128,13 +128,13 @@ def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pyte
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:
     """The requests that the page sends from now on."""
-    found, real = list[ChatRequest](), completions.Completions.encode_chat
+    found, real = list[ChatRequest](), answering.Answering.respond
 
-    async def encode_chat(self: completions.Completions, body: ChatRequest) -> list[int]:
+    async def respond(self: answering.Answering, request: Any, body: Any) -> Any:
         found.append(body)
-        return await real(self, body)
+        return await real(self, request, body)
 
-    monkeypatch.setattr(completions.Completions, "encode_chat", encode_chat)
+    monkeypatch.setattr(answering.Answering, "respond", respond)
     return found
 
 

@@ -16,8 +16,7 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import Loaded, load
-from kvkeep.serve.arbiter import peak_bytes, shared_parts
-from kvkeep.serve.cache_view import memory_use
+from kvkeep.serve.arbiter import memory_use, peak_bytes, shared_parts
 from kvkeep.serve.engine import Engine
 
 PLENTY, NEW = 10**9, 6

@@ -23,9 +23,10 @@ from kvkeep.blocks.store import Store
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.completions import ChatRequest, Message, TextRequest, TokenizeRequest
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys
-from kvkeep.serve.http.schema import ChatRequest, Extension, Message, StreamOptions, TextRequest, TokenizeRequest
+from kvkeep.serve.http.protocol import Extension, StreamOptions
 
 QUESTIONS = [
     "What is the capital of France?",

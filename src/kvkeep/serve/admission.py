@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,20 +12,20 @@ from transformers.modeling_utils import PreTrainedModel
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import EntriesLost
+from kvkeep.errors import EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, PromptTooLong, QueueFull, SessionMismatch
+from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, is_under_way
 from kvkeep.serve.prefixes import Prefix, find
-from kvkeep.serve.session import Name, OpenSession
+from kvkeep.serve.session import Name, OpenSession, State
 from kvkeep.serve.session_pool import SessionPool
 
 
 class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
-    running, saving: the engine's lists of admitted answers, and of answers whose turn is being saved. limit: the
+    running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the
     maximum number of waiting answers; with 0, an answer begins at once or is refused. left: called for every answer
     that no longer waits.
     """
@@ -36,7 +36,7 @@ class Admission:
         arbiter: Arbiter,
         sessions: SessionPool,
         running: list[Job],
-        saving: list[Job],
+        saving: Collection[Job],
         limit: int,
         left: Callable[[], None],
     ) -> None:
@@ -47,14 +47,14 @@ class Admission:
 
     def drop_cancelled(self) -> None:
         """End the waiting answers that were cancelled."""
-        for job in [job for job in self.waiting if job.cancelled and not job.disk_busy]:
+        for job in [job for job in self.waiting if job.cancelled and not is_under_way(job.opening)]:
             self._dismiss(job, Finished("cancelled", "", (), 0, 0, 0))
 
     def _dismiss(self, job: Job, last: Event) -> None:
         """End an answer that never began; release the session that was opened for it."""
-        if job.disk is not None:
+        if job.opening is not None:
             with suppress(Exception):  # it may have failed to open
-                self._adopt(job)
+                self.sessions.named(job)
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
             self.sessions.leave(session)
@@ -65,7 +65,7 @@ class Admission:
     def admit(self) -> None:
         """Begin waiting answers; if too many still wait, refuse the last ones."""
         self._admit()
-        while len(self.waiting) > self._limit and not self.waiting[-1].disk_busy:
+        while len(self.waiting) > self._limit and not is_under_way(self.waiting[-1].opening):
             self._dismiss(self.waiting[-1], self.refusal())
 
     def refusal(self) -> QueueFull:
@@ -81,10 +81,7 @@ class Admission:
             if job.name in busy or self._is_waiting(job):
                 busy |= {job.name} - {None}  # a session's turns stay in order
                 continue
-            if self._refused == (
-                job,
-                self._in_memory,
-            ):  # no memory was released after the refusal
+            if self._refused == (job, self._in_memory):  # no memory was released after the refusal
                 return
             try:
                 session = self._session(job)
@@ -101,7 +98,7 @@ class Admission:
                 job.end(job.failure(error))
             if job.name is not None:
                 busy.add(job.name)
-            if job.disk is None or job.session is not None:  # else it is being opened
+            if job.opening is None:
                 self.waiting.remove(job)
                 self._left()
 
@@ -111,14 +108,8 @@ class Admission:
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
-        session = self.sessions.memory.get(job.name)
-        if session is None or not session.current:
-            if job.disk is None:
-                job.disk = self.sessions.storage.open(job.name, job.cache)
-            if not job.disk.done():
-                return None
-            session = self._adopt(job)
-        if job.names_cache:
+        session = self.sessions.named(job)
+        if session is not None and job.names_cache:
             wanted, fixed = Request.parse(**job.cache), session.cache.request
             if (wanted.method, wanted.budget) != (fixed.method, fixed.budget):
                 budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
@@ -126,7 +117,8 @@ class Admission:
                     f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be "
                     "changed; leave method and budget out, or use another session name."
                 )
-        self._limit_to_positions(job, session.cache)
+        if session is not None:
+            self._limit_to_positions(job, session.cache)
         return session
 
     def _limit_to_positions(self, job: Job, cache: KeepCache) -> None:
@@ -141,12 +133,6 @@ class Admission:
             raise PromptTooLong.of(tokens, positions)
         job.ask = replace(job.ask, max_tokens=positions - tokens)
 
-    def _adopt(self, job: Job) -> OpenSession:
-        """Put the session that was opened for an answer into the pool, and return it."""
-        assert job.disk is not None and job.name is not None
-        opened, job.disk = job.disk, None
-        return self.sessions.adopt(opened.result())
-
     def _beginning(self, job: Job, session: OpenSession) -> tuple[Prefix | None, Sequence[BlockName]] | None:
         """Return what an empty session can begin its prompt with: a prefix in memory, or more blocks of the store. None
         if the answer has to wait for it without blocking others."""
@@ -154,14 +140,15 @@ class Admission:
         if isinstance(prefix, PendingPrefix):
             job.waits_for = prefix
             return None
-        if prefix is not None and prefix.session in self.sessions.storing:
-            prefix.session.wanted = True
-            self.sessions.storing[prefix.session].cancel()
+        if prefix is not None and prefix.session.storing:
+            prefix.session.state = State.YIELDING
+            if prefix.session.work is not None:
+                prefix.session.work.cancel()
             return None
         known = 0 if prefix is None else len(prefix.ids)
-        if session.away or session.past.ids:
+        if session.state is State.PARKED or session.past.ids:
             return prefix, ()
-        job.found = job.found or self.sessions.storage.find(session, job.ask.prompt, known)
+        job.found = job.found or self.sessions.beginnings.find(session, job.ask.prompt, known)
         if job.found is None:
             return prefix, ()
         if not job.found.done():
@@ -212,15 +199,17 @@ class Admission:
                     self.sessions.leave(giver, stay=False)
                 return False
             self.sessions.use(giver)
-        if not session.away:
+        parked = session.state is State.PARKED
+        if not parked:
             session.past.align(job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None
         self._running.append(job)
-        self.sessions.touch(session)
-        if session.away:
-            job.disk = self.sessions.storage.restore(session)
-        elif blocks:
-            job.disk = self.sessions.storage.begin(session, blocks, job.ask.prompt)
+        self.sessions.begin(session)
+        if parked or blocks:
+            session.state, pool = State.RESTORING, self.sessions
+            session.work = (
+                pool.storage.restore(session) if parked else pool.beginnings.begin(session, blocks, job.ask.prompt)
+            )
         return True
 
     def _way(

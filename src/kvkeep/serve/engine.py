@@ -28,7 +28,16 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of, ran_out_of_memory, release
+from kvkeep.errors import (
+    EngineStopping,
+    KvkeepError,
+    PromptTooLong,
+    UnsupportedModelError,
+    UsageError,
+    place_of,
+    ran_out_of_memory,
+    release,
+)
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
@@ -41,11 +50,10 @@ from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission
 from kvkeep.serve.arbiter import Arbiter, peak_bytes
-from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
+from kvkeep.serve.job import Event, Finished, Job
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
-from kvkeep.serve.session import Name, check_name
+from kvkeep.serve.session import Name, State, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
-from kvkeep.serve.session_storage import SessionStorage
 from kvkeep.units import size
 
 log = logging.getLogger(__name__)
@@ -59,20 +67,6 @@ ROOM_BYTES = 16 << 20
 """The memory that the process can still get when a step begins."""
 WARM_UP_TOKENS = 8
 """The number of tokens of the prompt and of the answer that are made before the first request."""
-
-
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
-
-
-class Watch:
-    """Observes an engine's work. The methods run in the engine's thread and must not block. Here they do nothing."""
-
-    def stepped(self, sessions: int, tokens: int) -> None:
-        """Called after a step that reads ``tokens`` tokens for ``sessions`` sessions."""
-
-    def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Called when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones or after its request."""
 
 
 class Engine:
@@ -112,12 +106,13 @@ class Engine:
         if capacity is not None:
             self._check_capacity(capacity, store)
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
-        self.sessions = SessionPool(self.model, storage)
+        self.sessions = SessionPool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
-        self.watch = Watch()
-        self._saving: list[Job] = []
+        self.wrote: Callable[[int, float, bool], None] = lambda tokens, seconds, first: None
+        """Called in the engine's thread when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones;
+        the ``first`` ones, after its request."""
+        self._saving: dict[Job, Event] = {}  # answers whose turn is being saved, and their last events
         self._admission = Admission(
             self.model, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
         )
@@ -170,7 +165,7 @@ class Engine:
         if name is not None:
             check_name(name)
         named = bool(cache) if names_cache is None else names_cache
-        job = Job(ask, listener, name, self.options(cache), named, owner if name is None else name[0])
+        job = Job(ask, listener, name, owner if name is None else name[0], self.options(cache), named)
         with self._lock:
             if self._stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")
@@ -254,7 +249,7 @@ class Engine:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.05)
             if time.monotonic() > deadline:
-                self.sessions.storage.ending = True
+                self.sessions.beginnings.ending = True
                 for job in [*self.running, *self._admission.waiting]:
                     job.cancel()
 
@@ -370,15 +365,18 @@ class Engine:
 
     def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
-        for job in [job for job in self.running if job.answer is None and not job.disk_busy]:
-            assert job.session is not None
+        for job in [job for job in self.running if job.answer is None]:
+            session = job.session
+            assert session is not None
+            if session.working:
+                continue
             try:
-                if job.disk is not None:
-                    job.disk.result()
-                    job.session.past.align(job.ask.prompt)
-                job.disk = None
-                self.sessions.storage.watch(job.session, len(job.ask.prompt))
-                answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
+                if session.work is not None:
+                    session.work.result()
+                    session.past.align(job.ask.prompt)
+                session.work, session.state = None, State.ANSWERING
+                self.sessions.beginnings.watch(session, len(job.ask.prompt))
+                answer = Answer(job.ask, session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:
                 self.running.remove(job)
@@ -390,7 +388,6 @@ class Engine:
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
-        self.watch.stepped(len(results), tokens)
         self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
@@ -402,7 +399,10 @@ class Engine:
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
-            self._wrote(job, len(answer.tokens) - written, not written)
+            if tokens := len(answer.tokens) - written:
+                now = time.monotonic()
+                self.wrote(tokens, now - job.at, not written)
+                job.at = now
 
     def _keep_room(self) -> None:
         """If the process has next to no memory left, evict idle sessions, and end the answer that began last: small
@@ -417,13 +417,6 @@ class Engine:
         answered = [job for job in self.running if job.answer is not None]
         if answered and not has_room(ROOM_BYTES):
             self._fail(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
-
-    def _wrote(self, job: Job, tokens: int, first: bool) -> None:
-        """Report the new tokens of an answer to the watch."""
-        if tokens:
-            now = time.monotonic()
-            self.watch.wrote(tokens, now - job.at, first)
-            job.at = now
 
     def _end(self, job: Job, reason: str) -> None:
         answer = self._halted(job)
@@ -456,29 +449,26 @@ class Engine:
             reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
             try:
-                if reusable and self.sessions.storage.stores_beginnings(session):
+                if reusable and self.sessions.beginnings.stored(session):
                     self.sessions.keep(session)
                 else:
                     self.sessions.leave(session, stay=reusable and can_share(session))
             except MemoryError:
                 self.sessions.leave(session, stay=False)
             return
-        job.last = last
+        session.state = State.SAVING
         try:
-            job.disk = self.sessions.storage.save(session)
+            session.work = self.sessions.storage.save(session)
         except MemoryError:
             session.unsaved = "The last turn is not saved: there was not enough memory."
-            job.disk = _DONE
-        self._saving.append(job)
+        self._saving[job] = last
         self._report_saved()
 
     def _report_saved(self) -> None:
-        for job in [job for job in self._saving if not job.disk_busy]:
-            assert job.session is not None and job.last is not None
-            self._saving.remove(job)
-            self._leave(job, job.last, stay=not job.session.followed)
+        for job in [job for job in self._saving if job.session is None or not job.session.working]:
+            self._leave(job, self._saving.pop(job))
 
-    def _leave(self, job: Job, last: Event, stay: bool) -> None:
+    def _leave(self, job: Job, last: Event, stay: bool = True) -> None:
         """Mark the session of a job as idle, and report the job's last event, also if memory runs out meanwhile."""
         assert job.session is not None
         try:

@@ -22,7 +22,7 @@ from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys
 
 
