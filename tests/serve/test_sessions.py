@@ -364,7 +364,7 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     old.close()
 
 
-# -- a folder that several servers share ------------------------------------------------------------------
+# -- answers that are not given ---------------------------------------------------------------------------
 
 
 def opening_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)
         client = Client(engine, ids, name=key)
-        while key not in sessions.memory or not sessions.memory[key].current:
+        while engine._admission._refused is None:
             engine.step()
     engine._admission._refused = None
     client.job.cancel()
@@ -441,11 +441,11 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
 ) -> None:
     """The next one waits already, the session is away or in memory, and a third one writes, so that steps do not wait
     for the store."""
-    engine, parts, kind = serving(tmp_path, shared=True), turns(2), METHODS[0]
+    engine, parts, kind = serving(tmp_path), turns(2), METHODS[0]
     one = told(engine, parts[0], "talk", **kind)
     if away:
         engine.close()
-        engine = serving(tmp_path, shared=True)
+        engine = serving(tmp_path)
     opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 120)
     while not engine.running:
@@ -457,29 +457,12 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert two.ended.cached == len(ids) - len(parts[1]) - 1
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
-    (info,) = Store(tmp_path, shared=True).sessions()
+    engine.close()
+    (info,) = Store(tmp_path).sessions()
     assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
-    engine.close()
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert kinds == {".json", ".block", "bytes", "kvkeep-store"}  # nothing unfinished
+    assert kinds == {".json", ".block", "bytes", "kvkeep-store", "lock"}  # nothing unfinished
 
-
-def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, parts = serving(tmp_path, shared=True), turns(1)
-    told(engine, parts[0], "talk", **METHODS[0])
-    opening_slowly(monkeypatch)
-    Client(engine, text(30, 9), 200)
-    while not engine.running:
-        engine.step()
-    refused(engine, parts[0], "of another kind", monkeypatch)
-    engine.step()
-    assert engine.sessions.drop(("me", "talk"))
-    Store(tmp_path, shared=True).remove("me/talk")
-    run(engine)
-    assert not engine.sessions.memory[("me", "talk")].note
-    engine.close()
-    (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
-    assert (info.saves, info.method) == (1, "tova")
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])

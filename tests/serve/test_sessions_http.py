@@ -70,38 +70,6 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     assert call("GET", "/v1/sessions/two").status_code == 503
 
 
-def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: Path) -> None:
-    engines = [Engine(small(), 10**8, store=Store(tmp_path, shared=True)) for _ in range(2)]
-    apps = [application(engine, small(), Keys([])) for engine in engines]
-    one, two = (TestClient(app, base_url="http://localhost") for app in apps)
-    for engine in engines:
-        engine.start()
-
-    def ask(client: TestClient, prompt: str) -> None:
-        assert client.post("/v1/completions", json=body(prompt, 4)).status_code == 200
-
-    def told(client: TestClient) -> list[tuple[int, int, bool]]:
-        listed = client.get("/v1/sessions").json()["data"]
-        (facts,) = listed or [None]
-        single = client.get("/v1/sessions/talk")
-        assert single.json() == facts if facts else single.status_code == 404
-        return [(facts["saves"], facts["tokens"], facts["state"] == "idle")] if facts else []
-
-    ask(one, "the river")
-    ((_, first, here),) = told(one)
-    assert here and told(two) == [(1, first, False)]
-    ask(two, "the river and the stone")
-    ((turns, second, here),) = told(two)
-    assert here and turns == 2 and second > first and told(one) == [(2, second, False)]
-    assert two.delete("/v1/sessions/talk").status_code == 200
-    assert engines[0].sessions.memory and told(one) == told(two) == [] and not engines[0].sessions.memory
-    ask(one, "the river")
-    ask(two, "the river")
-    assert two.delete("/v1/sessions/talk").status_code == 200 and one.delete("/v1/sessions/talk").status_code == 404
-    for engine in engines:
-        engine.stop(0)
-
-
 def test_without_the_bucket_sessions_are_a_503_and_answers_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
